@@ -3,21 +3,29 @@
 // (runtime/nvrtc.cpp). Tests give each word a meaning on the host.
 //
 // A kernel takes one struct, which lies in constant memory; the driver finds it by its name. Two CTAs of 256 threads or
-// more fit on a multiprocessor: 128 registers a thread. The threads of a CTA share LOWBIT_SHARED(int32_t, sums, [8]);
-// LOWBIT_DYNAMIC_SHARED(Type, shared) is the memory that a launch asks for, where that is more than 48 KB.
+// more fit on a multiprocessor, 128 registers a thread, or as many as the struct says (kCtas). The threads of a CTA
+// share LOWBIT_SHARED(int32_t, sums, [8]); LOWBIT_DYNAMIC_SHARED(Type, shared) is the memory that a launch asks for,
+// where that is more than 48 KB.
 #pragma once
 
 #include "core/bits.hpp"
 
 #ifdef __CUDACC_RTC__
 #define LOWBIT_KERNEL(name, threads, Args) \
-  extern "C" __global__ void __launch_bounds__(threads, 2) name(const __grid_constant__ Args args)
+  extern "C" __global__ void __launch_bounds__(threads, lowbit::gpu::ctas_of<Args>()) \
+  name(const __grid_constant__ Args args)
 #define LOWBIT_SHARED(Type, name, extents) __shared__ alignas(16) Type name extents
 #define LOWBIT_DYNAMIC_SHARED(Type, name)  \
   extern __shared__ uint4 dynamic_shared[]; \
   auto& name = *reinterpret_cast<Type*>(dynamic_shared)
 
 namespace lowbit::gpu {
+
+template <class Args>
+constexpr int ctas_of() {
+  if constexpr (requires { Args::kCtas; }) return Args::kCtas;
+  else return 2;
+}
 
 LOWBIT_INLINE float float_of_half(uint32_t bits) {  // of the lower half
   float a;

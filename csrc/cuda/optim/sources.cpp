@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "cuda/sources.hpp"
+#include "gpu/optim/table.hpp"
 
 namespace lowbit::cuda {
 namespace {
@@ -29,13 +30,14 @@ Source step_source(const StepKind& kind) {
   const auto rule = concat("lowbit::", type_of(kind.rule), "::Step<", kind.moments, ">");
   const auto step = concat("step<", rule, ", ", format_of(kind.format), ", ", kind.block_size, ", lowbit::DType::",
                            name_of(kind.param), ", lowbit::DType::", name_of(kind.grad), ">");
+  const int ctas = kind.moments > 2 || gpu::elements_each(kind.block_size) > 8 ? 2 : 3;  // 128 registers, or 80
   return {concat("optim_step of ", kRuleNames[static_cast<int>(kind.rule)], " with ", kind.moments, " moments in ",
                  kStateFormatNames[static_cast<int>(kind.format)],
                  has_codes(kind.format) ? concat(", blocks of ", kind.block_size) : "", ", parameters in ",
                  name_of(kind.param), ", gradients in ", name_of(kind.grad)),
           concat("#include \"gpu/optim/step.cuh\"\n",
                  kernel_text("count_steps", "kStepThreads", "StepTable", concat("count_steps<", rule, ">")),
-                 kernel_text("optim_step", "kStepThreads", "StepTable", step))};
+                 kernel_text("optim_step", "kStepThreads", concat("StepTableOf<", ctas, ">"), step))};
 }
 
 Source convert_source(StateFormat format, bool is_signed, int64_t block_size) {

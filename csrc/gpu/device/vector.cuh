@@ -52,10 +52,10 @@ LOWBIT_INLINE i32 shift_right(i32 a, i32 count) {  // by 32 and more: 0
 }
 LOWBIT_INLINE i32 at_least(f32 a, f32 b) { return {-(a.lane >= b.lane)}; }  // mask; nan: 0
 LOWBIT_INLINE i32 select(i32 mask, i32 a, i32 b) { return {mask.lane ? a.lane : b.lane}; }
-// The guess of dynamic::guessed_shift with all bits of the difference, which is nearer: three instructions, not seven.
+// The guess of dynamic::guessed_shift in two instructions, not seven: with all bits of the difference, which is nearer,
+// and which is not below 0.
 LOWBIT_INLINE i32 guessed_shift(i32 top, i32 bits, int guess) {
-  const uint32_t steps = unsigned_of(max_u32(top, bits)) - unsigned_of(bits);
-  return from_unsigned(__umulhi(steps, static_cast<uint32_t>(guess)));
+  return from_unsigned(__umulhi(unsigned_of(top) - unsigned_of(bits), static_cast<uint32_t>(guess)));
 }
 LOWBIT_INLINE i32 count_down_above(i32 n, f32 a, f32 b) {  // n - 1 where a > b
   return {a.lane > b.lane ? n.lane - 1 : n.lane};

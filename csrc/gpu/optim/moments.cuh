@@ -108,7 +108,7 @@ struct alignas(16) RawCodes {
 #pragma unroll
     for (int i = 0; i < n; i++) {
       const uint32_t bits = kFormat == StateFormat::dynamic4 ? (words[i / 8] >> (i % 8 ^ 1) * 4 & 15) | 0x4b000000u
-                                                             : __byte_perm(words[i / 4], 0x4b000000u, 0x7440 + i % 4);
+                                                             : __byte_perm(0x4b000000u, words[i / 4], 0x3004 + i % 4);
       number[i] = {__uint_as_float(bits)};
     }
   }

@@ -39,6 +39,12 @@ struct StepTable : StepOptions {
 };
 static_assert(sizeof(StepTable) <= 32764);
 
+// The same for a kernel of which that many CTAs fit on a multiprocessor of CUDA.
+template <int kCount>
+struct StepTableOf : StepTable {
+  static constexpr int kCtas = kCount;
+};
+
 struct ConvertArgs {  // of encode_state and decode_state
   float* values;
   uint8_t* codes;
