@@ -15,11 +15,12 @@ namespace lowbit::cuda {
 // kCaptured: a pass only for the gradients of captured tensors, to which Mods::gradient adds.
 template <DType dtype, int kE, int kEv, class Mods, bool kKeysStay, bool kCaptured>
 struct Backward {
-  static constexpr BackwardShape kShape = backward_shape(kE, kEv);
+  static constexpr BackwardShape kShape = backward_shape(kE, kEv, Mods::kScoreGathers);
   static constexpr int kRows = kShape.kStaying, kScores = kShape.passing / 8;
   static constexpr int kPairs = (kE / 16 + kShape.parts - 1) / kShape.parts,  // of 16 columns that a CTA makes
                        kValuePairs = (kEv / 16 + kShape.parts - 1) / kShape.parts;
   static constexpr int kStride = kE + kRowPad, kValueStride = kEv + kRowPad;
+  static constexpr bool kKeeps = !kKeysStay && !Mods::kGathers && kE + kEv <= 256;  // rows that stay, in registers
   // Probabilities are multiplied by it before they are rounded, since many are below the normal numbers of float16, of
   // which 2^-14 is the least. They may be up to 4, where lse lacks bits of the scores.
   static constexpr float kProbabilityFactor = dtype == DType::float16 ? 0x1p14f : 1.0f;
@@ -46,6 +47,8 @@ struct Backward {
   Shared& shared;
   int b, first_head, part;
   TileStep stays;
+  LeftRows<dtype, kE, 1, kKeeps> left;
+  LeftRows<dtype, kEv, 1, kKeeps> right;
   float grad[1][2 * kPairs][4], grad_values[1][kKeysStay ? 2 * kValuePairs : 2][4];
 
   LOWBIT_INLINE int row_of(int i) const { return warp_of_cta() * 16 + lane_of_warp() / 4 + i / 2 * 8; }
@@ -167,7 +170,7 @@ struct Backward {
       __syncthreads();  // keys are there
       float s[1][kScores][4];
       clear(s);
-      multiply_rows<dtype, kE>(s, shared.left.data + warp_of_cta() * 16 * kStride, shared.passing[0].left.data);
+      multiply_rows<dtype, kE>(s, left.rows, shared.passing[0].left.data);
       for_each_score<false>(visit.at, s, [&](float& score, int, int) { score *= call.scale; });
       modify<Mods, false, true>(call, visit.at, s);
 #pragma unroll
@@ -195,9 +198,7 @@ struct Backward {
     copy_staying();
     copy(next, shared.passing[0]);
     const int pairs = smaller_pairs(kE / 16, kPairs), value_pairs = smaller_pairs(kEv / 16, kValuePairs);
-    const uint16_t *left = shared.left.data + warp_of_cta() * 16 * kStride,
-                   *right = shared.right.data + warp_of_cta() * 16 * kValueStride;
-    for (int stage = 0; more; stage = (stage + 1) % kShape.stages) {
+    for (int stage = 0, first = 1; more; stage = (stage + 1) % kShape.stages, first = 0) {
       now = next;
       wait_for_copies();
       __syncthreads();  // the tile is there, and every thread is done with the one before
@@ -207,9 +208,9 @@ struct Backward {
       Passing& passing = shared.passing[stage];
       const Statistics statistics(call, now.at);
       float s[1][kScores][4], dp[1][kScores][4];
-      clear(s), clear(dp);
-      multiply_rows<dtype, kE>(s, left, passing.left.data);
-      multiply_rows<dtype, kEv>(dp, right, passing.right.data);
+      if (first) left.load(), right.load();
+      left.multiply(s, passing.left.data);
+      right.multiply(dp, passing.right.data);
       if (now.at.cut) differentiate<true>(now.at, statistics, s, dp);
       else differentiate<false>(now.at, statistics, s, dp);
       if constexpr (kKeysStay)
@@ -257,7 +258,8 @@ LOWBIT_INLINE void attention_backward(const AttentionCall& call) {
   B backward{.call = call, .shared = shared, .b = task % heads / each,
              .first_head = task % heads % each * (kKeysStay ? call.group : 1),
              .part = static_cast<int>(blockIdx.x) % parts,
-             .stays = TileStep::at(tiling, index)};
+             .stays = TileStep::at(tiling, index), .left = {shared.left.data + warp_of_cta() * 16 * B::kStride},
+             .right = {shared.right.data + warp_of_cta() * 16 * B::kValueStride}};
   backward.run();
   if constexpr (!kCaptured) backward.finish();
   check_fault<Mods>(call);

@@ -36,9 +36,9 @@ struct BackwardShape {
   static constexpr int kStaying = 16 * kAttentionWarps;
   constexpr int bytes() const { return 2 * (kStaying + stages * passing) * (e + ev + 2 * kRowPad); }
 };
-constexpr BackwardShape backward_shape(int e, int ev) {
+constexpr BackwardShape backward_shape(int e, int ev, bool score_gathers) {
   const int most = e > ev ? e : ev;
-  return {e, ev, most <= 128 ? 32 : 16, 2, most <= 128 ? 1 : 2};
+  return {e, ev, most <= (score_gathers ? 64 : 128) ? 32 : 16, 2, most <= 128 ? 1 : 2};
 }
 
 // The captured tensors of a mod, then per tensor sizes and strides.

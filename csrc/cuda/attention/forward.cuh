@@ -25,12 +25,11 @@ struct Forward {
   const AttentionCall& call;
   Shared& shared;
   const uint16_t *keys, *values;
-  const uint16_t* own_q;  // of this warp
+  LeftRows<dtype, kE, kM, kShape.keeps_q> q;
   float factor;           // exponent_factor
   float room;             // how far above 1 powers may be, as an exponent of 2
   // Of each row: the score that powers are relative to, and the sum of those that this lane saw.
   float out[kM][kColumns][4], base[kM][2], total[kM][2];
-  uint32_t q[kShape.keeps_q ? kE / 16 : 1][kM][4];
 
   LOWBIT_INLINE int row() const { return warp_of_cta() * kM * 16 + lane_of_warp() / 4; }  // the first of this lane
 
@@ -40,24 +39,6 @@ struct Forward {
     for (int m = 0; m < kM; m++)
 #pragma unroll
       for (int i = 0; i < 2; i++) base[m][i] = minus_infinity(), total[m][i] = 0;
-  }
-
-  LOWBIT_INLINE void load_q() {
-    if constexpr (kShape.keeps_q)
-#pragma unroll
-      for (int k = 0; k < kE / 16; k++)
-#pragma unroll
-        for (int m = 0; m < kM; m++) load_rows<kStride>(q[k][m], own_q + m * 16 * kStride, k * 16);
-  }
-
-  LOWBIT_INLINE void multiply_keys(float (&s)[kM][kScores][4], const uint16_t* tile) const {
-    clear(s);
-    if constexpr (kShape.keeps_q) {
-#pragma unroll
-      for (int k = 0; k < kE / 16; k++) multiply_step<dtype, kStride>(s, q[k], tile, k * 16);
-    } else {
-      multiply_rows<dtype, kE>(s, own_q, tile);
-    }
   }
 
   // The base of every row becomes its largest score so far, and what was relative to the one before follows.
@@ -138,9 +119,9 @@ struct Forward {
       step.next(call.kv_tiles);
       more = find_next(b, h, q_step, step, next);
       if (more) copy(next, shared.passing[(stage + 1) % kShape.kStages]);
-      if (first) load_q();
+      if (first) q.load();
       float s[kM][kScores][4];
-      multiply_keys(s, shared.passing[stage].keys.data);
+      q.multiply(s, shared.passing[stage].keys.data);
       if constexpr (!Mods::kFolds)
         for_each_score<false>(now, s, [&](float& score, int, int) { score *= call.scale; });
       if (now.cut) modify<Mods, false, true>(call, now, s);
@@ -195,8 +176,9 @@ LOWBIT_INLINE void attention_forward(const AttentionCall& call) {
   const int kv_head = h / call.group, first = warp_of_cta() * F::kM * 16;
   shared.q.copy(head_rows(call.q, b, h) + q0 * call.q.row, call.q.row, rows);
   F forward{.call = call, .shared = shared, .keys = head_rows(call.k, b, kv_head),
-            .values = head_rows(call.v, b, kv_head), .own_q = shared.q.data + first * F::kStride,
-            .factor = exponent_factor<Mods>(call), .room = call.max_scores ? -1.0f : 8.0f};  // -1: bases are largest
+            .values = head_rows(call.v, b, kv_head), .q = {shared.q.data + first * F::kStride},
+            .factor = exponent_factor<Mods>(call),
+            .room = call.max_scores ? -1.0f : 8.0f};  // -1: bases are largest
   forward.start();
   forward.run(b, h, q_step);
   forward.finish(b, h, q0, q0 + rows);

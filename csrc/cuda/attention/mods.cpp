@@ -48,8 +48,8 @@ std::string mods_text(const ScoreCall* score, const ScoreCall* mask, Gradient gr
     text += score_struct(mod, of != Gradient::none);
   };
   if (score || mask)
-    text = concat("#define GRADIENT lowbit::cuda::", gradient == Gradient::of_captured ? "Sums" : "NoSum",
-                  "\n#define tanh_of(a) lowbit::cuda::tanh_of_score(a)\n#define note_fault(fault, ...) (*(fault) = 1)\n",
+    text = concat("#define tanh_of(a) lowbit::cuda::tanh_of_score(a)\n#define note_fault(fault, ...) (*(fault) = 1)\n",
+                  "#define GRADIENT lowbit::cuda::", gradient == Gradient::of_captured ? "Sums" : "NoSum", "\n",
                   score_source_prelude(SourceLanguage::cuda, false));
   if (score) add(*score, "score", "score_mod", Gradient::none);
   if (score && gradient != Gradient::none) add(*score, "gradient", "score_mod_gradient", gradient);

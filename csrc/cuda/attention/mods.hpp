@@ -13,8 +13,8 @@ constexpr std::string_view kCapturesTooMuch = "a mod captures more than 16 tenso
 
 enum class Gradient : uint8_t { none, of_score, of_captured };
 
-// The printed structs, and a struct Mods (mods.cuh) that makes them, with `constants` besides its own. The mods may be
-// null.
+// The printed structs, and a struct Mods (mods.cuh) that makes them, with `constants` besides its own. The mods
+// may be null.
 std::string mods_text(const ScoreCall* score, const ScoreCall* mask, Gradient gradient, std::string_view constants);
 
 }  // namespace lowbit::cuda

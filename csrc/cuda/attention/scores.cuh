@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Scores of a tile, from the products of queries and keys to the softmax: score_mod, mask_mod, a mask, causality. A lane
-// has those of a fragment of mma.sync, whose rows are queries, or keys where keys stay with the CTA. The kernels are made
-// for Mods (mods.cuh), which says three things more:
+// Scores of a tile, from the products of queries and keys to the softmax: score_mod, mask_mod, a mask, causality. A
+// lane has those of a fragment of mma.sync, whose rows are queries, or keys where keys stay with the CTA. The kernels
+// are made for Mods (mods.cuh), which says three things more:
 //   kFolds    scores are products times a scale > 0, which goes into the exponent, or hidden: no score_mod, no float mask
 //   kDropout
 //   kBias     dtype of the call's mask

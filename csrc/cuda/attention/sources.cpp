@@ -13,9 +13,10 @@ std::string text_of(DType dtype) {
 std::string mods_text(const AttentionKind& kind, Gradient gradient) {
   const auto text_of_bool = [](bool value) { return value ? "true" : "false"; };
   return mods_text(kind.score, kind.mask, gradient,
-                   concat("  static constexpr bool kFolds = ", text_of_bool(kind.folds()), ", kGathers = ",
-                          text_of_bool(kind.gathers()), ", kDropout = ", text_of_bool(kind.dropout), ";\n  static constexpr lowbit::DType kBias = ",
-                          text_of(kind.bias), ";\n"));
+                   concat("  static constexpr bool kFolds = ", text_of_bool(kind.folds()), ", kScoreGathers = ",
+                          text_of_bool(gathers(kind.score)), ", kGathers = ", text_of_bool(kind.gathers()),
+                          ", kDropout = ", text_of_bool(kind.dropout),
+                          ";\n  static constexpr lowbit::DType kBias = ", text_of(kind.bias), ";\n"));
 }
 
 std::string attention_kernel(std::string_view name, std::string_view body) {
@@ -24,20 +25,18 @@ std::string attention_kernel(std::string_view name, std::string_view body) {
 
 }  // namespace
 
+bool gathers(const ScoreCall* mod) {
+  if (!mod) return false;
+  const ScorePlan& plan = mod->program().forward;
+  for (int at = plan.begin[static_cast<int>(Stage::row)]; at < plan.begin[kStages]; at++)
+    if (plan.steps[at].op == number_of<lowbit::score::Gather>()) return true;
+  return false;
+}
+
 AttentionKind kind_of(const AttentionForwardArgs& args) {
   return {.dtype = args.q.dtype, .e = static_cast<int>(args.q.size(3)), .ev = static_cast<int>(args.ev()),
           .score = args.score_mod, .mask = args.mask_mod, .bias = args.mask.dtype, .dropout = args.dropout_p > 0,
           .scales = !(args.scale > 0)};
-}
-
-bool AttentionKind::gathers() const {
-  for (const ScoreCall* mod : {score, mask}) {
-    if (!mod) continue;
-    const ScorePlan& plan = mod->program().forward;
-    for (int at = plan.begin[static_cast<int>(Stage::row)]; at < plan.begin[kStages]; at++)
-      if (plan.steps[at].op == number_of<lowbit::score::Gather>()) return true;
-  }
-  return false;
 }
 
 SourceKey AttentionKind::key(AttentionKernel kernel) const {

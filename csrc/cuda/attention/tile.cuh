@@ -40,6 +40,16 @@ struct SharedRows {
 LOWBIT_INLINE int lane_of_warp() { return static_cast<int>(threadIdx.x) % 32; }
 LOWBIT_INLINE int warp_of_cta() { return static_cast<int>(threadIdx.x) / 32; }
 
+template <int kM, int kColumns>
+LOWBIT_INLINE void clear(float (&c)[kM][kColumns][4]) {
+#pragma unroll
+  for (int m = 0; m < kM; m++)
+#pragma unroll
+    for (int n = 0; n < kColumns; n++)
+#pragma unroll
+      for (int i = 0; i < 4; i++) c[m][n][i] = 0;
+}
+
 template <int kStride>
 LOWBIT_INLINE void load_rows(uint32_t (&a)[4], const uint16_t* rows, int k) {
   const int lane = lane_of_warp();
@@ -77,6 +87,29 @@ LOWBIT_INLINE void multiply_rows(float (&c)[kM][kColumns][4], const uint16_t* a,
   }
 }
 
+// Rows of a warp in shared memory as the left factor. Where kKeeps they are read once.
+template <DType dtype, int kK, int kM, bool kKeeps>
+struct LeftRows {
+  const uint16_t* rows;
+  uint32_t kept[kKeeps ? kK / 16 : 1][kM][4];
+
+  LOWBIT_INLINE void load() {
+    if constexpr (kKeeps)
+#pragma unroll
+      for (int k = 0; k < kK / 16; k++)
+#pragma unroll
+        for (int m = 0; m < kM; m++) load_rows<kK + kRowPad>(kept[k][m], rows + m * 16 * (kK + kRowPad), k * 16);
+  }
+  template <int kColumns>
+  LOWBIT_INLINE void multiply(float (&c)[kM][kColumns][4], const uint16_t* b) const {
+    clear(c);
+    if constexpr (!kKeeps) multiply_rows<dtype, kK>(c, rows, b);
+    else
+#pragma unroll
+      for (int k = 0; k < kK / 16; k++) multiply_step<dtype, kK + kRowPad>(c, kept[k], b, k * 16);
+  }
+};
+
 // c += a b; a: scores in registers, b: rows in shared memory, from a column on; `pairs` of 16 columns are there.
 template <DType dtype, int kStride, int kM, int kScores, int kColumns>
 LOWBIT_INLINE void multiply_onto(float (&c)[kM][kColumns][4], const float (&a)[kM][kScores][4], const uint16_t* b,
@@ -102,16 +135,6 @@ LOWBIT_INLINE void multiply_onto(float (&c)[kM][kColumns][4], const float (&a)[k
       }
     }
   }
-}
-
-template <int kM, int kColumns>
-LOWBIT_INLINE void clear(float (&c)[kM][kColumns][4]) {
-#pragma unroll
-  for (int m = 0; m < kM; m++)
-#pragma unroll
-    for (int n = 0; n < kColumns; n++)
-#pragma unroll
-      for (int i = 0; i < 4; i++) c[m][n][i] = 0;
 }
 
 LOWBIT_INLINE const uint16_t* head_rows(const HeadRows& rows, int b, int h) {
