@@ -22,8 +22,9 @@ LOWBIT_INLINE float scaled_sum(int32_t dot, const RowSum& of_row, float zero) {
   return kAsymmetric ? __fmaf_rn(zero - static_cast<float>(kCodeOffset<kFormat>), -of_row.sum, scaled) : scaled;
 }
 
-// kXParts: of float activations; 0: they are codes. kTileGroups: scales along the k of a tile; 0: one for all k, of a
-// weight without zero points. kRows: 1, or whole blocks of kRowsAtOnce. kInPlace: activations are read as they are given.
+// kXParts: of float activations; 0: they are codes. kTileGroups: scales along the k of a tile; 0: one for all k,
+// of a weight without zero points. kRows: 1, or whole blocks of kRowsAtOnce. kInPlace: activations are read as
+// they are given.
 template <Format kFormat, int kXParts, int kTileGroups, bool kAsymmetric, int kRows, bool kInPlace>
 struct Product {
   static_assert(kTileGroups > 0 || !kAsymmetric);
