@@ -40,6 +40,12 @@ float as_float(const void* from, int type, uint64_t at) {
   return std::memcpy(&half, &bits, 2), static_cast<float>(half);
 }
 
+uint16_t bfloat16_of(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, 4);
+  return static_cast<uint16_t>(value != value ? 0x7fff : (bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
 bool is_aligned(const void* data, uint64_t to) { return reinterpret_cast<uintptr_t>(data) % to == 0; }
 
 }  // namespace
@@ -78,7 +84,8 @@ EMULATED cublasLtMatmulAlgoGetHeuristic(void*, const Description* of, const Layo
                                         int* count) {
   FAILS_AS_TOLD("cublasLtMatmulAlgoGetHeuristic");
   const bool codes = a->type == 3;
-  if (of->compute != (codes ? 72 : 68) || of->scale != (codes ? 10 : 0) || d->type != of->scale || b->type != a->type)
+  if (of->compute != (codes ? 72 : 68) || of->scale != (codes ? 10 : 0) || b->type != a->type ||
+      (d->type != of->scale && (codes || d->type != a->type)))
     return kInvalidValue;
   if (of->transpose_a != 1 || wanted < 1 || preference->reductions != 2 || preference->workspace == 0)
     return kInvalidValue;
@@ -117,6 +124,7 @@ EMULATED cublasLtMatmul(void*, const Description*, const void* alpha, const void
         else
           sum += as_float(a, of_a->type, of_row + k) * as_float(b, of_b->type, of_column + k);
       if (codes) static_cast<int32_t*>(d)[at] = sum_of_codes;
+      else if (of_d->type == 14) static_cast<uint16_t*>(d)[at] = bfloat16_of(sum);
       else static_cast<float*>(d)[at] = sum;
     }
   return 0;

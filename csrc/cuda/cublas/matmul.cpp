@@ -79,7 +79,7 @@ class Described {
     ensure_cublas(cublas().description_set(description, kTransposeA, &transposed, sizeof transposed),
                   "cublasLtMatmulDescSetAttribute");
     create(a, type, matmul.k, matmul.n, matmul.k), create(b, type, matmul.k, matmul.m, matmul.k);
-    create(d, sum, matmul.n, matmul.m, matmul.n);
+    create(d, matmul.is_narrow ? type : sum, matmul.n, matmul.m, matmul.y_row);
   }
   ~Described() {
     for (const Layout layout : {a, b, d})
@@ -142,7 +142,7 @@ MatmulAlgorithm find(const Place& place, const DenseProduct& matmul) {
 }
 
 struct Algorithms {
-  using Key = std::tuple<int16_t, int64_t, int64_t, int64_t, DType, std::array<uint32_t, 3>>;
+  using Key = std::tuple<int16_t, int64_t, int64_t, int64_t, int64_t, DType, bool, std::array<uint32_t, 3>>;
   mutable std::mutex mutex;
   mutable std::map<Key, MatmulAlgorithm> found;  // whose nodes never move
 };
@@ -152,7 +152,8 @@ struct Algorithms {
 const MatmulAlgorithm& algorithm_for(const Place& place, const DenseProduct& matmul) {
   static std::atomic<const Algorithms*> kept{nullptr};
   const Algorithms& algorithms = made_once(kept, [] { return Algorithms(); });
-  const Algorithms::Key key{place.device.index, matmul.m, matmul.n, matmul.k, matmul.dtype, alignments(matmul)};
+  const Algorithms::Key key{place.device.index, matmul.m, matmul.n, matmul.k, matmul.y_row, matmul.dtype,
+                            matmul.is_narrow, alignments(matmul)};
   const std::lock_guard lock(algorithms.mutex);
   const auto found = algorithms.found.find(key);
   if (found != algorithms.found.end()) return found->second;

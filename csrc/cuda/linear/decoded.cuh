@@ -34,8 +34,8 @@ LOWBIT_INLINE uint32_t signed_bytes(uint32_t codes) {
 }
 
 // A warp decodes a tile of 16 columns x 64 k, a lane the weights that it has of a tile in every product (call.hpp): its
-// stores are 8 bytes, of which four lanes fill a sector. A weight comes without the scale of its column, which the sum
-// gets later: level times group scale stays within the range of 16 bits.
+// stores are 8 bytes, of which four lanes fill a sector. Unless the product is all (is_whole), a weight comes without the
+// scale of its column, which the sum gets later: level times group scale stays within the range of 16 bits.
 template <Format kFormat, bool kCodes>
 LOWBIT_INLINE void decode_columns(const DecodedCall& part) {
   LOWBIT_SHARED(float, table, [16]);
@@ -57,6 +57,11 @@ LOWBIT_INLINE void decode_columns(const DecodedCall& part) {
   const int columns = static_cast<int>(part.columns) - panel * static_cast<int>(kPanelColumns) - 2 * g;  // of ours
   const bool aligned = padded_k % 4 == 0;
   const int64_t first = static_cast<int64_t>(panel * kPanelColumns + 2 * g) * padded_k + tile * kTileK + 4 * t;
+  float of_columns[2] = {1.0f, 1.0f};
+  if constexpr (!is_float(kFormat) && !kCodes)
+    if (part.is_whole)
+      for (int column = 0; column < 2; column++)
+        of_columns[column] = reinterpret_cast<const float*>(from + call.sections.column_scale)[2 * g + column];
 #pragma unroll
   for (int q = 0; q < kChunks; q++) {
     const int k = tile * static_cast<int>(kTileK) + 16 * q + 4 * t, count = smaller(padded_k - k, 4);
@@ -77,7 +82,7 @@ LOWBIT_INLINE void decode_columns(const DecodedCall& part) {
         float weight[4];
         words.levels(q, column, t, table, weight);
         if constexpr (!is_float(kFormat)) {
-          const float by = float_of_half(scale >> 16 * column),
+          const float by = float_of_half(scale >> 16 * column) * (part.is_whole ? of_columns[column] : 1.0f),
                       less = call.spec.asymmetric ? float_of_half(zero >> 16 * column)
                                                   : static_cast<float>(symmetric_zero(kFormat));
 #pragma unroll

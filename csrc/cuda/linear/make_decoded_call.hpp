@@ -15,9 +15,16 @@
 
 namespace lowbit::cuda {
 
-constexpr int64_t kMostDecoded = int64_t{64} << 20, kMostProducts = int64_t{128} << 20;  // bytes
+constexpr int64_t kMostDecoded = int64_t{128} << 20, kMostProducts = int64_t{128} << 20;  // bytes
 
 inline bool has_codes(const LinearArgs& args) { return !stays_float(args.x_format); }
+
+// Whether products are the results: weights that are rounded anyway may as well have the scales of their columns, as far
+// as they stay in the range of their dtype, and then nothing is to be done with the sums.
+inline bool is_whole(const LinearArgs& args) {
+  return args.dtype == DType::bfloat16 && args.x_format == XFormat::floating && args.weight_spec.group_size > 0 &&
+         !args.bias && args.activation == Activation::none && !args.mul && !args.add;
+}
 
 // The cut of a call, and its memory: from the start decoded weights, codes of x, scales and offsets of their rows,
 // products, and the workspace of the library.
@@ -31,11 +38,11 @@ struct DecodedParts {
     element = has_codes(args) ? 1 : static_cast<int64_t>(size_of(args.dtype));
     const int64_t fitting = kMostDecoded / (element * padded_k) / kPanelColumns * kPanelColumns;
     columns = std::min(spec.n, std::max<int64_t>(fitting, 4 * kPanelColumns));
-    rows = std::min(args.m, std::max<int64_t>(kMostProducts / (4 * columns), 1));
+    rows = is_whole(args) ? args.m : std::min(args.m, std::max<int64_t>(kMostProducts / (4 * columns), 1));
     codes = round_up(element * columns * padded_k, 256);
     scales = codes + (has_codes(args) ? round_up(args.m * padded_k, 256) : 0);
     products = scales + 2 * bytes_of_scales(args);
-    library = products + round_up(4 * columns * rows, 256);
+    library = products + (is_whole(args) ? 0 : round_up(4 * columns * rows, 256));
   }
   static int64_t bytes_of_scales(const LinearArgs& args) { return has_codes(args) ? round_up(4 * args.m, 256) : 0; }
 };
@@ -53,13 +60,18 @@ inline DecodedCall decoded_call(const LinearArgs& args, const DecodedParts& part
   const auto group = static_cast<uint64_t>(args.weight_spec.group_size);
   return {.call = call, .log2_of_group = group ? std::countr_zero(group) : 31, .first_column = 0, .columns = 0,
           .first_row = 0, .rows = 0, .padded_k = parts.padded_k, .decoded = at,
-          .codes = reinterpret_cast<int8_t*>(at + parts.codes), .products = at + parts.products};
+          .codes = reinterpret_cast<int8_t*>(at + parts.codes), .products = at + parts.products, .is_whole = is_whole(args)};
 }
 
 inline DenseProduct product_of(const LinearArgs& args, const DecodedCall& part) {
   const auto of_x = static_cast<int64_t>(size_of(args.dtype)) * part.first_row * part.padded_k;
   DenseProduct product{.m = part.rows, .n = part.columns, .k = part.padded_k, .dtype = args.dtype,
-                       .x = static_cast<const char*>(args.x) + of_x, .w = part.decoded, .y = part.products};
+                       .x = static_cast<const char*>(args.x) + of_x, .w = part.decoded, .y = part.products,
+                       .y_row = part.columns, .is_narrow = part.is_whole};
+  if (part.is_whole) {
+    product.y_row = args.weight_spec.n;
+    product.y = static_cast<uint16_t*>(args.y) + part.first_row * product.y_row + part.first_column;
+  }
   if (has_codes(args)) product.dtype = DType::int8, product.x = part.codes + part.first_row * part.padded_k;
   return product;
 }

@@ -27,7 +27,7 @@ void run_decoded(const LinearArgs& args) {
   walk(args, parts, part, [&] { launch("decode_columns", ctas_that_decode(part)); },
        [&] {
          run(args.place, product_of(args, part), memory.at(parts.library));
-         launch("finish_products", ctas_that_finish(part));
+         if (!part.is_whole) launch("finish_products", ctas_that_finish(part));
        });
 }
 

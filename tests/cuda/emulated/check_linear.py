@@ -239,6 +239,8 @@ MANY_ROWS = [
         (256, 20, 70, "bfloat16", "fp8_e4m3", 0, "symmetric", "float32", "none", False, False),
         (260, 48, 130, "bfloat16", "bfloat16", 0, "symmetric", None, "relu", True, False),
         (256, 17, 300, "float16", "int3", 128, "symmetric", None, "none", False, False),
+        (270, 33, 192, "bfloat16", "int4", 64, "asymmetric", None, "none", False, False),  # products are the results
+        (256, 20, 128, "bfloat16", "nf4", 64, "symmetric", None, "none", False, False),
     )
 ]
 
@@ -274,17 +276,18 @@ def test_many_rows_of_codes_are_multiplied_by_cublas(case: LinearCase) -> None:
         assert torch.equal(y, run(case, "cpu", row_of(case, "scalar")))
 
 
-def test_many_rows_of_a_wide_weight_go_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    case = LinearCase(256, 80, 600_000, "bfloat16", "int4", 128, "symmetric", "float", None)
-    packed = torch.zeros(_C.packed_shape(_C.LAYOUTS[_C.LAYOUT], 80, 600_000, _C.FORMATS["int4"], 128, False), dtype=torch.uint8)
+@pytest.mark.parametrize("activation, kernels", [("relu", ["decode_columns", "finish_products"]), ("none", ["decode_columns"])])
+def test_many_rows_of_a_wide_weight_go_in_parts(activation: str, kernels: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = LinearCase(256, 128, 600_000, "bfloat16", "int4", 128, "symmetric", "float", None)
+    packed = torch.zeros(_C.packed_shape(_C.LAYOUTS[_C.LAYOUT], 128, 600_000, _C.FORMATS["int4"], 128, False), dtype=torch.uint8)
     log = tmp_path / "log"
     monkeypatch.setenv("LOWBIT_EMULATED_NO_PRODUCTS", "1")
     monkeypatch.setenv("LOWBIT_EMULATED_LOG", str(log))
     x = torch.zeros(256, 600_000, dtype=torch.bfloat16)
     with forced("linear_decoded_cublas_sim"):
-        y = torch.ops.lowbit.linear(x.to(DEVICE), packed.to(DEVICE), *case.op_args, None, 0, None, None)
+        y = torch.ops.lowbit.linear(x.to(DEVICE), packed.to(DEVICE), *case.op_args, None, _C.ACTIVATIONS[activation], None, None)
     launches = [line.split()[1] for line in log.read_text().splitlines() if line.startswith("launch")]
-    assert launches == ["decode_columns", "finish_products"] * 2 and not y.cpu().any()
+    assert launches == kernels * 2 and not y.cpu().any()
 
 
 def test_what_cublas_cannot_is_refused_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
