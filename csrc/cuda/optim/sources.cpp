@@ -30,7 +30,9 @@ Source step_source(const StepKind& kind) {
   const auto rule = concat("lowbit::", type_of(kind.rule), "::Step<", kind.moments, ">");
   const auto step = concat("step<", rule, ", ", format_of(kind.format), ", ", kind.block_size, ", lowbit::DType::",
                            name_of(kind.param), ", lowbit::DType::", name_of(kind.grad), ">");
-  const int ctas = kind.moments > 2 || gpu::elements_each(kind.block_size) > 8 ? 2 : 3;  // 128 registers, or 80
+  const bool large = kind.moments > 2 || gpu::elements_each(kind.block_size) > 8 || kind.param == DType::float32 ||
+                     kind.grad == DType::float32 || kind.format == StateFormat::float8;
+  const int ctas = large ? 2 : 3;  // 128 registers, or 80, in which the large ones spill
   return {concat("optim_step of ", kRuleNames[static_cast<int>(kind.rule)], " with ", kind.moments, " moments in ",
                  kStateFormatNames[static_cast<int>(kind.format)],
                  has_codes(kind.format) ? concat(", blocks of ", kind.block_size) : "", ", parameters in ",

@@ -80,12 +80,10 @@ class CallLists:
             for place, layout in self.gaps.items():
                 params[place] = layout.empty(params[place].dtype).copy_(params[place])
         grads = [sharding.local(member.grad) if self.is_sharded else member.grad for member in self.members]
-        compiling = torch.compiler.is_compiling()
-        for place, (grad, param) in enumerate(zip(grads, params, strict=True)):
-            if grad.layout is not torch.strided:
-                raise RuntimeError(f"lowbit.optim does not support sparse gradients, got {grad.layout}")
-            if grad.stride() != param.stride() or (not compiling and grad.is_neg()):
-                grads[place] = _reordered(grad, param, self.members[place])
+        if sparse := [grad.layout for grad in grads if grad.layout is not torch.strided]:
+            raise RuntimeError(f"lowbit.optim does not support sparse gradients, got {sparse[0]}")
+        if [grad.stride() for grad in grads] != [param.stride() for param in params] or _any_is_negated(grads):
+            grads = [_in_order(*each) for each in zip(grads, params, self.members, strict=True)]
         return StepLists(params, grads, self.states, self.scales, self.steps)
 
     def write_back(self, stepped: StepLists) -> None:
@@ -163,9 +161,16 @@ def _is_dense(local: Tensor, layout: Layout) -> bool:
     return local.numel() == 0 or all(size == 1 or ours == dense for size, ours, dense in sizes)
 
 
-def _reordered(grad: Tensor, param: Tensor, member: Tensor) -> Tensor:
-    """Return a local gradient in the memory order of its local parameter. It takes the place of the old one, as it may
+def _any_is_negated(tensors: list[Tensor]) -> bool:
+    """Whether one is lazily negated; a graph sees none."""
+    return not torch.compiler.is_compiling() and any(map(Tensor.is_neg, tensors))
+
+
+def _in_order(grad: Tensor, param: Tensor, member: Tensor) -> Tensor:
+    """Return a local gradient in the memory order of its local parameter; one in another order is replaced, as it may
     be unscaled in place."""
+    if grad.stride() == param.stride() and not _any_is_negated([grad]):
+        return grad
     ordered = torch.empty_like(param, dtype=grad.dtype, requires_grad=False).copy_(grad)
     if not sharding.is_dtensor(member):
         member.grad = ordered
