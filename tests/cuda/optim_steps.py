@@ -34,9 +34,15 @@ def tensors(rule: str, hyper: dict[str, float], format: str, block_size: int, nu
     return [params, grads, states, scales, [torch.tensor(float(4 + i)) for i in range(len(numels))]]
 
 
-def step(row: str, name: str, format: str, block_size: int, device: str, numels: tuple[int, ...] = NUMELS, **more: object) -> list[torch.Tensor]:
+def placed(tensor: torch.Tensor, device: str, first: int) -> torch.Tensor:
+    """A copy whose memory begins at element `first` of an allocation."""
+    whole = torch.cat([tensor.new_zeros(first), tensor.flatten()]).to(device)
+    return whole[first:].view(tensor.shape)
+
+
+def step(row: str, name: str, format: str, block_size: int, device: str, numels: tuple[int, ...] = NUMELS, first: int = 0, **more: object) -> list[torch.Tensor]:
     rule = {"amsgrad": "adamw", "plain": "sgd"}.get(name, name)
-    lists = [[t.to(device) for t in each] for each in tensors(rule, RULES[name], format, block_size, numels)]
+    lists = [[placed(t, device, first) for t in each] for each in tensors(rule, RULES[name], format, block_size, numels)]
     params, grads, states, scales, steps = lists
     by_moment = [states[i : i + len(numels)] for i in range(0, len(states), len(numels))]
     scales = [scales[i : i + len(numels)] for i in range(0, len(scales), len(numels))]

@@ -22,7 +22,7 @@ struct Convert {
     LOWBIT_SHARED(int32_t, warps, [kStepWarps]);
     const int64_t at = first_element(), left = args.numel - at;
     const bool whole = is_whole(args, left);
-    RawFloats<n> raw;
+    RawFloats<Runs<n>> raw;
     f32 value[n];
     if (whole) raw.template load<true>(args.values, DType::float32, at, left);
     else raw.template load<false>(args.values, DType::float32, at, left);
@@ -35,7 +35,7 @@ struct Convert {
     }
     const float scale = encode_values<kFormat, kSigned>(largest_of_block<kBlock / n>(bits.lane, warps), 1.0f, value,
                                                         code);
-    RawCodes<kFormat, n> codes;
+    RawCodes<kFormat, Runs<n>> codes;
     codes.write(code, Codes<kFormat, kSigned>::kOffset);
     if (whole) codes.template store<true>(args.codes, at, left);
     else codes.template store<false>(args.codes, at, left);
@@ -45,7 +45,7 @@ struct Convert {
   LOWBIT_INLINE static void decode(const ConvertArgs& args) {
     const int64_t at = first_element(), left = args.numel - at;
     const bool whole = is_whole(args, left);
-    RawCodes<kFormat, n> codes;
+    RawCodes<kFormat, Runs<n>> codes;
     f32 number[n], value[n];
     if (whole) codes.template load<true>(args.codes, at, left);
     else codes.template load<false>(args.codes, at, left);
@@ -58,7 +58,7 @@ struct Convert {
       decode(number[i], value[i], factor);
       value[i] = mul(value[i], factor);
     }
-    RawFloats<n> raw;
+    RawFloats<Runs<n>> raw;
     raw.write(DType::float32, value);
     if (whole) raw.template store<true>(args.values, DType::float32, at, left);
     else raw.template store<false>(args.values, DType::float32, at, left);

@@ -45,7 +45,8 @@ LOWBIT_INLINE void store_elements(Element* to, int64_t left, const void* from) {
     constexpr int kBytes = count * static_cast<int>(sizeof(Element)), kStep = kBytes < 16 ? kBytes : 16;
     using Word = typename WordOf<kStep>::type;
 #pragma unroll
-    for (int i = 0; i < kBytes / kStep; i++) __stcs(reinterpret_cast<Word*>(to) + i, static_cast<const Word*>(from)[i]);
+    for (int i = 0; i < kBytes / kStep; i++)  // what a plain copy stores is cut in words of 4 bytes by NVRTC
+      __stcs(reinterpret_cast<Word*>(to) + i, static_cast<const Word*>(from)[i]);
   } else {
 #pragma unroll
     for (int i = 0; i < count; i++) {
@@ -56,20 +57,46 @@ LOWBIT_INLINE void store_elements(Element* to, int64_t left, const void* from) {
   }
 }
 
-// n floats of a tensor as they lie in memory.
-template <int n>
+// The elements of a thread: n, in runs of kRun neighbours that begin kStride apart, so that the words of a warp lie
+// side by side.
+template <int kCount, int kRun = kCount, int kStride = kCount>
+struct Runs {
+  static constexpr int n = kCount;
+  using Pairs = Runs<n / 2, kRun / 2, kStride / 2>;  // of two elements a byte: these bytes
+
+  LOWBIT_INLINE static constexpr int offset(int i) { return i / kRun * kStride + i % kRun; }  // of element i
+  static constexpr int kSpan = offset(n - 1) + 1;
+
+  template <bool kWhole, class Element>
+  LOWBIT_INLINE static void load(const Element* from, int64_t left, uint32_t* to) {
+#pragma unroll
+    for (int i = 0; i < n; i += kRun)
+      load_elements<kWhole, Element, kRun>(from + offset(i), left - offset(i), reinterpret_cast<Element*>(to) + i);
+  }
+  template <bool kWhole, class Element>
+  LOWBIT_INLINE static void store(Element* to, int64_t left, const uint32_t* from) {
+#pragma unroll
+    for (int i = 0; i < n; i += kRun)
+      store_elements<kWhole, Element, kRun>(to + offset(i), left - offset(i),
+                                            reinterpret_cast<const Element*>(from) + i);
+  }
+};
+
+// Floats of a thread as they lie in memory.
+template <class Runs>
 struct alignas(16) RawFloats {
+  static constexpr int n = Runs::n;
   uint32_t words[n];
 
   template <bool kWhole>
   LOWBIT_INLINE void load(const void* base, DType dtype, int64_t at, int64_t left) {
-    if (dtype == DType::float32) load_elements<kWhole, uint32_t, n>(static_cast<const uint32_t*>(base) + at, left, words);
-    else load_elements<kWhole, uint16_t, n>(static_cast<const uint16_t*>(base) + at, left, words);
+    if (dtype == DType::float32) Runs::template load<kWhole>(static_cast<const uint32_t*>(base) + at, left, words);
+    else Runs::template load<kWhole>(static_cast<const uint16_t*>(base) + at, left, words);
   }
   template <bool kWhole>
   LOWBIT_INLINE void store(void* base, DType dtype, int64_t at, int64_t left) const {
-    if (dtype == DType::float32) store_elements<kWhole, uint32_t, n>(static_cast<uint32_t*>(base) + at, left, words);
-    else store_elements<kWhole, uint16_t, n>(static_cast<uint16_t*>(base) + at, left, words);
+    if (dtype == DType::float32) Runs::template store<kWhole>(static_cast<uint32_t*>(base) + at, left, words);
+    else Runs::template store<kWhole>(static_cast<uint16_t*>(base) + at, left, words);
   }
   LOWBIT_INLINE void read(DType dtype, f32 (&to)[n]) const {
 #pragma unroll
@@ -89,19 +116,20 @@ struct alignas(16) RawFloats {
   }
 };
 
-// n codes as they lie in memory; 4-bit codes two to a byte, the first in the high nibble.
-template <StateFormat kFormat, int n>
+// Codes of a thread as they lie in memory; 4-bit codes two to a byte, the first in the high nibble.
+template <StateFormat kFormat, class Runs>
 struct alignas(16) RawCodes {
-  static constexpr int kBytes = static_cast<int>(state_bytes(kFormat, n)), kWords = (kBytes + 3) / 4;
+  using Bytes = std::conditional_t<kFormat == StateFormat::dynamic4, typename Runs::Pairs, Runs>;
+  static constexpr int n = Runs::n, kBytes = static_cast<int>(state_bytes(kFormat, n)), kWords = (kBytes + 3) / 4;
   uint32_t words[kWords];
 
   template <bool kWhole>
   LOWBIT_INLINE void load(const uint8_t* codes, int64_t at, int64_t left) {
-    load_elements<kWhole, uint8_t, kBytes>(codes + state_bytes(kFormat, at), state_bytes(kFormat, left), words);
+    Bytes::template load<kWhole>(codes + state_bytes(kFormat, at), state_bytes(kFormat, left), words);
   }
   template <bool kWhole>
   LOWBIT_INLINE void store(uint8_t* codes, int64_t at, int64_t left) const {
-    store_elements<kWhole, uint8_t, kBytes>(codes + state_bytes(kFormat, at), state_bytes(kFormat, left), words);
+    Bytes::template store<kWhole>(codes + state_bytes(kFormat, at), state_bytes(kFormat, left), words);
   }
   // As the floats 2^23 + code, which decoders read.
   LOWBIT_INLINE void read(f32 (&number)[n]) const {

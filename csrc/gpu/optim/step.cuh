@@ -34,6 +34,11 @@ template <StateFormat kFormat, class Rule, int kBlock, int kEach, DType kParam, 
 struct Update {
   static constexpr int kMoments = Rule::kMoments, n = kEach, kLanes = kBlock / n;
   static constexpr DType kMomentDType = kFormat == StateFormat::bfloat16 ? DType::bfloat16 : DType::float32;
+  // A run is 16 bytes of the widest dtype; all elements where a kernel knows no dtypes.
+  static constexpr bool kKnown = kParam != DType::other && kGrad != DType::other;
+  static constexpr bool kWide = kParam == DType::float32 || kGrad == DType::float32 || kFormat == StateFormat::float32;
+  static constexpr int kRun = !kKnown ? n : kWide ? 4 : n < 8 ? n : 8;
+  using Elements = Runs<n, kRun, kRun * kLanes>;
 
   const OptimTensor& tensor;
   const Constants<Rule>& constants;
@@ -45,7 +50,7 @@ struct Update {
 
   // A moment as it lies in memory, with the scale of its block.
   struct RawMoment {
-    std::conditional_t<has_codes(kFormat), RawCodes<kFormat, n>, RawFloats<n>> raw;
+    std::conditional_t<has_codes(kFormat), RawCodes<kFormat, Elements>, RawFloats<Elements>> raw;
     float scale;
 
     template <bool kWhole>
@@ -102,7 +107,7 @@ struct Update {
         if (!whole) {
 #pragma unroll
           for (int i = 0; i < n; i++)
-            if (i >= left) value[k][i] = f32{0.0f};
+            if (Elements::offset(i) >= left) value[k][i] = f32{0.0f};
         }
         i32 bits{0}, code[n];
 #pragma unroll
@@ -121,7 +126,7 @@ struct Update {
 
   // This thread's elements as they lie in memory.
   struct Raw {
-    RawFloats<n> grad, param;
+    RawFloats<Elements> grad, param;
     RawMoment moments[kMoments + 1];
   };
 
@@ -173,10 +178,13 @@ struct Update {
       for (int k = 0; k < kMoments; k++) value[k][i] = moment[k];
     }
     if (constants.stochastic) {
-      const int32_t key = block_key(constants.seed, at / constants.block_size);
-      const int element = static_cast<int>(at & (constants.block_size - 1));
+      int32_t key = 0;
 #pragma unroll
-      for (int i = 0; i < n; i++) p[i] = round_stochastically(p[i], element + i, key);
+      for (int i = 0; i < n; i++) {
+        const int64_t element = at + Elements::offset(i);
+        if (i % kRun == 0) key = block_key(constants.seed, element / constants.block_size);
+        p[i] = round_stochastically(p[i], static_cast<int>(element & (constants.block_size - 1)), key);
+      }
     }
     param.write(param_dtype(), p), write<0>(value, moments, warps);
     if (whole) store_as<true>(raw);
@@ -215,13 +223,15 @@ LOWBIT_INLINE void update_task(const OptimTensor& tensor, const Constants<Rule>&
   LOWBIT_SHARED(int32_t, warps, [2][kMaxMoments][kStepWarps]);
   using Chunk = Update<kFormat, Rule, kBlock, kEach, kParam, kGrad>;
   const int64_t end = first + kTaskElements < tensor.numel ? first + kTaskElements : tensor.numel;
-  int64_t at = first + static_cast<int64_t>(threadIdx.x) * kEach, left = tensor.numel - at;
+  constexpr int kLanes = Chunk::kLanes, kSpan = Chunk::Elements::kSpan;
+  const int thread = static_cast<int>(threadIdx.x);
+  int64_t at = first + thread / kLanes * kBlock + thread % kLanes * Chunk::kRun, left = tensor.numel - at;
   typename Chunk::Raw now, next;
-  Chunk{tensor, constants, at, left, in_words && left >= kEach}.load(now);
+  Chunk{tensor, constants, at, left, in_words && left >= kSpan}.load(now);
   for (int64_t chunk = first; chunk < end; chunk += kChunk) {
     if (chunk + kChunk < end)
-      Chunk{tensor, constants, at + kChunk, left - kChunk, in_words && left - kChunk >= kEach}.load(next);
-    Chunk{tensor, constants, at, left, in_words && left >= kEach}.run(now, warps[chunk / kChunk & 1]);
+      Chunk{tensor, constants, at + kChunk, left - kChunk, in_words && left - kChunk >= kSpan}.load(next);
+    Chunk{tensor, constants, at, left, in_words && left >= kSpan}.run(now, warps[chunk / kChunk & 1]);
     now = next, at += kChunk, left -= kChunk;
   }
 }
@@ -234,7 +244,8 @@ LOWBIT_INLINE void step(const StepTable& table) {
   const OptimTensor& tensor = table.tensor[index];
   constexpr int kWords = sizeof(Constants<Rule>) / sizeof(uint32_t);
   LOWBIT_SHARED(uint32_t, shared, [kWords]);
-  if (threadIdx.x < kWords) shared[threadIdx.x] = static_cast<const uint32_t*>(table.constants)[index * kWords + threadIdx.x];
+  if (threadIdx.x < kWords)
+    shared[threadIdx.x] = static_cast<const uint32_t*>(table.constants)[index * kWords + threadIdx.x];
   __syncthreads();
   const auto& constants = *reinterpret_cast<const Constants<Rule>*>(shared);
   update_task<Rule, kFormat, kBlock, elements_each(kBlock), kParam, kGrad>(

@@ -41,6 +41,15 @@ def test_any_block(block_size: int) -> None:
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("format", ["dynamic8", "dynamic4"])
+def test_memory_may_begin_anywhere(format: str) -> None:
+    """Not at multiples of 16 bytes: elements are moved one by one."""
+    here = step(f"optim_step_{format}_scalar", "adamw", format, 256, "cpu")
+    there = step(f"optim_step_{format}_cuda_sim", "adamw", format, 256, DEVICE, first=1)
+    for a, b in zip(here, there, strict=True):
+        assert torch.equal(a, b)
+
+
 def test_order_of_threads_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     results = []
     for seed in ("1", "2", "3"):
