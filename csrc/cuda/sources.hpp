@@ -57,7 +57,7 @@ struct LinearKind {
 Source activations_source(const LinearKind& kind);
 Source linear_source(const LinearKind& kind);
 Source splits_source(const LinearKind& kind);  // whatever its groups, rows and parts are
-Source code_tiles_source(const LinearKind& kind);  // 32 or 64 rows
+Source code_tiles_source(const LinearKind& kind);  // 64 rows
 Source dequantize_source(Format format, Layout layout = kKernelLayout);
 Source pack_source(Format format, bool searches);  // one for all integer formats
 Source all_finite_source();

@@ -41,7 +41,7 @@ HEAVIEST = (
     "linear in splits of float32",
     "linear by tiles of int8 with zero points, 2 scales a tile, int8 activations, 64 rows",
     "linear by tiles of int7, 1 scales a tile, int8 activations, 64 rows",
-    "linear by tiles of int4, 0 scales a tile, int8 activations, 32 rows",
+    "linear by tiles of int4, 0 scales a tile, int8 activations, 64 rows",
 )
 
 

@@ -81,7 +81,7 @@ std::vector<Source> linear_sources() {
       if (kind.rows == 8) in_place.rows = 1, all.push_back(linear_source(in_place));
     }
     if (kind.x_parts) return;
-    for (const int rows : {32, 64}) kind.rows = rows, all.push_back(code_tiles_source(kind));
+    kind.rows = 64, all.push_back(code_tiles_source(kind));
   };
   for (int number = 0; number < static_cast<int>(std::size(kFormatNames)); number++) {
     const auto format = static_cast<Format>(number);
