@@ -15,12 +15,12 @@ namespace lowbit::cuda {
 // kCaptured: a pass only for the gradients of captured tensors, to which Mods::gradient adds.
 template <DType dtype, int kE, int kEv, class Mods, bool kKeysStay, bool kCaptured>
 struct Backward {
-  static constexpr BackwardShape kShape = backward_shape(kE, kEv, Mods::kScoreGathers);
+  static constexpr BackwardShape kShape = backward_shape(kE, kEv, Mods::kGathers);
   static constexpr int kRows = kShape.kStaying, kScores = kShape.passing / 8;
   static constexpr int kPairs = (kE / 16 + kShape.parts - 1) / kShape.parts,  // of 16 columns that a CTA makes
                        kValuePairs = (kEv / 16 + kShape.parts - 1) / kShape.parts;
   static constexpr int kStride = kE + kRowPad, kValueStride = kEv + kRowPad;
-  static constexpr bool kKeeps = !kKeysStay && !Mods::kGathers && kE + kEv <= 256;  // rows that stay, in registers
+  static constexpr bool kKeeps = !kKeysStay && Mods::kGathers == Gathers::none && kE + kEv <= 256;  // rows that stay, in registers
   // Probabilities are multiplied by it before they are rounded, since many are below the normal numbers of float16, of
   // which 2^-14 is the least. They may be up to 4, where lse lacks bits of the scores.
   static constexpr float kProbabilityFactor = dtype == DType::float16 ? 0x1p14f : 1.0f;
@@ -202,15 +202,15 @@ struct Backward {
       now = next;
       wait_for_copies();
       __syncthreads();  // the tile is there, and every thread is done with the one before
-      next.step.next(kKeysStay ? call.q_tiles : call.kv_tiles);
-      more = find_next(next);
-      if (more) copy(next, shared.passing[(stage + 1) % kShape.stages]);
       Passing& passing = shared.passing[stage];
       const Statistics statistics(call, now.at);
       float s[1][kScores][4], dp[1][kScores][4];
       if (first) left.load(), right.load();
       left.multiply(s, passing.left.data);
       right.multiply(dp, passing.right.data);
+      next.step.next(kKeysStay ? call.q_tiles : call.kv_tiles);
+      more = find_next(next);
+      if (more) copy(next, shared.passing[(stage + 1) % kShape.stages]);
       if (now.at.cut) differentiate<true>(now.at, statistics, s, dp);
       else differentiate<false>(now.at, statistics, s, dp);
       if constexpr (kKeysStay)

@@ -12,8 +12,11 @@ constexpr int kAttentionWarps = kAttentionThreads / 32;
 constexpr int kMostCaptured = 16, kMostLayout = 96;  // tensors of a mod; their sizes and strides together
 constexpr int kRowPad = 8;  // behind each row in shared memory: eight rows lie in different banks
 
-// The shape of the forward: a warp has 16 row_tiles queries, as much as 255 registers hold: the sums of the result, a
-// tile of scores, and what mods gather for them. A second tile of keys and values is on its way.
+// Which mods read captured tensors by query or key: the more is on its way, the fewer scores a lane has at once.
+enum class Gathers : uint8_t { none, by_mask, by_score };
+
+// The shape of the forward: a warp has 16 row_tiles queries, as much as 255 registers hold: the sums of the result, and
+// a tile of scores. A second tile of keys and values is on its way.
 struct ForwardShape {
   int e, ev, row_tiles, kv_tile;
   bool keeps_q;  // in registers
@@ -23,10 +26,11 @@ struct ForwardShape {
     return 2 * (q_tile() * (e + kRowPad) + kStages * kv_tile * (e + ev + 2 * kRowPad));
   }
 };
-constexpr ForwardShape forward_shape(int e, int ev, bool gathers) {
-  const int most = e > ev ? e : ev, row_tiles = most <= 64 || (most <= 128 && !gathers) ? 2 : 1;
-  const bool wide = gathers ? row_tiles == 1 && most <= 128 : most <= 64;
-  return {e, ev, row_tiles, wide ? 64 : 32, row_tiles * e <= 128 && !(gathers && row_tiles == 2)};
+constexpr ForwardShape forward_shape(int e, int ev, Gathers gathers) {
+  const int most = e > ev ? e : ev;
+  if (most > 128 || gathers == Gathers::by_score) return {e, ev, 1, 32, e <= 128};
+  if (gathers == Gathers::by_mask) return {e, ev, most <= 64 ? 2 : 1, most <= 64 ? 32 : 64, most > 64};
+  return {e, ev, 2, most <= 64 ? 64 : 32, most <= 64};
 }
 
 // The shape of the backward: 64 rows stay, and tiles of `passing` rows of the other side pass. Head dims above 128 are
@@ -36,9 +40,9 @@ struct BackwardShape {
   static constexpr int kStaying = 16 * kAttentionWarps;
   constexpr int bytes() const { return 2 * (kStaying + stages * passing) * (e + ev + 2 * kRowPad); }
 };
-constexpr BackwardShape backward_shape(int e, int ev, bool score_gathers) {
+constexpr BackwardShape backward_shape(int e, int ev, Gathers gathers) {
   const int most = e > ev ? e : ev;
-  return {e, ev, most <= (score_gathers ? 64 : 128) ? 32 : 16, 2, most <= 128 ? 1 : 2};
+  return {e, ev, most <= (gathers == Gathers::by_score ? 64 : 128) ? 32 : 16, 2, most <= 128 ? 1 : 2};
 }
 
 // The captured tensors of a mod, then per tensor sizes and strides.

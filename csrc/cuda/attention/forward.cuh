@@ -116,12 +116,12 @@ struct Forward {
       now = next;
       wait_for_copies();
       __syncthreads();  // the tile is there, and every thread is done with the one before
-      step.next(call.kv_tiles);
-      more = find_next(b, h, q_step, step, next);
-      if (more) copy(next, shared.passing[(stage + 1) % kShape.kStages]);
       if (first) q.load();
       float s[kM][kScores][4];
       q.multiply(s, shared.passing[stage].keys.data);
+      step.next(call.kv_tiles);
+      more = find_next(b, h, q_step, step, next);
+      if (more) copy(next, shared.passing[(stage + 1) % kShape.kStages]);
       if constexpr (!Mods::kFolds)
         for_each_score<false>(now, s, [&](float& score, int, int) { score *= call.scale; });
       if (now.cut) modify<Mods, false, true>(call, now, s);

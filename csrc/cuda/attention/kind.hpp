@@ -14,8 +14,6 @@ namespace lowbit::cuda {
 
 enum class AttentionKernel : int64_t { prepare, statistics, sink, captured_ends, forward, backward, captured };
 
-bool gathers(const ScoreCall* mod);  // whether it reads captured tensors by query or key; of null: no
-
 struct AttentionKind {
   DType dtype;
   int e, ev;
@@ -24,9 +22,9 @@ struct AttentionKind {
   bool dropout = false, scales = false;  // scales: by a number <= 0, which cannot go into the exponent
 
   bool folds() const { return !score && (bias == DType::other || bias == DType::boolean) && !scales; }
-  bool gathers() const { return cuda::gathers(score) || cuda::gathers(mask); }
+  Gathers gathers() const;
   ForwardShape forward() const { return forward_shape(e, ev, gathers()); }
-  BackwardShape backward() const { return backward_shape(e, ev, cuda::gathers(score)); }
+  BackwardShape backward() const { return backward_shape(e, ev, gathers()); }
   SourceKey key(AttentionKernel kernel) const;
 };
 

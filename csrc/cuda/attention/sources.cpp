@@ -13,17 +13,11 @@ std::string text_of(DType dtype) {
 std::string mods_text(const AttentionKind& kind, Gradient gradient) {
   const auto text_of_bool = [](bool value) { return value ? "true" : "false"; };
   return mods_text(kind.score, kind.mask, gradient,
-                   concat("  static constexpr bool kFolds = ", text_of_bool(kind.folds()), ", kScoreGathers = ",
-                          text_of_bool(gathers(kind.score)), ", kGathers = ", text_of_bool(kind.gathers()),
-                          ", kDropout = ", text_of_bool(kind.dropout),
-                          ";\n  static constexpr lowbit::DType kBias = ", text_of(kind.bias), ";\n"));
+                   concat("  static constexpr bool kFolds = ", text_of_bool(kind.folds()), ", kDropout = ",
+                          text_of_bool(kind.dropout), ";\n  static constexpr auto kGathers = lowbit::cuda::Gathers{",
+                          static_cast<int>(kind.gathers()), "};\n  static constexpr lowbit::DType kBias = ",
+                          text_of(kind.bias), ";\n"));
 }
-
-std::string attention_kernel(std::string_view name, std::string_view body) {
-  return kernel_text(name, "kAttentionThreads", "AttentionCall", body);
-}
-
-}  // namespace
 
 bool gathers(const ScoreCall* mod) {
   if (!mod) return false;
@@ -33,10 +27,20 @@ bool gathers(const ScoreCall* mod) {
   return false;
 }
 
+std::string attention_kernel(std::string_view name, std::string_view body) {
+  return kernel_text(name, "kAttentionThreads", "AttentionCall", body);
+}
+
+}  // namespace
+
 AttentionKind kind_of(const AttentionForwardArgs& args) {
   return {.dtype = args.q.dtype, .e = static_cast<int>(args.q.size(3)), .ev = static_cast<int>(args.ev()),
           .score = args.score_mod, .mask = args.mask_mod, .bias = args.mask.dtype, .dropout = args.dropout_p > 0,
           .scales = !(args.scale > 0)};
+}
+
+Gathers AttentionKind::gathers() const {
+  return cuda::gathers(score) ? Gathers::by_score : cuda::gathers(mask) ? Gathers::by_mask : Gathers::none;
 }
 
 SourceKey AttentionKind::key(AttentionKernel kernel) const {
