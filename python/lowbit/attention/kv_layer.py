@@ -150,7 +150,7 @@ class QuantizedKVLayer:
             )
         if forward_ad._current_level >= 0:  # -1 outside of forward mode
             refuse_tangents("QuantizedKVCache", (query, mask, sink))
-        query = query.detach() if query.stride(-1) == 1 else query.detach().contiguous()
+        query = query.detach() if query.requires_grad else query
         scale = 1 / math.sqrt(e) if scale is None else float(scale)
         if mask is not None:
             mask = mask.detach()[(None,) * (4 - mask.dim())]
