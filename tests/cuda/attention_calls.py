@@ -94,7 +94,7 @@ class AttentionData:
     k: Tensor
     v: Tensor
     grad_out: Tensor
-    grad_lse: Tensor
+    grad_lse: Tensor | None
     captured: list[Tensor]
     bias: Tensor | None
     sink: Tensor | None
@@ -179,7 +179,7 @@ def expected(case: AttentionCase, data: AttentionData) -> dict[str, tuple[Tensor
     dropped = p * factors
     out, size = dropped @ v, dropped @ v.abs()
     reach = (q.abs() @ k.abs().transpose(-2, -1)).amax(-1) * abs(scale)
-    delta = (g * out).sum(-1) - data.grad_lse.double()
+    delta = (g * out).sum(-1) - (0 if data.grad_lse is None else data.grad_lse.double())
     dp = (g @ v.transpose(-2, -1)) * factors
     ds = p * (dp - delta[..., None])
     off = p * (2 * u * (g.abs() * size).sum(-1, keepdim=True) + FLOAT32 * (g.abs() @ v.abs().transpose(-2, -1)) * factors)
