@@ -9,7 +9,8 @@ else that a plan was made from is compared by `serves`; gradients are looked up 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+import operator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,20 +99,19 @@ class Plan:
 
     calls: list[CallLists]
     options: StateOptions
-    param_ids: list[int]
-    held: list[Any]  # the entries of the states: an identity must not be given to another tensor
-    held_ids: list[int]
-    held_counts: list[int]  # how many a state has
+    params: list[Tensor]
+    entries: list[Any]  # of the states of all parameters
+    counts: list[int]  # of the entries of each
     sharded: list[Tensor]  # DTensors, of which the lists hold local views
     places: list[Any]
 
     def serves(self, params: list[Tensor], states: list[dict[str, Any]], options: StateOptions) -> bool:
         """Return whether a step of these parameters may use the lists."""
         return (
-            self.param_ids == [*map(id, params)]
-            and self.options == options
-            and self.held_ids == [*map(id, _entries(states))]
-            and self.held_counts == [*map(len, states)]
+            self.options == options
+            and _are_the_same(self.params, params)
+            and self.counts == [*map(len, states)]
+            and _are_the_same(self.entries, _entries(states))
             and self.places == _places(params, self.sharded)
         )
 
@@ -129,23 +129,27 @@ def plan(params: list[Tensor], states: list[dict[str, Any]], layouts: list[Layou
     return Plan(
         calls=calls,
         options=options,
-        param_ids=[*map(id, params)],
-        held=[*_entries(states)],
-        held_ids=[*map(id, _entries(states))],
-        held_counts=[*map(len, states)],
+        params=params,
+        entries=_entries(states),
+        counts=[*map(len, states)],
         sharded=sharded,
         places=_places(params, sharded),
     )
 
 
-def _entries(states: list[dict[str, Any]]) -> Iterator[Any]:
-    return itertools.chain.from_iterable([state.values() for state in states])
+def _entries(states: list[dict[str, Any]]) -> list[Any]:
+    return [*itertools.chain.from_iterable([state.values() for state in states])]
+
+
+def _are_the_same(these: list[Any], those: list[Any]) -> bool:
+    """Whether these are those objects; tensors are not compared by ==."""
+    return len(these) == len(those) and all(map(operator.is_, these, those))
 
 
 def _places(params: list[Tensor], sharded: list[Tensor]) -> list[Any]:
     """The places of parameters: equal ones mean that they lie as before, and that views are of the
     same local tensors."""
-    places: list[Any] = [(param.shape, param.stride()) for param in params]
+    places: list[Any] = [*[param.shape for param in params], *[param.stride() for param in params]]
     if sharded and not torch.compiler.is_compiling():
         local = [sharding.local(tensor) for tensor in sharded]
         places += [(tensor.data_ptr(), tensor.shape, tensor.stride()) for tensor in local]
