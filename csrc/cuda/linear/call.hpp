@@ -62,7 +62,7 @@ struct DecodedCall {
   void* decoded;     // [columns, padded_k], of the dtype of x, or int8
   int8_t* codes;     // of int8 activations: [m, padded_k]; their scales and offsets are row_scale, row_offset of call
   void* products;    // [rows, columns], float or int32
-  bool is_whole;     // decoded weights have the scales of their columns, and products go to y: nothing else is left to do
+  bool is_whole;     // decoded weights have the scales of their columns, and products are the results
 };
 
 }  // namespace lowbit::cuda

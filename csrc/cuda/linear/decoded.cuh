@@ -34,8 +34,8 @@ LOWBIT_INLINE uint32_t signed_bytes(uint32_t codes) {
 }
 
 // A warp decodes a tile of 16 columns x 64 k, a lane the weights that it has of a tile in every product (call.hpp): its
-// stores are 8 bytes, of which four lanes fill a sector. Unless the product is all (is_whole), a weight comes without the
-// scale of its column, which the sum gets later: level times group scale stays within the range of 16 bits.
+// stores are 8 bytes, of which four lanes fill a sector. Unless the product is all (is_whole), a weight comes without
+// the scale of its column, which the sum gets later: level times group scale stays within the range of 16 bits.
 template <Format kFormat, bool kCodes>
 LOWBIT_INLINE void decode_columns(const DecodedCall& part) {
   LOWBIT_SHARED(float, table, [16]);

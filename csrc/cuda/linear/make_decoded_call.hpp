@@ -19,8 +19,8 @@ constexpr int64_t kMostDecoded = int64_t{128} << 20, kMostProducts = int64_t{128
 
 inline bool has_codes(const LinearArgs& args) { return !stays_float(args.x_format); }
 
-// Whether products are the results: weights that are rounded anyway may as well have the scales of their columns, as far
-// as they stay in the range of their dtype, and then nothing is to be done with the sums.
+// Whether products are the results: weights that are rounded anyway may as well have the scales of their columns, as
+// far as they stay in the range of their dtype, and then nothing is to be done with the sums.
 inline bool is_whole(const LinearArgs& args) {
   return args.dtype == DType::bfloat16 && args.x_format == XFormat::floating && args.weight_spec.group_size > 0 &&
          !args.bias && args.activation == Activation::none && !args.mul && !args.add;
