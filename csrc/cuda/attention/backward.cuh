@@ -20,7 +20,8 @@ struct Backward {
   static constexpr int kPairs = (kE / 16 + kShape.parts - 1) / kShape.parts,  // of 16 columns that a CTA makes
                        kValuePairs = (kEv / 16 + kShape.parts - 1) / kShape.parts;
   static constexpr int kStride = kE + kRowPad, kValueStride = kEv + kRowPad;
-  static constexpr bool kKeeps = !kKeysStay && Mods::kGathers == Gathers::none && kE + kEv <= 256;  // rows that stay, in registers
+  // Rows that stay in registers too.
+  static constexpr bool kKeeps = !kKeysStay && Mods::kGathers == Gathers::none && kE + kEv <= 256;
   // Probabilities are multiplied by it before they are rounded, since many are below the normal numbers of float16, of
   // which 2^-14 is the least. They may be up to 4, where lse lacks bits of the scores.
   static constexpr float kProbabilityFactor = dtype == DType::float16 ? 0x1p14f : 1.0f;
@@ -95,17 +96,11 @@ struct Backward {
   }
 
   // Statistics of the queries of this lane's scores: each lane of the warp reads those of one, and shares them.
-  struct Statistics {
-    int64_t row;
-    RowStatistics read;
-
-    LOWBIT_INLINE Statistics(const AttentionCall& call, const TilePlace& at) {
-      const int first = kKeysStay ? lane_of_warp() % kShape.passing : warp_of_cta() * 16 + lane_of_warp() % 16;
-      row = (static_cast<int64_t>(at.b) * call.heads + at.h) * call.q_tiles.length + at.q0 +
-            (first < at.rows ? first : at.rows - 1);
-      read = call.statistics[row];
-    }
-  };
+  LOWBIT_INLINE int64_t read_row(const TilePlace& at) const {
+    const int row = kKeysStay ? lane_of_warp() % kShape.passing : warp_of_cta() * 16 + lane_of_warp() % 16;
+    return (static_cast<int64_t>(b) * call.heads + at.h) * call.q_tiles.length + at.q0 +
+           (row < at.rows ? row : at.rows - 1);
+  }
   struct OfScores {  // a number of each query
     static constexpr int kCount = kKeysStay ? 2 * kScores : 2;
     float numbers[kCount];
@@ -121,7 +116,7 @@ struct Backward {
   // Raw products s and gradients dp of probabilities to probabilities, times kProbabilityFactor or 0 where they are
   // dropped, and gradients of raw scores.
   template <bool kCut>
-  LOWBIT_INLINE void differentiate(const TilePlace& at, const Statistics& of, float (&s)[1][kScores][4],
+  LOWBIT_INLINE void differentiate(const TilePlace& at, const RowStatistics& read, float (&s)[1][kScores][4],
                                    float (&dp)[1][kScores][4]) const {
     float p[1][kScores][4], kept[1][kScores][4];
     const auto for_each = [](auto each) {
@@ -132,15 +127,16 @@ struct Backward {
     };
     for_each([&](int n, int i) { p[0][n][i] = s[0][n][i] *= call.scale, kept[0][n][i] = 1; });
     modify<Mods, kKeysStay, kCut>(call, at, p);
-    const OfScores lse(of.read.lse);
+    const OfScores lse(read.lse);
     for_each([&](int n, int i) { p[0][n][i] = power_of_2((p[0][n][i] - lse(n, i)) * kLog2e); });
-    if (__any_sync(kWarp, of.read.has_rest())) {
-      const OfScores unit(of.read.has_rest() ? call.unit[of.row] : 1.0f);
+    if (__any_sync(kWarp, read.has_rest())) {
+      const OfScores unit(read.has_rest() ? call.unit[read_row(at)] : 1.0f);
       for_each([&](int n, int i) { p[0][n][i] *= unit(n, i); });
     }
     if constexpr (Mods::kDropout)
-      for_each_score<kKeysStay>(at, kept, [&](float& factor, int q, int k) { factor = dropout_factor(call, at, q, k); });
-    const OfScores delta(of.read.delta);
+      for_each_score<kKeysStay>(at, kept,
+                                [&](float& factor, int q, int k) { factor = dropout_factor(call, at, q, k); });
+    const OfScores delta(read.delta);
     for_each([&](int n, int i) { dp[0][n][i] = p[0][n][i] * (dp[0][n][i] * kept[0][n][i] - delta(n, i)); });
     if constexpr (Mods::kScore) {
       const auto mod = Mods::gradient(call, at.b, at.h);
@@ -203,7 +199,7 @@ struct Backward {
       wait_for_copies();
       __syncthreads();  // the tile is there, and every thread is done with the one before
       Passing& passing = shared.passing[stage];
-      const Statistics statistics(call, now.at);
+      const RowStatistics read = call.statistics[read_row(now.at)];
       float s[1][kScores][4], dp[1][kScores][4];
       if (first) left.load(), right.load();
       left.multiply(s, passing.left.data);
@@ -211,8 +207,8 @@ struct Backward {
       next.step.next(kKeysStay ? call.q_tiles : call.kv_tiles);
       more = find_next(next);
       if (more) copy(next, shared.passing[(stage + 1) % kShape.stages]);
-      if (now.at.cut) differentiate<true>(now.at, statistics, s, dp);
-      else differentiate<false>(now.at, statistics, s, dp);
+      if (now.at.cut) differentiate<true>(now.at, read, s, dp);
+      else differentiate<false>(now.at, read, s, dp);
       if constexpr (kKeysStay)
         multiply_onto<dtype, kValueStride>(grad_values, s, passing.right.data + part * kValuePairs * 16, value_pairs);
       if constexpr (!kCaptured)

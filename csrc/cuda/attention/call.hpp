@@ -42,7 +42,7 @@ struct BackwardShape {
 };
 constexpr BackwardShape backward_shape(int e, int ev, Gathers gathers) {
   const int most = e > ev ? e : ev;
-  return {e, ev, most <= (gathers == Gathers::by_score ? 64 : 128) ? 32 : 16, 2, most <= 128 ? 1 : 2};
+  return {e, ev, most <= 128 && gathers != Gathers::by_score ? 32 : 16, 2, most <= 128 ? 1 : 2};
 }
 
 // The captured tensors of a mod, then per tensor sizes and strides.

@@ -27,7 +27,6 @@ struct Forward {
   const uint16_t *keys, *values;
   LeftRows<dtype, kE, kM, kShape.keeps_q> q;
   float factor;           // exponent_factor
-  float room;             // how far above 1 powers may be, as an exponent of 2
   // Of each row: the score that powers are relative to, and the sum of those that this lane saw.
   float out[kM][kColumns][4], base[kM][2], total[kM][2];
 
@@ -59,6 +58,7 @@ struct Forward {
 
   // Scores to powers of e, and their sums. A base stays until a power exceeds the room for it, which is seldom.
   LOWBIT_INLINE void softmax(float (&s)[kM][kScores][4]) {
+    const float room = call.max_scores ? -1.0f : 8.0f;  // of an exponent of 2; -1: bases are the largest scores
     float largest[kM][2];
     bool exceeds = false;
 #pragma unroll
@@ -177,8 +177,7 @@ LOWBIT_INLINE void attention_forward(const AttentionCall& call) {
   shared.q.copy(head_rows(call.q, b, h) + q0 * call.q.row, call.q.row, rows);
   F forward{.call = call, .shared = shared, .keys = head_rows(call.k, b, kv_head),
             .values = head_rows(call.v, b, kv_head), .q = {shared.q.data + first * F::kStride},
-            .factor = exponent_factor<Mods>(call),
-            .room = call.max_scores ? -1.0f : 8.0f};  // -1: bases are largest
+            .factor = exponent_factor<Mods>(call)};
   forward.start();
   forward.run(b, h, q_step);
   forward.finish(b, h, q0, q0 + rows);

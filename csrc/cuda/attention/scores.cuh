@@ -2,9 +2,10 @@
 // Scores of a tile, from the products of queries and keys to the softmax: score_mod, mask_mod, a mask, causality. A
 // lane has those of a fragment of mma.sync, whose rows are queries, or keys where keys stay with the CTA. The kernels
 // are made for Mods (mods.cuh), which says three things more:
-//   kFolds    scores are products times a scale > 0, which goes into the exponent, or hidden: no score_mod, no float mask
+//   kFolds    scores are hidden or products times a scale > 0, which goes into the exponent: no score_mod or float mask
 //   kDropout
 //   kBias     dtype of the call's mask
+//   kGathers
 #pragma once
 
 #include "cuda/attention/mods.cuh"
@@ -44,7 +45,8 @@ LOWBIT_INLINE void for_each_score(const TilePlace& at, float (&s)[kM][kScores][4
     for (int n = 0; n < kScores; n++)
 #pragma unroll
       for (int i = 0; i < 4; i++) {
-        const int row = (warp_of_cta() * kM + m) * 16 + i / 2 * 8 + first_row(), column = n * 8 + i % 2 + first_column();
+        const int row = (warp_of_cta() * kM + m) * 16 + i / 2 * 8 + first_row(),
+                  column = n * 8 + i % 2 + first_column();
         each(s[m][n][i], at.q0 + (kKeysStay ? column : row), at.k0 + (kKeysStay ? row : column));
       }
 }
@@ -116,26 +118,24 @@ LOWBIT_INLINE void hide(const AttentionCall& call, const TilePlace& at, float (&
 template <class Mods>
 LOWBIT_INLINE constexpr bool asks() { return Mods::kScore || Mods::kMask || Mods::kBias != DType::other; }
 
+template <bool kKeysStay, bool kCut, int kM, int kScores, class Mod>
+LOWBIT_INLINE void modify_by(const Mod& mod, const TilePlace& at, float (&s)[kM][kScores][4]) {
+  for_each_with<kKeysStay, kCut, kM, kScores>(mod, at, [&](int m, int n, int i, int q, int k, const auto&... values) {
+    s[m][n][i] = mod.of_score(s[m][n][i], q, k, values...);
+  });
+}
+
 // Scores, where Mods folds perhaps without the scale, to those of the softmax.
 template <class Mods, bool kKeysStay, bool kCut, int kM, int kScores>
 LOWBIT_INLINE void modify(const AttentionCall& call, const TilePlace& at, float (&s)[kM][kScores][4]) {
-  if constexpr (Mods::kScore) {
-    const auto mod = Mods::score(call, at.b, at.h);
-    for_each_with<kKeysStay, kCut, kM, kScores>(mod, at, [&](int m, int n, int i, int q, int k, const auto&... values) {
-      s[m][n][i] = mod.of_score(s[m][n][i], q, k, values...);
-    });
-  }
+  if constexpr (Mods::kScore) modify_by<kKeysStay, kCut>(Mods::score(call, at.b, at.h), at, s);
   if constexpr (Mods::kMask)
-    if (at.partial) {
-      const auto mod = Mods::mask(call, at.b, at.h);
-      for_each_with<kKeysStay, kCut, kM, kScores>(mod, at, [&](int m, int n, int i, int q, int k, const auto&... values) {
-        s[m][n][i] = mod.of_score(s[m][n][i], q, k, values...);
-      });
-    }
+    if (at.partial) modify_by<kKeysStay, kCut>(Mods::mask(call, at.b, at.h), at, s);
   const int last_q = at.q0 + at.rows - 1, last_k = at.k0 + at.cols - 1;
   if constexpr (Mods::kBias != DType::other)
     for_each_score<kKeysStay>(at, s, [&](float& score, int q, int k) {
-      score += bias_of<Mods::kBias>(call, at.b, at.h, kCut && q > last_q ? last_q : q, kCut && k > last_k ? last_k : k);
+      const int some_q = kCut && q > last_q ? last_q : q, some_k = kCut && k > last_k ? last_k : k;
+      score += bias_of<Mods::kBias>(call, at.b, at.h, some_q, some_k);
     });
   if constexpr (kCut) hide<kKeysStay>(call, at, s);
 }

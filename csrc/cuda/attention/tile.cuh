@@ -26,13 +26,13 @@ struct SharedRows {
         copy_async(to + i * kAtOnce * kStride, from, row < rows);
         row += kAtOnce, from += kAtOnce * stride;
       }
-      return;
-    }
+    } else {
 #pragma unroll 1  // addresses of all pieces would stay in registers
-    for (int first = 0; first < kRows * kPieces; first += kAttentionThreads) {
-      const int at = first + static_cast<int>(threadIdx.x), row = at / kPieces, piece = at % kPieces;
-      if (kRows * kPieces % kAttentionThreads && at >= kRows * kPieces) break;
-      copy_async(data + row * kStride + piece * 8, from + (row < rows ? row * stride : 0) + piece * 8, row < rows);
+      for (int first = 0; first < kRows * kPieces; first += kAttentionThreads) {
+        const int at = first + static_cast<int>(threadIdx.x), row = at / kPieces, piece = at % kPieces;
+        if (kRows * kPieces % kAttentionThreads && at >= kRows * kPieces) break;
+        copy_async(data + row * kStride + piece * 8, from + (row < rows ? row * stride : 0) + piece * 8, row < rows);
+      }
     }
   }
 };
