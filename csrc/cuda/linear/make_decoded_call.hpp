@@ -60,7 +60,8 @@ inline DecodedCall decoded_call(const LinearArgs& args, const DecodedParts& part
   const auto group = static_cast<uint64_t>(args.weight_spec.group_size);
   return {.call = call, .log2_of_group = group ? std::countr_zero(group) : 31, .first_column = 0, .columns = 0,
           .first_row = 0, .rows = 0, .padded_k = parts.padded_k, .decoded = at,
-          .codes = reinterpret_cast<int8_t*>(at + parts.codes), .products = at + parts.products, .is_whole = is_whole(args)};
+          .codes = reinterpret_cast<int8_t*>(at + parts.codes), .products = at + parts.products,
+          .is_whole = is_whole(args)};
 }
 
 inline DenseProduct product_of(const LinearArgs& args, const DecodedCall& part) {
