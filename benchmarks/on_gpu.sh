@@ -43,7 +43,7 @@ case $part in
   ops)
     build
     # Of the rows alone: other tests provoke errors, which on a GPU end the context of their process.
-    LOWBIT_TEST_DEVICE=$gpu tests "the CPU's tests of ops" 180 -n "$processes" --share 20 -k "_cuda or _cublas or _cudnn" "$ops"
+    LOWBIT_TEST_DEVICE=$gpu tests "the CPU's tests of ops" 180 -n "$processes" --share 20 -k "cuda or cublas or cudnn" "$ops"
     tests "real sizes" 180 -n "$processes" "$root/tests/cuda/test_real_sizes.py"
     for tool in memcheck racecheck; do
       if command -v compute-sanitizer > /dev/null; then
