@@ -87,9 +87,12 @@ struct Forward {
       }
   }
 
+  // The factor of what stays comes at the end: powers may be 2^8, and float16 ends at 2^16.
   LOWBIT_INLINE void drop(const TilePlace& at, float (&s)[kM][kScores][4]) const {
     if constexpr (Mods::kDropout)
-      for_each_score<false>(at, s, [&](float& p, int q, int k) { p *= dropout_factor(call, at, q, k); });
+      for_each_score<false>(at, s, [&](float& p, int q, int k) {
+        if (dropout_factor(call, at, q, k) == 0) p = 0;
+      });
   }
 
   // The next tile of keys from `step` on that is visible; false after the last.
@@ -160,7 +163,7 @@ struct Forward {
       }
     }
     if (call.lse && writes) call.lse[at] = top + logf(sum);
-    const float by = sum == 0 ? 0.0f : __fdiv_rn(scale, sum);
+    const float by = sum == 0 ? 0.0f : __fdiv_rn(scale, sum) * (Mods::kDropout ? call.kept : 1.0f);
 #pragma unroll
     for (int n = 0; n < kColumns; n++)
       store_pair<dtype>(call.out, call.out_dtype, b, h, q_row, n * 8 + lane_of_warp() % 4 * 2,

@@ -63,6 +63,18 @@ def test_rows_with_inf_or_nan_alone_are_not_finite() -> None:
     assert torch.equal(out[0, 0].isfinite().all(-1), ~wrong) and torch.equal(lse[0, 0].isfinite(), ~wrong)
 
 
+def test_few_that_dropout_leaves_have_no_inf_in_float16() -> None:
+    """Powers of keys behind the first tile are e^5, and those that stay count a thousand times."""
+    q, k, v = torch.ones(1, 1, 64, 32).half(), torch.zeros(1, 1, 400, 32).half(), torch.rand(1, 1, 400, 32).half()
+    k[:, :, 64:] = 5 / 32
+    options = 1.0, False, None, 0.999, torch.tensor(3), *NO_MODS[:7], False, False
+    with row(ROWS[0]):
+        out = torch.ops.lowbit.attention_forward(*(t.to(DEVICE) for t in (q, k, v)), *options[:4], options[4].to(DEVICE), *options[5:])[0].cpu()
+    wanted = torch.ops.lowbit.attention_forward(*(t.float() for t in (q, k, v)), *options)[0]
+    assert wanted.any()
+    torch.testing.assert_close(out.float(), wanted, rtol=2e-3, atol=1e-4)
+
+
 @pytest.mark.parametrize("factor", [1e-20, 1e15])
 def test_tiny_and_huge_scores(factor: float) -> None:
     case = AttentionCase("extreme", (1, 1, 1, 70, 70, 64, 64), scale=factor)
