@@ -28,11 +28,16 @@ SourceKey StepKind::key() const {
 
 Source step_source(const StepKind& kind) {
   const auto rule = concat("lowbit::", type_of(kind.rule), "::Step<", kind.moments, ">");
+  // 128 registers, or 80, in which large kernels spill, and those of float32 if they load a chunk ahead. AdamW8bit of
+  // 134 M float32 parameters on an H200: 740 us with 3 CTAs and nothing ahead, 800 with 2 and a chunk ahead; bfloat16:
+  // 670 with 3 and nothing ahead, 600 with a chunk ahead. Float states are bound by memory: a chunk ahead.
+  const bool large =
+      kind.moments > 2 || gpu::elements_each(kind.block_size) > 8 || kind.format == StateFormat::float8;
+  const bool wide = kind.param == DType::float32 || kind.grad == DType::float32;
+  const int ctas = large || (wide && !has_codes(kind.format)) ? 2 : 3;
   const auto step = concat("step<", rule, ", ", format_of(kind.format), ", ", kind.block_size, ", lowbit::DType::",
-                           name_of(kind.param), ", lowbit::DType::", name_of(kind.grad), ">");
-  const bool large = kind.moments > 2 || gpu::elements_each(kind.block_size) > 8 || kind.param == DType::float32 ||
-                     kind.grad == DType::float32 || kind.format == StateFormat::float8;
-  const int ctas = large ? 2 : 3;  // 128 registers, or 80, in which the large ones spill
+                           name_of(kind.param), ", lowbit::DType::", name_of(kind.grad), ", ",
+                           wide && ctas == 3 ? "false" : "true", ">");
   return {concat("optim_step of ", kRuleNames[static_cast<int>(kind.rule)], " with ", kind.moments, " moments in ",
                  kStateFormatNames[static_cast<int>(kind.format)],
                  has_codes(kind.format) ? concat(", blocks of ", kind.block_size) : "", ", parameters in ",

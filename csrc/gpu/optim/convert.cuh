@@ -14,13 +14,17 @@ struct Convert {
     return (static_cast<int64_t>(blockIdx.x) * kStepThreads + threadIdx.x) * n;
   }
 
-  LOWBIT_INLINE static bool is_whole(const ConvertArgs& args, int64_t left) {
+  LOWBIT_INLINE static int left_of(const ConvertArgs& args, int64_t at) {  // as far as a thread asks
+    return static_cast<int>(at >= args.numel ? 0 : args.numel - at < n ? args.numel - at : n);
+  }
+  LOWBIT_INLINE static bool is_whole(const ConvertArgs& args, int left) {
     return left >= n && is_aligned(args.values) && is_aligned(args.codes);
   }
 
   LOWBIT_INLINE static void encode(const ConvertArgs& args) {
     LOWBIT_SHARED(int32_t, warps, [kStepWarps]);
-    const int64_t at = first_element(), left = args.numel - at;
+    const int64_t at = first_element();
+    const int left = left_of(args, at);
     const bool whole = is_whole(args, left);
     RawFloats<Runs<n>> raw;
     f32 value[n];
@@ -43,7 +47,8 @@ struct Convert {
   }
 
   LOWBIT_INLINE static void decode(const ConvertArgs& args) {
-    const int64_t at = first_element(), left = args.numel - at;
+    const int64_t at = first_element();
+    const int left = left_of(args, at);
     const bool whole = is_whole(args, left);
     RawCodes<kFormat, Runs<n>> codes;
     f32 number[n], value[n];

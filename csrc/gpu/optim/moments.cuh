@@ -25,7 +25,7 @@ LOWBIT_INLINE bool is_aligned(const void* p) { return (reinterpret_cast<std::siz
 // `count` elements as they lie in memory. kWhole: all of them are there, at the address of a word. If not, `left` are:
 // one by one, and zeros. (By a loop over bytes, Intel's newer compilers keep `to` in memory for both ways.)
 template <bool kWhole, class Element, int count>
-LOWBIT_INLINE void load_elements(const Element* from, int64_t left, void* to) {
+LOWBIT_INLINE void load_elements(const Element* from, int left, void* to) {
   if constexpr (kWhole) {
     constexpr int kBytes = count * static_cast<int>(sizeof(Element)), kStep = kBytes < 16 ? kBytes : 16;
     using Word = typename WordOf<kStep>::type;
@@ -40,7 +40,7 @@ LOWBIT_INLINE void load_elements(const Element* from, int64_t left, void* to) {
   }
 }
 template <bool kWhole, class Element, int count>
-LOWBIT_INLINE void store_elements(Element* to, int64_t left, const void* from) {
+LOWBIT_INLINE void store_elements(Element* to, int left, const void* from) {
   if constexpr (kWhole) {
     constexpr int kBytes = count * static_cast<int>(sizeof(Element)), kStep = kBytes < 16 ? kBytes : 16;
     using Word = typename WordOf<kStep>::type;
@@ -68,13 +68,13 @@ struct Runs {
   static constexpr int kSpan = offset(n - 1) + 1;
 
   template <bool kWhole, class Element>
-  LOWBIT_INLINE static void load(const Element* from, int64_t left, uint32_t* to) {
+  LOWBIT_INLINE static void load(const Element* from, int left, uint32_t* to) {
 #pragma unroll
     for (int i = 0; i < n; i += kRun)
       load_elements<kWhole, Element, kRun>(from + offset(i), left - offset(i), reinterpret_cast<Element*>(to) + i);
   }
   template <bool kWhole, class Element>
-  LOWBIT_INLINE static void store(Element* to, int64_t left, const uint32_t* from) {
+  LOWBIT_INLINE static void store(Element* to, int left, const uint32_t* from) {
 #pragma unroll
     for (int i = 0; i < n; i += kRun)
       store_elements<kWhole, Element, kRun>(to + offset(i), left - offset(i),
@@ -89,12 +89,12 @@ struct alignas(16) RawFloats {
   uint32_t words[n];
 
   template <bool kWhole>
-  LOWBIT_INLINE void load(const void* base, DType dtype, int64_t at, int64_t left) {
+  LOWBIT_INLINE void load(const void* base, DType dtype, int64_t at, int left) {
     if (dtype == DType::float32) Runs::template load<kWhole>(static_cast<const uint32_t*>(base) + at, left, words);
     else Runs::template load<kWhole>(static_cast<const uint16_t*>(base) + at, left, words);
   }
   template <bool kWhole>
-  LOWBIT_INLINE void store(void* base, DType dtype, int64_t at, int64_t left) const {
+  LOWBIT_INLINE void store(void* base, DType dtype, int64_t at, int left) const {
     if (dtype == DType::float32) Runs::template store<kWhole>(static_cast<uint32_t*>(base) + at, left, words);
     else Runs::template store<kWhole>(static_cast<uint16_t*>(base) + at, left, words);
   }
@@ -124,12 +124,13 @@ struct alignas(16) RawCodes {
   uint32_t words[kWords];
 
   template <bool kWhole>
-  LOWBIT_INLINE void load(const uint8_t* codes, int64_t at, int64_t left) {
-    Bytes::template load<kWhole>(codes + state_bytes(kFormat, at), state_bytes(kFormat, left), words);
+  LOWBIT_INLINE void load(const uint8_t* codes, int64_t at, int left) {
+    Bytes::template load<kWhole>(codes + state_bytes(kFormat, at), static_cast<int>(state_bytes(kFormat, left)), words);
   }
   template <bool kWhole>
-  LOWBIT_INLINE void store(uint8_t* codes, int64_t at, int64_t left) const {
-    Bytes::template store<kWhole>(codes + state_bytes(kFormat, at), state_bytes(kFormat, left), words);
+  LOWBIT_INLINE void store(uint8_t* codes, int64_t at, int left) const {
+    Bytes::template store<kWhole>(codes + state_bytes(kFormat, at), static_cast<int>(state_bytes(kFormat, left)),
+                                  words);
   }
   // As the floats 2^23 + code, which decoders read.
   LOWBIT_INLINE void read(f32 (&number)[n]) const {

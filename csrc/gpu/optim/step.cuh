@@ -42,8 +42,9 @@ struct Update {
 
   const OptimTensor& tensor;
   const Constants<Rule>& constants;
-  int64_t at, left;  // this thread's first element, and the number from it on; none: 0 or less
-  bool whole;        // n elements, in words
+  int64_t at;  // this thread's first element
+  int left;    // of this CTA's elements, from it on; none: 0 or less
+  bool whole;  // all of the thread's are there, in words
 
   LOWBIT_INLINE DType param_dtype() const { return kParam == DType::other ? tensor.param_dtype : kParam; }
   LOWBIT_INLINE DType grad_dtype() const { return kGrad == DType::other ? tensor.grad_dtype : kGrad; }
@@ -178,12 +179,13 @@ struct Update {
       for (int k = 0; k < kMoments; k++) value[k][i] = moment[k];
     }
     if (constants.stochastic) {
+      const int64_t block_size = has_codes(kFormat) ? kBlock : constants.block_size;
       int32_t key = 0;
 #pragma unroll
       for (int i = 0; i < n; i++) {
         const int64_t element = at + Elements::offset(i);
-        if (i % kRun == 0) key = block_key(constants.seed, element / constants.block_size);
-        p[i] = round_stochastically(p[i], static_cast<int>(element & (constants.block_size - 1)), key);
+        if (i % kRun == 0) key = block_key(constants.seed, element / block_size);
+        p[i] = round_stochastically(p[i], static_cast<int>(element & (block_size - 1)), key);
       }
     }
     param.write(param_dtype(), p), write<0>(value, moments, warps);
@@ -211,10 +213,9 @@ LOWBIT_INLINE bool lies_in_words(const OptimTensor& tensor) {
   return aligned;
 }
 
-// Elements of a tensor from `first` on, which a CTA updates. It asks for the next chunk before it updates one: with 24
-// warps a multiprocessor, and none of them ahead, an H200 waited for memory half of the time.
+// Elements of a tensor from `first` on, which a CTA updates. kAhead: it asks for the next chunk before it updates one.
 template <class Rule, StateFormat kFormat, int kBlock, int kEach = elements_each(kBlock), DType kParam = DType::other,
-          DType kGrad = DType::other>
+          DType kGrad = DType::other, bool kAhead = true>
 LOWBIT_INLINE void update_task(const OptimTensor& tensor, const Constants<Rule>& constants, int64_t first) {
   constexpr int kChunk = kStepThreads * kEach;
   static_assert(kTaskElements % kChunk == 0 && kChunk % kBlock == 0);
@@ -222,21 +223,26 @@ LOWBIT_INLINE void update_task(const OptimTensor& tensor, const Constants<Rule>&
   // Two chunks take turns, so that one barrier each is enough.
   LOWBIT_SHARED(int32_t, warps, [2][kMaxMoments][kStepWarps]);
   using Chunk = Update<kFormat, Rule, kBlock, kEach, kParam, kGrad>;
-  const int64_t end = first + kTaskElements < tensor.numel ? first + kTaskElements : tensor.numel;
+  const int64_t rest = tensor.numel - first;
+  const int count = static_cast<int>(rest < kTaskElements ? rest : kTaskElements);
   constexpr int kLanes = Chunk::kLanes, kSpan = Chunk::Elements::kSpan;
   const int thread = static_cast<int>(threadIdx.x);
-  int64_t at = first + thread / kLanes * kBlock + thread % kLanes * Chunk::kRun, left = tensor.numel - at;
+  const int begin = thread / kLanes * kBlock + thread % kLanes * Chunk::kRun;
+  const int64_t at = first + begin;
+  const int left = count - begin;
   typename Chunk::Raw now, next;
   Chunk{tensor, constants, at, left, in_words && left >= kSpan}.load(now);
-  for (int64_t chunk = first; chunk < end; chunk += kChunk) {
-    if (chunk + kChunk < end)
-      Chunk{tensor, constants, at + kChunk, left - kChunk, in_words && left - kChunk >= kSpan}.load(next);
-    Chunk{tensor, constants, at, left, in_words && left >= kSpan}.run(now, warps[chunk / kChunk & 1]);
-    now = next, at += kChunk, left -= kChunk;
+  for (int chunk = 0, ahead = kChunk; chunk < count; chunk = ahead, ahead += kChunk) {
+    const Chunk update{tensor, constants, at + chunk, left - chunk, in_words && left - chunk >= kSpan};
+    if (!kAhead && chunk > 0) update.load(now);
+    if (kAhead && ahead < count)
+      Chunk{tensor, constants, at + ahead, left - ahead, in_words && left - ahead >= kSpan}.load(next);
+    update.run(now, warps[chunk / kChunk & 1]);
+    if (kAhead) now = next;
   }
 }
 
-template <class Rule, StateFormat kFormat, int kBlock, DType kParam, DType kGrad>
+template <class Rule, StateFormat kFormat, int kBlock, DType kParam, DType kGrad, bool kAhead>
 LOWBIT_INLINE void step(const StepTable& table) {
   if (table.found_inf && *table.found_inf != 0) return;
   const auto task = static_cast<int32_t>(blockIdx.x);
@@ -248,7 +254,7 @@ LOWBIT_INLINE void step(const StepTable& table) {
     shared[threadIdx.x] = static_cast<const uint32_t*>(table.constants)[index * kWords + threadIdx.x];
   __syncthreads();
   const auto& constants = *reinterpret_cast<const Constants<Rule>*>(shared);
-  update_task<Rule, kFormat, kBlock, elements_each(kBlock), kParam, kGrad>(
+  update_task<Rule, kFormat, kBlock, elements_each(kBlock), kParam, kGrad, kAhead>(
       tensor, constants, (task - table.first_task[index]) * kTaskElements);
 }
 
