@@ -23,7 +23,7 @@ namespace lowbit::gpu {
 
 template <class Args>
 constexpr int ctas_of() {
-  if constexpr (requires { Args::kCtas; }) return __CUDA_ARCH__ < 1000 ? Args::kCtas : 2;  // on Blackwell 80 registers spill
+  if constexpr (requires { Args::kCtas; }) return __CUDA_ARCH__ < 1000 ? Args::kCtas : 2;  // 80 registers spill there
   else return 2;
 }
 
