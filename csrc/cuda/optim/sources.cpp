@@ -34,7 +34,7 @@ Source step_source(const StepKind& kind) {
   const bool large =
       kind.moments > 2 || gpu::elements_each(kind.block_size) > 8 || kind.format == StateFormat::float8;
   const bool wide = kind.param == DType::float32 || kind.grad == DType::float32;
-  const int ctas = large || (wide && !has_codes(kind.format)) ? 2 : 3;
+  const int ctas = large || kind.format == StateFormat::float32 || (wide && !has_codes(kind.format)) ? 2 : 3;
   const auto step = concat("step<", rule, ", ", format_of(kind.format), ", ", kind.block_size, ", lowbit::DType::",
                            name_of(kind.param), ", lowbit::DType::", name_of(kind.grad), ", ",
                            wide && ctas == 3 ? "false" : "true", ">");
