@@ -334,9 +334,12 @@ def test_a_sum_that_no_int32_holds_is_refused_by_name() -> None:
     assert not row["chosen"] and "k above 131072" in row["reason"]
 
 
+A_RING_THAT_TURNS = LinearCase(3, 48, 4224, "bfloat16", "int4", 32, "symmetric", "int8_group", None)  # 9 tiles a warp
+
+
 def test_barriers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Run by test_emulated.py once as it is and once without each barrier."""
-    runs = [(case, on_gpu) for case in (CASES[6], CASES[5], CASES[12], IN_PLACE[3])] + [(CODE_TILES[0], by_tiles), (MANY_ROWS[2], of_many_rows)]
+    runs = [(case, on_gpu) for case in (CASES[6], CASES[5], CASES[12], IN_PLACE[3], A_RING_THAT_TURNS)] + [(CODE_TILES[0], by_tiles), (MANY_ROWS[2], of_many_rows)]
     for case, on_device in runs:
         results = []
         for seed in ("0", "1", "2", "3"):
