@@ -18,7 +18,8 @@ inline void load_matrices(uint32_t (&to)[4], const uint16_t* row) {
   const unsigned lane = on_host::current % 32;
   for (unsigned i = 0; i < 4; i++) to[i] = rows.of(i * 8 + lane / 4)[lane % 4];
 }
-inline void load_transposed(uint32_t (&to)[4], const uint16_t* row) {
+inline void load_transposed(uint32_t (&to)[4], const uint16_t* row, uint32_t bytes = 0) {
+  row += bytes / 2;
   check_aligned(row, "row of a matrix");
   std::array<uint32_t, 6> words{};
   std::memcpy(words.data(), row, 16);

@@ -150,14 +150,16 @@ LOWBIT_INLINE int value_column(int g, int i) {
 
 // A group of values as the left factor of its columns, 16 at a time: [step of 16 tokens][columns].
 template <DType kCache, int kSteps, int kStride>
-LOWBIT_INLINE void load_values(uint32_t (&a)[kSteps][2][4], const char* group) {
+LOWBIT_INLINE void load_values(uint32_t (&a)[kSteps][2][4], const char* values, int group) {
+  constexpr int kGroupBytes = kCache == DType::uint8 ? 16 : kCache == DType::int8 ? 32 : 64;
   const int lane = lane_of_warp();
-  const auto transposed = [&](uint32_t(&words)[4], int token, int byte) {
-    load_transposed(words, reinterpret_cast<const uint16_t*>(group + token * kStride + byte));
+  const auto transposed = [&](uint32_t(&words)[4], int token, int byte, int bytes) {
+    load_transposed(words, reinterpret_cast<const uint16_t*>(values + token * kStride + byte),
+                    static_cast<uint32_t>(group * kGroupBytes + bytes));
   };
   if constexpr (kCache == DType::uint8) {
     uint32_t words[4];  // of 8 tokens each; of 16 tokens twice the same
-    transposed(words, lane % (16 * kSteps), 0);
+    transposed(words, lane % (16 * kSteps), 0, 0);
 #pragma unroll
     for (int i = 0; i < 2 * kSteps; i++) {
       uint32_t *first = a[i / 2][0] + i % 2 * 2, *second = a[i / 2][1] + i % 2 * 2;
@@ -168,7 +170,7 @@ LOWBIT_INLINE void load_values(uint32_t (&a)[kSteps][2][4], const char* group) {
     for (int step = 0; step < kSteps; step++) {
       uint32_t words[4];
       if constexpr (kCache == DType::int8) {
-        transposed(words, step * 16 + lane % 16, lane / 16 * 16);
+        transposed(words, lane % 16, lane / 16 * 16, step * 16 * kStride);
 #pragma unroll
         for (int i = 0; i < 4; i++) {
           uint32_t* to = a[step][i / 2] + i % 2 * 2;
@@ -177,7 +179,7 @@ LOWBIT_INLINE void load_values(uint32_t (&a)[kSteps][2][4], const char* group) {
       } else {
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-          transposed(words, step * 16 + lane % 16, half * 32 + lane / 16 * 16);
+          transposed(words, lane % 16, lane / 16 * 16, step * 16 * kStride + half * 32);
 #pragma unroll
           for (int i = 0; i < 4; i++) a[step][half][i] = words[i % 2 * 2 + i / 2];
         }

@@ -240,7 +240,7 @@ struct Decode {
 #pragma unroll
     for (int g = 0; g < kVGroups; g++) {
       uint32_t a[kSteps][2][4];
-      load_values<kCache, kSteps, kShape.v_row_bytes()>(a, mine().values + g * kShape.group_bytes());
+      load_values<kCache, kSteps, kShape.v_row_bytes()>(a, mine().values, g);
 #pragma unroll
       for (int step = 0; step < kSteps; step++) {
         if (kVScales > 1 || g == 0) make_weights(weights[step], s, g, step);

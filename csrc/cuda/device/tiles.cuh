@@ -19,10 +19,10 @@ LOWBIT_INLINE void load_matrices(uint32_t (&to)[4], const uint16_t* row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
                : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "r"(shared_address(row)) : "memory");
 }
-// Each of them transposed.
-LOWBIT_INLINE void load_transposed(uint32_t (&to)[4], const uint16_t* row) {
+// Each of them transposed; `bytes` behind `row`, which cost no register where they are a constant.
+LOWBIT_INLINE void load_transposed(uint32_t (&to)[4], const uint16_t* row, uint32_t bytes = 0) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
-               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "r"(shared_address(row)) : "memory");
+               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "r"(shared_address(row) + bytes) : "memory");
 }
 
 // Copies 16 bytes from global to shared memory, or zeros; they are there once this thread has waited for them.
