@@ -342,8 +342,9 @@ def test_barriers(monkeypatch: pytest.MonkeyPatch) -> None:
     runs = [(case, on_gpu) for case in (CASES[6], CASES[5], CASES[12], IN_PLACE[3], A_RING_THAT_TURNS)] + [(CODE_TILES[0], by_tiles), (MANY_ROWS[2], of_many_rows)]
     for case, on_device in runs:
         results = []
-        for seed in ("0", "1", "2", "3"):
-            monkeypatch.setenv("LOWBIT_EMULATED_SEED", seed)
+        # The table of levels is missed only where its warp sleeps at first.
+        for seed in range(24 if case.format == "nf4" and on_device is on_gpu else 4):
+            monkeypatch.setenv("LOWBIT_EMULATED_SEED", str(seed))
             results.append(on_device(case))
         data = cached_data(case)
         assert all(torch.equal(a, b) for a, b in zip(results[1:], results, strict=False))
