@@ -25,8 +25,8 @@ LOWBIT_INLINE void row_statistics(const AttentionCall& call) {
   for (int column = lane_of_warp() * 2; column < kEv; column += 64) {
     float grad[2];
     for (int i = 0; i < 2; i++) {
-      grad[i] = load_real(call.given.data, call.out_dtype, given + column + i);
-      sum = __fmaf_rn(load_real(call.out.data, call.out_dtype, out + column + i), grad[i], sum);
+      grad[i] = load_as_float(call.given.data, call.out_dtype, given + column + i);
+      sum = __fmaf_rn(load_as_float(call.out.data, call.out_dtype, out + column + i), grad[i], sum);
     }
     if (call.out_dtype == DType::float32)
       store_pair<dtype>(call.grad_out, dtype, static_cast<int>(b), static_cast<int>(h), static_cast<int>(row), column,

@@ -4,6 +4,7 @@
 
 #include "cuda/attention/call.hpp"
 #include "cuda/device/tiles.cuh"
+#include "gpu/device/floats.cuh"
 #include "gpu/device/vector.cuh"
 
 namespace lowbit::cuda {
@@ -139,12 +140,6 @@ LOWBIT_INLINE void multiply_onto(float (&c)[kM][kColumns][4], const float (&a)[k
 
 LOWBIT_INLINE const uint16_t* head_rows(const HeadRows& rows, int b, int h) {
   return static_cast<const uint16_t*>(rows.data) + b * rows.batch + h * rows.head;
-}
-
-LOWBIT_INLINE float load_real(const void* from, DType dtype, int64_t at) {
-  if (dtype == DType::float32) return static_cast<const float*>(from)[at];
-  const uint16_t bits = static_cast<const uint16_t*>(from)[at];
-  return dtype == DType::bfloat16 ? float_from_bfloat16(bits) : float_of_half(bits);
 }
 
 // Two neighbouring elements of a row of out or a gradient.

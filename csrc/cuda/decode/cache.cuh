@@ -16,21 +16,15 @@ namespace lowbit::cuda {
 template <DType kCache>
 constexpr DType kProduct = kCache == DType::float16 ? DType::float16 : DType::bfloat16;
 
-// The bits of a byte u are the bfloat16 u 2^-133, below the smallest normal number or just above it. Times 2^127, less
-// what stands for 0, it is the code.
-constexpr float kCodeScale = 64;
-LOWBIT_INLINE uint32_t bytes_to_bf16(uint32_t halves) {  // of 0 .. 255 for -128 .. 127
-  return fma_bf16x2(halves, 0x7f007f00u, 0xc000c000u);
-}
 LOWBIT_INLINE void int8_to_bf16(uint32_t codes, uint32_t& even, uint32_t& odd) {
   const uint32_t bytes = codes ^ 0x80808080u;
-  even = bytes_to_bf16(bytes & 0x00ff00ffu), odd = bytes_to_bf16(__byte_perm(bytes, 0, 0x4341));
+  even = units_to_bf16<128>(bytes & 0x00ff00ffu), odd = units_to_bf16<128>(__byte_perm(bytes, 0, 0x4341));
 }
 // Of 0 .. 15 for -8 .. 7: the lower four bits of bytes 0 and 2, 1 and 3; then the upper four.
 LOWBIT_INLINE void int4_to_bf16(uint32_t codes, uint32_t& low_even, uint32_t& low_odd, uint32_t& high_even,
                                 uint32_t& high_odd) {
-  const auto low = [](uint32_t word) { return fma_bf16x2(word & 0x000f000fu, 0x7f007f00u, 0xbe00be00u); };
-  const auto high = [](uint32_t word) { return fma_bf16x2(word & 0x00f000f0u, 0x7d007d00u, 0xbe00be00u); };
+  const auto low = [](uint32_t word) { return units_to_bf16<8>(word & 0x000f000fu); };
+  const auto high = [](uint32_t word) { return units_to_bf16<8>(word & 0x00f000f0u, 4); };
   low_even = low(codes), low_odd = low(codes >> 8), high_even = high(codes), high_odd = high(codes >> 8);
 }
 
@@ -96,7 +90,7 @@ struct RowsAhead {
 #pragma unroll
     for (int i = 0; i < kHeld; i++) {
       const float of = has_float32() ? __uint_as_float(held[i]) : float_of_half(held[i]);
-      if (scale_token() < kScaleEach && i * kScaleEach + scale_token() < kTokens) to[i * kScaleEach] = of * kCodeScale;
+      if (scale_token() < kScaleEach && i * kScaleEach + scale_token() < kTokens) to[i * kScaleEach] = of * kUnitOfIntegers;
     }
   }
 

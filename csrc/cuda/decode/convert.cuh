@@ -38,7 +38,7 @@ LOWBIT_INLINE float extreme(const float* x) {
 
 // Stores the scale as its dtype has it, and returns that.
 LOWBIT_INLINE float store_scale(const KvConvertCall& call, int64_t at, float value) {
-  if (lane_of_warp() == 0) store_real(call.scale.data, call.scale_dtype, at, value);
+  if (lane_of_warp() == 0) store_from_float(call.scale.data, call.scale_dtype, at, value);
   return call.scale_dtype == DType::float32 ? value : float_from_float16(float16_from_float(value));
 }
 
@@ -82,7 +82,7 @@ LOWBIT_INLINE void kv_dequantize(const KvConvertCall& call) {
 #pragma unroll
   for (int g = 0; g < kGroups; g++) {
     constexpr bool kInt8 = kFormat == KvFormat::int8;
-    const float scale = load_real(call.scale.data, call.scale_dtype, at.in(call.scale) + (kInt8 ? 0 : g));
+    const float scale = load_as_float(call.scale.data, call.scale_dtype, at.in(call.scale) + (kInt8 ? 0 : g));
     const int code = kInt8 ? static_cast<int8_t>(codes[g * 32 + lane])
                            : (codes[g * 16 + lane % 16] >> (lane < 16 ? 0 : 4) & 15) - 8;
     x[g] = static_cast<float>(code) * scale;
@@ -90,7 +90,7 @@ LOWBIT_INLINE void kv_dequantize(const KvConvertCall& call) {
   if (call.rotated) rotate(x);
 #pragma unroll
   for (int g = 0; g < kGroups; g++)
-    if (g * 32 + lane < call.columns) store_real(call.x.data, call.x_dtype, at.in(call.x) + g * 32 + lane, x[g]);
+    if (g * 32 + lane < call.columns) store_from_float(call.x.data, call.x_dtype, at.in(call.x) + g * 32 + lane, x[g]);
 }
 
 }  // namespace lowbit::cuda

@@ -18,7 +18,7 @@ LOWBIT_INLINE float bias_of(const DecodeCall& call, int64_t b, int64_t h, int64_
                      k * call.bias_stride[3];
   if (call.bias_dtype == DType::boolean) return static_cast<const uint8_t*>(call.bias)[at] ? 0.0f : minus_infinity();
   if (call.bias_dtype == DType::float64) return static_cast<float>(static_cast<const double*>(call.bias)[at]);
-  return load_real(call.bias, call.bias_dtype, at);
+  return load_as_float(call.bias, call.bias_dtype, at);
 }
 
 // a / b, where b often is 1: a division is 25 instructions.
@@ -355,7 +355,7 @@ struct Decode {
       for_each_sum([&](float sum, int r, int column) {
         const Query at = query_of(row0 + r);
         if (column < call.v_columns)
-          store_real(call.out.data, call.out_dtype,
+          store_from_float(call.out.data, call.out_dtype,
                      b * call.out.batch + at.h * call.out.head + at.l * call.out.row + column, sum * shared.shrink[r]);
       });
     }

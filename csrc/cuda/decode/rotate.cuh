@@ -7,13 +7,6 @@
 
 namespace lowbit::cuda {
 
-LOWBIT_INLINE void store_real(void* to, DType dtype, int64_t at, float value) {
-  if (dtype == DType::float32) static_cast<float*>(to)[at] = value;
-  else
-    static_cast<uint16_t*>(to)[at] =
-        dtype == DType::bfloat16 ? bfloat16_from_float(value) : float16_from_float(value);
-}
-
 template <int kGroups>
 LOWBIT_INLINE void load_row(float (&x)[kGroups], const void* from, DType dtype, int64_t at, int columns) {
   const auto load = [&](const auto* row, auto&& decoded) {

@@ -75,7 +75,7 @@ LOWBIT_INLINE void combine(const DecodeCall& call) {
     float value = 0;
 #pragma unroll
     for (int w = 0; w < kDecodeWarps; w++) value += sums[w][c];
-    store_real(call.out.data, call.out_dtype, b * call.out.batch + h * call.out.head + l * call.out.row + c,
+    store_from_float(call.out.data, call.out_dtype, b * call.out.batch + h * call.out.head + l * call.out.row + c,
                value * by);
   }
   if (threadIdx.x == 0) all.store_lse(call, row, sum);

@@ -53,3 +53,17 @@ LOWBIT_INLINE uint2 load_once(const uint2* p) {
 
 }  // namespace lowbit::cuda
 #endif
+
+namespace lowbit::cuda {
+
+// Codes of up to 8 bits in both halves of a word become bfloat16 in units of 2^6, less their zero point, exactly: the
+// lowest 8 bits of a bfloat16 alone are a multiple of 2^-133, whatever they are, and one fma brings them to 2^-6.
+// shift: by which the codes lie higher.
+constexpr float kUnitOfIntegers = 0x1p6f;
+template <int kZero>
+LOWBIT_INLINE uint32_t units_to_bf16(uint32_t codes, uint32_t shift = 0) {
+  const uint32_t less = __float_as_uint(-kZero / kUnitOfIntegers) >> 16;
+  return fma_bf16x2(codes, (0x7f00u - shift * 0x80u) * 0x10001u, less | less << 16);
+}
+
+}  // namespace lowbit::cuda

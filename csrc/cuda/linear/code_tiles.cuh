@@ -12,14 +12,6 @@
 
 namespace lowbit::cuda {
 
-// Four codes less their symmetric zero point, as signed bytes.
-template <int kZero>
-LOWBIT_INLINE uint32_t signed_bytes(uint32_t codes) {
-  constexpr uint32_t kTops = 0x80808080u, kZeros = kZero * 0x01010101u;
-  if constexpr (kZero == 128) return codes ^ kTops;
-  return ((codes | kTops) - kZeros) ^ kTops;  // no byte borrows of the next
-}
-
 template <Format kFormat, int kTileGroups, bool kAsymmetric, int kBlocks>
 struct CodeTiles {
   static_assert(kTileGroups > 0 || !kAsymmetric);
@@ -85,7 +77,7 @@ struct CodeTiles {
     for (int p = 0; p < kWarpPanels; p++)
 #pragma unroll
       for (int i = 0; i < 4; i++)
-        a[p][i] = signed_bytes<symmetric_zero(kFormat)>(ahead[p].tile.words.bytes(2 * step + i / 2, i % 2, t));
+        a[p][i] = signed_bytes<kFormat>(ahead[p].tile.words.bytes(2 * step + i / 2, i % 2, t));
 #pragma unroll
     for (int block = 0; block < kBlocks; block++) {
       const uint2 b = stage.codes[block][step][threadIdx.x % 32];

@@ -25,14 +25,6 @@ LOWBIT_INLINE void store_weights(uint16_t* to, DType dtype, const float (&weight
   }
 }
 
-// Codes of a symmetric format less its zero, four at once: no byte borrows from the next one.
-template <Format kFormat>
-LOWBIT_INLINE uint32_t signed_bytes(uint32_t codes) {
-  constexpr uint32_t kSigns = 0x80808080u;
-  if constexpr (bits(kFormat) == 8) return codes ^ kSigns;
-  else return ((codes | kSigns) - symmetric_zero(kFormat) * 0x01010101u) ^ kSigns;
-}
-
 // A warp decodes a tile of 16 columns x 64 k, a lane the weights that it has of a tile in every product (call.hpp): its
 // stores are 8 bytes, of which four lanes fill a sector. Unless the product is all (is_whole), a weight comes without
 // the scale of its column, which the sum gets later: level times group scale stays within the range of 16 bits.

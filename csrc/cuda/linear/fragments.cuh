@@ -51,34 +51,12 @@ struct LaneCodes {
   }
 };
 
-constexpr uint32_t kBf16One = 0x3f803f80u;
-
-// Pairs of bfloat16 less a whole number, exactly: k 0, 2 and 1, 3 of four codes.
-template <int kBits, int kZero>
-LOWBIT_INLINE void integers_to_bf16(uint32_t bytes, uint32_t& even, uint32_t& odd) {
-  const auto convert = [](uint32_t halves) {  // codes in bits 0..7 and 16..23
-    // 128 + the low 7 bits is a bfloat16 with them for its mantissa.
-    const uint32_t seven = (halves & 0x007f007fu) | 0x43004300u;
-    constexpr auto bf16 = [](int whole) { return __float_as_uint(static_cast<float>(whole)) & 0xffff0000u; };
-    if constexpr (kBits == 8) {  // less 128, or 256 where the eighth bit is not set
-      static_assert(kZero == 128);
-      return fma_bf16x2(seven, kBf16One, (~halves & 0x00800080u) | 0xc300c300u);
-    } else {
-      const uint32_t offset = bf16(-128 - kZero);
-      return fma_bf16x2(seven, kBf16One, offset | offset >> 16);
-    }
-  };
-  even = convert(bytes & 0x00ff00ffu), odd = convert(bytes >> 8 & 0x00ff00ffu);
-}
-
-// The same in units of 2^6, in fewer steps: the lowest 8 bits of a bfloat16 alone
-// are a multiple of 2^-133, whatever they are, and one fma brings them to 2^-6. So a mask and an fma are enough
-// for two codes.
-constexpr float kUnitOfIntegers = 0x1p6f;
-template <int kZero>
-LOWBIT_INLINE uint32_t units_to_bf16(uint32_t words, uint32_t mask, uint32_t shift) {
-  const uint32_t less = __float_as_uint(-kZero / kUnitOfIntegers) >> 16;
-  return fma_bf16x2(words & mask << shift, (0x7f00u - shift * 0x80u) * 0x10001u, less | less << 16);
+// Codes of a symmetric format less its zero, four at once: no byte borrows from the next one.
+template <Format kFormat>
+LOWBIT_INLINE uint32_t signed_bytes(uint32_t codes) {
+  constexpr uint32_t kSigns = 0x80808080u;
+  if constexpr (bits(kFormat) == 8) return codes ^ kSigns;
+  else return ((codes | kSigns) - symmetric_zero(kFormat) * 0x01010101u) ^ kSigns;
 }
 
 // float8_e4m3: exponent and mantissa where bfloat16 has them, times 2^120.
@@ -175,12 +153,12 @@ struct LaneTile {
         constexpr int kZero = is_integer(kFormat) ? symmetric_zero(kFormat) : 0;
         const uint32_t bytes = words.bytes(q, column, t);
         if constexpr (kBits == 4 && is_integer(kFormat)) {
-          const uint32_t word = of_column(words.four[q % 2], column);
-          a[0][column] = units_to_bf16<kZero>(word, 0x000f000fu, q / 2 * 4);
-          a[0][2 + column] = units_to_bf16<kZero>(word >> 8, 0x000f000fu, q / 2 * 4);
+          const uint32_t word = of_column(words.four[q % 2], column), shift = q / 2 * 4;
+          a[0][column] = units_to_bf16<kZero>(word & 0x000f000fu << shift, shift);
+          a[0][2 + column] = units_to_bf16<kZero>(word >> 8 & 0x000f000fu << shift, shift);
         } else if constexpr (is_integer(kFormat)) {
-          a[0][column] = units_to_bf16<kZero>(bytes, 0x00ff00ffu, 0);
-          a[0][2 + column] = units_to_bf16<kZero>(bytes >> 8, 0x00ff00ffu, 0);
+          a[0][column] = units_to_bf16<kZero>(bytes & 0x00ff00ffu);
+          a[0][2 + column] = units_to_bf16<kZero>(bytes >> 8 & 0x00ff00ffu);
         } else if constexpr (kFormat == Format::fp8_e4m3) float8_to_bf16(bytes, a[0][column], a[0][2 + column]);
         else if constexpr (is_table(kFormat)) look_up(bytes, column, levels, a);
         else cut_four([bytes](int i) { return Codec::level(static_cast<int>(bytes >> 8 * i & 0xff)); }, column, a);

@@ -32,7 +32,7 @@ struct Product {
   static constexpr ProductShape kShape{.bits = codec_of<kFormat>::bits, .parts = kWeightParts<kFormat>, .x_parts = kXParts,
                                        .tile_groups = kTileGroups, .asymmetric = kAsymmetric, .rows = kRows, .in_place = kInPlace};
   static constexpr bool kCodes = kXParts == 0, kSumsOfRows = kCodes && kTileGroups > 0;
-  // Of sums of integers in bfloat16 (fragments.cuh).
+  // Of sums of integers in bfloat16 (mma.cuh).
   static constexpr float kUnit = !kCodes && is_integer(kFormat) ? kUnitOfIntegers : 1.0f;
   using Sum = std::conditional_t<kCodes, int32_t, float>;
   using Result = std::conditional_t<kTileGroups == 0, Sum, float>;
@@ -86,7 +86,7 @@ struct Product {
     int tile;
     const uint8_t *codes[kPanels], *scales;  // scales: of group 0
     const uint8_t *x, *sums;
-    int64_t x_step;  // in the ring, to the rows of the next piece: 4 rows in place; or 8, a block, in order
+    int64_t x_step;  // to the rows of the next piece: 4 rows in place; or 8, a block, in order
   };
 
   LOWBIT_INLINE Source source_of(int tile) const {
@@ -178,7 +178,6 @@ struct Product {
   }
 
   static constexpr uint32_t kBf16Unit = 0x3f803f80u - (kUnit == 1.0f ? 0 : 6 * 0x800080u);  // 1 / kUnit, twice
-
   static constexpr int kParts = kCodes ? 1 : kWeightParts<kFormat>;
 
   LOWBIT_INLINE void multiply(const Stage& stage, const LaneTile<kFormat> (&tiles)[kPanels], int step) {
