@@ -21,7 +21,7 @@ TensorView first_rows(int64_t length, TensorView rows) {
 // As many rows of a cache as x has, from `first` on; all of them for -1.
 TensorView rows_from(int64_t first, TensorView rows, const TensorView& x) {
   if (first < 0 || rows.rank != 4 || x.rank != 4) return rows;
-  check(first + x.shape[2] <= rows.shape[2], ErrorKind::value, "kv_quantize: first must leave room for ", x.shape[2],
+  check(first <= rows.shape[2] - x.shape[2], ErrorKind::value, "kv_quantize: first must leave room for ", x.shape[2],
         " rows of ", rows.shape[2], ", got ", first);
   rows.data = static_cast<char*>(rows.data) + first * rows.stride[2] * static_cast<int64_t>(size_of(rows.dtype));
   rows.shape[2] = x.shape[2];

@@ -379,6 +379,8 @@ def test_a_part_that_is_not_there_is_refused() -> None:
         torch.ops.lowbit.decode(Q, K, V, 1.0, None, None, False, False, 0, 0, 64, length=11)
     with pytest.raises(ValueError, match="kv_quantize: first must leave room for 10 rows of 10, got 1"):
         torch.ops.lowbit.kv_quantize_(x, CODES, SCALE, False, 1)
+    with pytest.raises(ValueError, match=f"kv_quantize: first must leave room for 10 rows of 10, got {2**63 - 1}"):
+        torch.ops.lowbit.kv_quantize_(x, CODES, SCALE, False, 2**63 - 1)
 
 
 def test_quantizing_checks_its_tensors() -> None:
