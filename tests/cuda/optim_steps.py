@@ -16,14 +16,14 @@ RULES = {name: HYPER for name in _C.OPTIM_RULES} | {
     "plain": HYPER | dict(momentum=0.0),
     "lion": HYPER | dict(weight_decay=0.1, lr=1e-3),
 }
-NUMELS = (1, 7, 33, 4099, 4099, 256)
+NUMELS = (1, 7, 33, 256, 4099, 4099, 4099, 4099)
+FLOAT32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+DTYPES = ((FLOAT32, FLOAT32), (BF16, BF16), (FP16, FLOAT32), (FLOAT32, FP16))  # of parameter and gradient: a kernel for each
 
 
 def tensors(rule: str, hyper: dict[str, float], format: str, block_size: int, numels: tuple[int, ...] = NUMELS) -> list[list[torch.Tensor]]:
     random = torch.Generator().manual_seed(3)
-    dtypes = [torch.float32, torch.bfloat16, torch.float16]  # gradients: the other way round. A kernel is compiled for each pair
-    params = [torch.randn(n, generator=random).to(dtypes[i % 3]) for i, n in enumerate(numels)]
-    grads = [torch.randn(n, generator=random).to(dtypes[2 - i % 3]) for i, n in enumerate(numels)]
+    params, grads = ([torch.randn(n, generator=random).to(DTYPES[i % 4][which]) for i, n in enumerate(numels)] for which in (0, 1))
     moments = []
     for signed in moments_of(rule, hyper).values():
         values = [torch.randn(n, generator=random) for n in numels]
