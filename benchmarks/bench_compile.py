@@ -91,6 +91,9 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--layers", type=int, default=30, help="of SmolLM2")
     options = harness.options(parser, rounds=20, threads=1)
+    # The models of a run share code, and torch runs the ninth that it compiles in eager mode, with a warning.
+    torch._dynamo.config.recompile_limit = 100
+    torch._dynamo.config.fail_on_recompile_limit_hit = True
     results: dict[str, dict[str, float]] = {}
     for name in options.models.split(","):
         model = MODELS[name](options.layers).eval()

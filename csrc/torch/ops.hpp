@@ -29,6 +29,7 @@ struct RegisteredOp {
   X(fake_quantize) \
   X(fake_quantize_backward) \
   X(fake_quantize_activations) \
+  X(float8_cast) \
   X(attention_forward) \
   X(attention_backward) \
   X(decode) \

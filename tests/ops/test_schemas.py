@@ -24,6 +24,7 @@ SCHEMAS = (
     "fake_quantize_backward_(Tensor(a!) grad, Tensor weight, Tensor scale, Tensor zero, int format, int group_size, "
     "bool scale_wanted) -> Tensor",
     "fake_quantize_activations(Tensor x, int x_format, int group_size) -> Tensor",
+    "float8_cast(Tensor x, bool e5m2, int dim, bool power_of_2, bool bfloat16) -> (Tensor, Tensor)",
     f"attention_forward(Tensor q, Tensor k, Tensor v, {_SCORES}{_MASKS}bool want_max_scores=False, bool real_out=False) "
     "-> (Tensor, Tensor, Tensor)",
     "attention_backward(Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor grad_out, Tensor? grad_lse, "

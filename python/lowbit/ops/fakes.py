@@ -65,6 +65,11 @@ def fake_quantize_activations(x: Tensor, **_: Any) -> Tensor:
     return x.new_empty(x.shape)
 
 
+def float8_cast(x: Tensor, dim: int, bfloat16: bool, **_: Any) -> tuple[Tensor, Tensor]:
+    divisor = x.new_empty((x.shape[0] if dim == 1 else 1, x.shape[1] if dim == 0 else 1), dtype=torch.float32)
+    return x.new_empty(x.shape, dtype=torch.bfloat16 if bfloat16 else torch.float32), divisor
+
+
 def name_of(dtype: torch.dtype) -> str:
     """The name of a dtype as errors show it."""
     return str(dtype).removeprefix("torch.")
@@ -77,6 +82,7 @@ _FAKES = {
     "fake_quantize": fake_quantize,
     "fake_quantize_backward_": fake_quantize_backward,
     "fake_quantize_activations": fake_quantize_activations,
+    "float8_cast": float8_cast,
     "attention_forward": attention_fakes.forward,
     "attention_backward": attention_fakes.backward,
     "decode": attention_fakes.decode,
