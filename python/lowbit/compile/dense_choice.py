@@ -7,10 +7,15 @@ fastest. The function here appends `DenseChoice`; another one is told the times.
 options are not those of `compile_options(max_autotune=True)`.
 
 A weight is packed when its call is timed and when ours is taken, into a constant in the place of Inductor's own.
+
+Inductor times a call again and again, with its weight in a cache. Of the 128 x 576 by 576 x 1536 products of a model in
+float32, one thread of a Xeon with AMX, ours then takes 0.96 of MKL's time; from memory, as the other layers leave the
+weight, 1.03. So ours is timed from memory: it is taken where it wins nevertheless.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 from dataclasses import dataclass
 from typing import Any
@@ -35,6 +40,7 @@ from lowbit.ops.registration import argument_names
 from lowbit.quant.packing import all_finite, pack_weight
 
 _LINEAR = torch.ops.lowbit.linear.default
+_MOST_COPIES, _MOST_BYTES = 16, 2**28  # of a weight that is timed
 _NAME = "lowbit_linear"
 _ACTIVATIONS = {("none", ""): "none", ("relu", ""): "relu", ("gelu", "none"): "gelu", ("gelu", "tanh"): "gelu_tanh",
                 ("swish", ""): "silu"}  # fmt: skip
@@ -65,7 +71,8 @@ class DenseChoice(ExternKernelCaller):
         ChoiceCaller.__init__(self, _NAME, like.input_nodes, like.layout, description="")
         self.choice, self.kwargs, self.bmreq, self.has_out_variant = like.choice, {}, None, False
         self.product, self.refusal = product, ""
-        self._state = machine(), forced_row()
+        self._bytes = sum(constant.numel() * constant.element_size() for constant in V.graph.constants.values())
+        self._state = machine(), forced_row(), f"{self._bytes >> 20} MiB of constants"
 
     def __str__(self) -> str:
         return f"DenseChoice({self.product})"
@@ -84,7 +91,8 @@ class DenseChoice(ExternKernelCaller):
         return _NAME
 
     def benchmark(self, *args: Tensor, out: Tensor) -> float:
-        """Return milliseconds of a call, as Inductor measures its own choices; infinity where no row serves it."""
+        """Return milliseconds of a call, as Inductor measures its own choices, but with a weight that is in a cache only
+        if all of the model's are; infinity where no row serves it."""
         product = self.product
         bias = None if product.bias is None else args[product.bias]
         if bias is not None and product.vector:
@@ -92,8 +100,11 @@ class DenseChoice(ExternKernelCaller):
         packed, numbers = _packed(args[product.weight], product.transposed)
         add = None if product.add is None else args[product.add].contiguous()
 
+        copies = min(_MOST_COPIES, self._bytes // packed.nbytes, _MOST_BYTES // packed.nbytes)
+        weights = itertools.cycle([packed, *(packed.clone() for _ in range(copies - 1))])
+
         def call() -> Tensor:
-            return _LINEAR(args[product.x].contiguous(), packed, *numbers, bias, product.activation, add=add)
+            return _LINEAR(args[product.x].contiguous(), next(weights), *numbers, bias, product.activation, add=add)
 
         try:
             out.copy_(call())
