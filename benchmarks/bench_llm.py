@@ -9,11 +9,15 @@ best of their rounds counts. llama.cpp takes part by llama-cpp-python, which is 
 environment of its own: --llama-python names its interpreter. Perplexity is that of English pages of this repository, in
 windows of 512 tokens; all candidates are given the same tokens. A prompt has --context tokens, an answer 64. A file of
 the Llama-3.2-1B shape is made by benchmarks/llama_file.py; its weights are random, and its perplexity says nothing.
+
+--only also takes "lowbit int8 compiled", whose blocks torch.compile compiles in the first calls, and "lowbit int8 .pt2"
+(llm_package.py), of which a process of its own has made the file before; of that one perplexity is not taken.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.util
 import json
 import math
@@ -28,6 +32,7 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 TEXT = ("docs/quantize.md", "docs/architecture.md", "docs/troubleshooting.md", "docs/recorder.md")
 WINDOW, ANSWER = 512, 64
+PACKAGE = "lowbit int8 .pt2"
 CANDIDATES = ("torch float32", "torch bfloat16", "lowbit float", "lowbit int8", "lowbit int8 unfused", "llama.cpp")
 
 
@@ -57,7 +62,10 @@ def run_transformers(name: str, path: Path, tokens: list[int], contexts: list[in
     else:
         from lowbit.integrations.gguf.loading import load_model
 
-        model = load_model(path, activations=name.split()[1], fuse="unfused" not in name)
+        model = load_model(path, activations=name.split()[1], fuse=len(name.split()) == 2)
+        if name.endswith("compiled"):
+            torch._dynamo.config.fail_on_recompile_limit_hit = True
+            lowbit.compile_blocks(model, options=lowbit.compile_options())
     result = {"loading s": time.perf_counter() - begin}
     result["bytes"] = sum(tensor.nbytes for tensor in {id(t): t for t in model.parameters()}.values())
     with torch.inference_mode():
@@ -69,6 +77,16 @@ def run_transformers(name: str, path: Path, tokens: list[int], contexts: list[in
         result["perplexity"] = math.exp(sum(losses) / len(losses))
         result |= speeds_of(model, tokens, contexts)
     return result
+
+
+def run_package(path: Path, tokens: list[int], contexts: list[int], threads: int) -> dict[str, float]:
+    import torch
+    from llm_package import speeds
+
+    torch.set_num_threads(threads)
+    return {"loading s": math.nan, "perplexity": math.nan, "bytes": path.stat().st_size} | speeds(
+        path, tokens, contexts, ANSWER
+    )
 
 
 def speeds_of(model: Any, tokens: list[int], contexts: list[int]) -> dict[str, float]:
@@ -179,19 +197,24 @@ def main() -> None:
     if options.run:
         name, file = options.run.split("|")
         tokens = json.loads(Path(file).read_text())
-        run = (run_llama,) if name == "llama.cpp" else (run_transformers, name)
-        result = run[0](*run[1:], options.file, tokens, contexts, options.threads)
+        run = {"llama.cpp": run_llama, PACKAGE: run_package}.get(name, functools.partial(run_transformers, name))
+        result = run(options.file, tokens, contexts, options.threads)
         print(json.dumps(result | {"peak MiB": peak_mib()}))
         return
     wanted = [name for name in options.only.split(",") if name != "llama.cpp" or options.llama_python]
     found: dict[str, dict[str, float]] = {}
-    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
-        json.dump(tokens_of(options.file, options.tokens), file)
-        file.flush()
+    with tempfile.TemporaryDirectory() as folder:
+        file, package = Path(folder) / "tokens.json", Path(folder) / "model.pt2"
+        file.write_text(json.dumps(tokens_of(options.file, options.tokens)))
+        if PACKAGE in wanted:
+            maker = Path(__file__).with_name("llm_package.py")
+            room = max(contexts) + ANSWER
+            subprocess.run([sys.executable, maker, options.file, package, str(room)], check=True)
         for _ in range(options.rounds):
             for name in wanted:
                 python = options.llama_python if name == "llama.cpp" else sys.executable
-                arguments = name, options.file, Path(file.name), options.context, options.threads
+                model = package if name == PACKAGE else options.file
+                arguments = name, model, file, options.context, options.threads
                 best(found.setdefault(name, {}), in_process(python, *arguments))
     print(table(found, contexts))
     if options.out:
@@ -219,13 +242,14 @@ def best(kept: dict[str, float], new: dict[str, float]) -> None:
 
 def table(found: dict[str, dict[str, float]], contexts: list[int]) -> str:
     speeds = [f"{kind} {context}" for context in contexts for kind in ("prompt", "answer")]
-    lines = ["| | perplexity | " + " | ".join(f"{name}, tokens/s" for name in speeds) + " | peak MiB | loading |"]
-    lines.append("|" + "---|" * (len(speeds) + 4))
+    heads = ["", "perplexity", *(f"{name}, tokens/s" for name in speeds), "MB", "peak MiB", "loading s"]
+    lines = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
     for name, row in found.items():
-        cells = [f"{row['perplexity']:.2f}", *(f"{row[speed]:.0f}" for speed in speeds)]
-        lines.append(
-            f"| {name} | " + " | ".join([*cells, f"{row['peak MiB']:.0f}", f"{row['loading s']:.1f} s"]) + " |"
-        )
+        megabytes = row.get("bytes", math.nan) / 1e6
+        numbers = [(row["perplexity"], 2), *((row[speed], 0) for speed in speeds), (megabytes, 0)]
+        numbers += [(row["peak MiB"], 0), (row["loading s"], 1)]
+        cells = ["" if math.isnan(number) else f"{number:.{digits}f}" for number, digits in numbers]
+        lines.append(f"| {' | '.join([name, *cells])} |")
     return "\n".join(lines)
 
 

@@ -29,7 +29,9 @@ def main() -> None:
     parser.add_argument("--only", default="eager,regional,full")
     arguments = parser.parse_args()
     hidden = arguments.hidden
-    heads = {"num_attention_heads": hidden // 64, "num_key_value_heads": max(1, hidden // 192)}
+    count = hidden // 64
+    kv_count = max(number for number in range(1, max(1, count // 3) + 1) if count % number == 0)
+    heads = {"num_attention_heads": count, "num_key_value_heads": kv_count}
     config = LlamaConfig(
         vocab_size=1024,
         hidden_size=hidden,

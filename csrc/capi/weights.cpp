@@ -50,7 +50,7 @@ int lowbit_quantize(const lowbit_tensor* weight, const lowbit_packed_weight* pac
 int lowbit_dequantize(const lowbit_packed_weight* weight, const lowbit_tensor* out) {
   return status_of([&] {
     const PackedWeight from = kernel_weight("dequantize", "weight", weight);
-    DequantizeArgs args = dequantize_args(from.packed, from.spec);
+    DequantizeArgs args = dequantize_args(from.packed, from.spec, DType::float32);
     args.out = tensor("dequantize", "out", out);
     check_tensor("dequantize", "out", args.out, DType::float32, {from.spec.n, from.spec.k});
     run(args);

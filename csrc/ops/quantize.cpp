@@ -57,8 +57,10 @@ void repack(RepackArgs args) {
   run(args);
 }
 
-DequantizeArgs dequantize_args(const TensorView& weight, const WeightSpec& spec) {
+DequantizeArgs dequantize_args(const TensorView& weight, const WeightSpec& spec, DType dtype) {
   check_weight("dequantize", weight, spec);
+  check(is_activation(dtype), type, "dequantize: the result must be float32, bfloat16 or float16, got ",
+        name_of(dtype));
   return {.place = place_of("dequantize", {{"weight", weight}}), .spec = spec, .packed = weight, .out = {}};
 }
 

@@ -57,7 +57,7 @@ struct DequantizeArgs {
   Place place{};
   WeightSpec spec;
   TensorView packed;  // as above
-  TensorView out;     // float32 [n, k], or [*indices, k] float32, bfloat16 or float16; contiguous: written
+  TensorView out;     // [n, k] or [*indices, k], float32, bfloat16 or float16, contiguous: written
   TensorView indices{};  // int32 or int64, contiguous; or none
   Layout layout = kKernelLayout;
   Sections sections{};         // of the layout, set by embedding()
@@ -78,7 +78,7 @@ LOWBIT_API Layout layout(std::string_view op, int64_t number);
 LOWBIT_API Sections sections(Layout layout, const WeightSpec& spec);
 LOWBIT_API void repack(RepackArgs args);
 // The arguments but `out`, checked.
-LOWBIT_API DequantizeArgs dequantize_args(const TensorView& weight, const WeightSpec& spec);
+LOWBIT_API DequantizeArgs dequantize_args(const TensorView& weight, const WeightSpec& spec, DType dtype);
 // The arguments of a look-up, checked; and the look-up: an index that is not one of 0..n-1 is an error.
 LOWBIT_API DequantizeArgs embedding_args(const TensorView& weight, const TensorView& indices, const WeightSpec& spec,
                                          int64_t layout, DType dtype);

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as draw
+from refusals import refused_alike
 
 from lowbit import _C, force_kernel, linear, testing
 from lowbit.testing import LinearCase, assert_within, cached_data, run_linear
@@ -136,7 +137,7 @@ def test_a_result_does_not_depend_on_the_other_rows_of_the_batch_when_arithmetic
 
 @pytest.mark.core
 @pytest.mark.parametrize("row", [str(row["name"]) for row in testing.rows("dequantize") if row["available"] and "_panels_" in str(row["name"])])
-def test_dequantize_is_the_reference_rounded_to_float32(row: str, subtests: pytest.Subtests) -> None:
+def test_dequantize_is_the_reference_rounded_once(row: str, subtests: pytest.Subtests) -> None:
     for format, group_size, mapping, x_format in testing.format_cases():
         if x_format != "float":
             continue
@@ -145,7 +146,16 @@ def test_dequantize_is_the_reference_rounded_to_float32(row: str, subtests: pyte
                 packed = testing.pack_weight(torch.randn(n, k), format, group_size, mapping)
                 decoded = testing.decode_weight(packed, n, k, format, group_size, mapping)
                 wanted = decoded.double() if isinstance(decoded, torch.Tensor) else decoded.decode()
+                numbers = n, k, _C.FORMATS[format], group_size, mapping == "asymmetric"
                 with force_kernel(row):
-                    actual = torch.ops.lowbit.dequantize(packed, n, k, _C.FORMATS[format], group_size, mapping == "asymmetric")
+                    actual = torch.ops.lowbit.dequantize(packed, *numbers)
+                    halves = [torch.ops.lowbit.dequantize(packed, *numbers, like=actual[:0].to(dtype)) for dtype in (torch.bfloat16, torch.float16)]
                 assert actual.dtype == torch.float32
                 torch.testing.assert_close(actual.double(), wanted, rtol=2.0**-23, atol=0)
+                assert all(torch.equal(half, actual.to(half.dtype)) for half in halves)
+
+
+def test_dequantize_to_another_dtype_is_refused() -> None:
+    packed = testing.pack_weight(torch.randn(16, 64), "int8", 0, "symmetric")
+    call = {"weight": packed, "n": 16, "k": 64, "format": _C.FORMATS["int8"], "group_size": 0, "asymmetric": False, "like": torch.empty(0, dtype=torch.float64)}
+    refused_alike(torch.ops.lowbit.dequantize, call, TypeError, "dequantize: the result must be float32, bfloat16 or float16, got float64")

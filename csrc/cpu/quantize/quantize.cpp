@@ -4,6 +4,7 @@
 
 #include "core/parallel.hpp"
 #include "core/arena.hpp"
+#include "core/huge_pages.hpp"
 #include "core/scratch.hpp"
 #include "cpu/panel.hpp"
 #include "cpu/quantize/group_scales.hpp"
@@ -312,18 +313,21 @@ Distortion quantize_panel(const QuantizeArgs& args, int64_t index) {
 template <Format kFormat>
 void dequantize_panel(const DequantizeArgs& args, int64_t index) {
   const WeightSpec& spec = args.spec;
-  float* wide = static_cast<float*>(scratch(Scratch::task, kTileK * 16 * sizeof(float)));
+  alignas(64) float wide[kTileK * 16], columns[16 * kTileK];
   const float* column_scale = reinterpret_cast<const float*>(args.packed.as<const uint8_t>() +
                                                              index * spec.panel_bytes() + spec.column_scale_at());
+  const f32x16 scale = is_float(kFormat) ? set1(1.0f) : load(column_scale);
   for (int64_t tile = 0; tile < spec.tiles(); tile++) {
     with_step<kFormat>(spec, [&](auto kStep) {
       widen_tiles<kFormat, kStep>(spec, args.packed.as<const uint8_t>(), index, tile, 1, wide);
     });
-    for (int64_t column = 0; column < smaller(16, spec.n - index * 16); column++) {
-      const float scale = is_float(kFormat) ? 1.0f : column_scale[column];
-      float* out = args.out.as<float>() + (index * 16 + column) * spec.k + tile * kTileK;
-      for (int64_t i = 0; i < smaller(kTileK, spec.k - tile * kTileK); i++) out[i] = wide[i * 16 + column] * scale;
-    }
+    if (!is_float(kFormat))
+      for (int64_t i = 0; i < kTileK; i++) store(wide + i * 16, mul(load(wide + i * 16), scale));
+    for (int64_t i = 0; i < kTileK; i += 16) transpose_16x16(wide + i * 16, 16, columns + i, kTileK);
+    for (int64_t column = 0; column < smaller(16, spec.n - index * 16); column++)
+      for (int64_t i = 0, k = tile * kTileK; i < kTileK && k < spec.k; i += 16, k += 16)
+        store_from_float(args.out.data, args.out.dtype, (index * 16 + column) * spec.k + k, spec.k - k,
+                         load(columns + column * kTileK + i));
   }
 }
 
@@ -347,6 +351,7 @@ void run_quantize(const QuantizeArgs& args) {
 }
 
 void run_dequantize(const DequantizeArgs& args) {
+  prefer_huge_pages(args.out.data, bytes_of(args.out));
   for_each_panel(args.spec,
                  [&]<Format kFormat>(int64_t panel) { dequantize_panel<read_as(kFormat)>(args, panel); });
 }

@@ -42,8 +42,8 @@ def linear(x: Tensor, n: int, **_: Any) -> Tensor:
     return x.new_empty((*x.shape[:-1], n))
 
 
-def dequantize(weight: Tensor, n: int, k: int, **_: Any) -> Tensor:
-    return weight.new_empty((n, k), dtype=torch.float32)
+def dequantize(weight: Tensor, n: int, k: int, like: Tensor | None, **_: Any) -> Tensor:
+    return weight.new_empty((n, k), dtype=torch.float32 if like is None else like.dtype)
 
 
 def embedding(weight: Tensor, indices: Tensor, like: Tensor, k: int, **_: Any) -> Tensor:

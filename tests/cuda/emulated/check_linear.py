@@ -84,8 +84,10 @@ def test_dequantize_gives_what_the_cpu_gives(format: str) -> None:
         numbers = 19, 150, _C.FORMATS[format], group_size, mapping == "asymmetric"
         wanted = torch.ops.lowbit.dequantize(packed, *numbers)
         with forced("dequantize_panels_cuda_sim"):
-            there = torch.ops.lowbit.dequantize(packed.to(DEVICE), *numbers).cpu()
-        torch.testing.assert_close(there, wanted, rtol=2.0**-22, atol=0)
+            there = torch.ops.lowbit.dequantize(packed.to(DEVICE), *numbers)
+            halves = [torch.ops.lowbit.dequantize(packed.to(DEVICE), *numbers, like=there[:0].to(dtype)) for dtype in (torch.bfloat16, torch.float16)]
+        torch.testing.assert_close(there.cpu(), wanted, rtol=2.0**-22, atol=0)
+        assert all(torch.equal(half.cpu(), there.cpu().to(half.dtype)) for half in halves)
 
 
 def look_up(indices: torch.Tensor, weight: torch.Tensor, layout: str, format: str, group_size: int, dtype: torch.dtype) -> torch.Tensor:

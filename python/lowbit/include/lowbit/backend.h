@@ -89,7 +89,7 @@ typedef struct lowbit_dequantize_args {
   lowbit_call call;
   lowbit_weight weight;  /* of any layout where there are indices */
   lowbit_tensor packed;
-  lowbit_tensor out;     /* float32 [n, k]; with indices [*indices, k] float32, bfloat16 or float16: written */
+  lowbit_tensor out;     /* [n, k] or [*indices, k], float32, bfloat16 or float16: written */
   lowbit_tensor indices; /* int32 or int64, contiguous, or none */
   lowbit_tensor outside; /* with indices: int64 [1] on the host, set to the place of an index outside 0..n-1 */
 } lowbit_dequantize_args;

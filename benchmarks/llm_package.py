@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A language model of a GGUF file as a .pt2 of AOTInductor, for bench_llm.py.
+
+    python benchmarks/llm_package.py model.gguf model.pt2 576
+
+576 is the number of tokens that its static cache has room for.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.integrations.executorch import TorchExportableModuleWithStaticCache
+
+import lowbit
+import lowbit.integrations.transformers  # noqa: F401  (attn_implementation="lowbit")
+from lowbit.integrations.gguf.loading import load_model
+
+
+class Decoder(TorchExportableModuleWithStaticCache):
+    """Transformers' module, which returns the logits of the last token alone."""
+
+    def forward(self, input_ids: Tensor, cache_position: Tensor) -> Tensor:
+        for layer in self.static_cache.layers:
+            layer.cumulative_length.copy_(cache_position[0])
+        cache = self.static_cache
+        return self.model(input_ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+
+
+def write(model: Any, path: Path, room: int) -> None:
+    model.set_attn_implementation("lowbit")
+    model.generation_config.cache_implementation = "static"
+    length = torch.export.Dim("length", min=1, max=room)
+    inputs = {"input_ids": torch.tensor([[1, 2, 3]]), "cache_position": torch.arange(3)}
+    shapes = {"input_ids": {1: length}, "cache_position": {0: length}}
+    with torch.no_grad():
+        decoder = Decoder(model, batch_size=1, max_cache_len=room)
+        program = torch.export.export(decoder, (), inputs, dynamic_shapes=shapes, strict=True)
+    configs = lowbit.compile_options() | lowbit.c_shim_options()
+    torch._inductor.aoti_compile_and_package(program, package_path=str(path), inductor_configs=configs)
+
+
+def speeds(path: Path, tokens: list[int], contexts: list[int], answer: int) -> dict[str, float]:
+    """As `speeds_of` of bench_llm.py."""
+    model = torch._inductor.aoti_load_package(str(path))
+    found: dict[str, float] = {}
+    for context in contexts:
+        prompt = torch.tensor([(tokens * (context // len(tokens) + 1))[:context]])
+        for _ in range(2):
+            begin = time.perf_counter()
+            token = model(input_ids=prompt, cache_position=torch.arange(context)).argmax(-1)
+            prefill = time.perf_counter()
+            for at in range(context, context + answer - 1):
+                token = model(input_ids=token, cache_position=torch.tensor([at])).argmax(-1)
+            end = time.perf_counter()
+            for key, value in (("prompt", context / (prefill - begin)), ("answer", (answer - 1) / (end - prefill))):
+                found[f"{key} {context}"] = max(found.get(f"{key} {context}", 0), value)
+    return found
+
+
+if __name__ == "__main__":
+    write(load_model(Path(sys.argv[1]), activations="int8", fuse=False), Path(sys.argv[2]), int(sys.argv[3]))
