@@ -104,9 +104,7 @@ def by_llama(model: nn.Module, file: Path, batches: list[Tensor], python: str, t
         seen = {name: layers[path].importance.numpy() for name, path in paths.items() if path in layers}
         np.savez(importance, **seen)
     script = Path(__file__).with_name("llama_quantize.py")
-    subprocess.run(
-        [python, script, floats, type, out, "--importance", importance], check=True, capture_output=True
-    )
+    subprocess.run([python, script, floats, type, out, "--importance", importance], check=True, capture_output=True)
     return out
 
 

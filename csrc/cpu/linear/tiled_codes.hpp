@@ -33,6 +33,8 @@ struct Int8Product {
     return room;
   }
 
+  LOWBIT_INLINE bool sums_are_products() const { return sum_k <= step; }
+
   template <int kFirst, int kRowTiles, int kPanels>
   LOWBIT_INLINE void multiply(int64_t row_tile, int64_t begin, int64_t end, const uint8_t* const* weights,
                               int64_t block) const {

@@ -217,6 +217,8 @@ struct PartProduct {
     return room;
   }
 
+  LOWBIT_INLINE bool sums_are_products() const { return sum_k <= kPartK && x_parts * parts == 1; }
+
   template <int kFirst, int kRowTiles, int kPanels>
   LOWBIT_INLINE void multiply(int64_t row_tile, int64_t begin, int64_t end, const uint8_t* const* weights,
                               int64_t block) const {

@@ -71,7 +71,8 @@ class DenseChoice(ExternKernelCaller):
         ChoiceCaller.__init__(self, _NAME, like.input_nodes, like.layout, description="")
         self.choice, self.kwargs, self.bmreq, self.has_out_variant = like.choice, {}, None, False
         self.product, self.refusal = product, ""
-        self._bytes = sum(constant.numel() * constant.element_size() for constant in V.graph.constants.values())
+        constants = V.graph.constants.values()
+        self._bytes = sum(constant.numel() * constant.element_size() for constant in constants)
         self._state = machine(), forced_row(), f"{self._bytes >> 20} MiB of constants"
 
     def __str__(self) -> str:
@@ -91,8 +92,8 @@ class DenseChoice(ExternKernelCaller):
         return _NAME
 
     def benchmark(self, *args: Tensor, out: Tensor) -> float:
-        """Return milliseconds of a call, as Inductor measures its own choices, but with a weight that is in a cache only
-        if all of the model's are; infinity where no row serves it."""
+        """Return milliseconds of a call, as Inductor measures its own choices, but with a weight that is in a cache
+        only if all of the model's are; infinity where no row serves it."""
         product = self.product
         bias = None if product.bias is None else args[product.bias]
         if bias is not None and product.vector:
