@@ -28,6 +28,7 @@ namespace lowbit {
   X(fake_quantize_backward, FakeQuantizeBackwardArgs) \
   X(fake_quantize_activations, FakeQuantizeActivationsArgs) \
   X(float8_cast, Float8CastArgs) \
+  X(int8_pack, Int8PackArgs) \
   X(blocks_linear, BlocksLinearArgs) \
   X(blocks_dequantize, BlocksDequantizeArgs) \
   X(int8_linear, Int8LinearArgs) \

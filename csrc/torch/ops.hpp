@@ -30,6 +30,7 @@ struct RegisteredOp {
   X(fake_quantize_backward) \
   X(fake_quantize_activations) \
   X(float8_cast) \
+  X(int8_pack) \
   X(attention_forward) \
   X(attention_backward) \
   X(decode) \

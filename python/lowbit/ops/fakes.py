@@ -70,6 +70,12 @@ def float8_cast(x: Tensor, dim: int, bfloat16: bool, **_: Any) -> tuple[Tensor, 
     return x.new_empty(x.shape, dtype=torch.bfloat16 if bfloat16 else torch.float32), divisor
 
 
+def int8_pack(weight: Tensor, **_: Any) -> Tensor:
+    n, k = weight.shape
+    panels, tiles = -(-n // 16), -(-k // 64)  # a tile is 16 x 64 bytes, behind the scales and sums of its panel
+    return weight.new_empty((panels, 128 + 1024 * tiles), dtype=torch.uint8)
+
+
 def name_of(dtype: torch.dtype) -> str:
     """The name of a dtype as errors show it."""
     return str(dtype).removeprefix("torch.")
@@ -83,6 +89,7 @@ _FAKES = {
     "fake_quantize_backward_": fake_quantize_backward,
     "fake_quantize_activations": fake_quantize_activations,
     "float8_cast": float8_cast,
+    "int8_pack": int8_pack,
     "attention_forward": attention_fakes.forward,
     "attention_backward": attention_fakes.backward,
     "decode": attention_fakes.decode,

@@ -1,10 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""a @ b.T in int8: the rows of both are rounded to codes of -127 to 127 (-128 to 127 where they are packed) times one
-scale a row, and multiplied by the W8A8 rows of `linear`.
-
-Of the two, the one with fewer rows is packed as the weight of `linear`: a row is packed in ten times the time that
-the kernel takes to round one of its x. If that is a, the result is transposed after it.
-"""
+"""a @ b.T in int8: rows of a are rounded to codes of -127 to 127 and rows of b to -128 to 127, times one scale a row,
+and multiplied by the W8A8 rows of `linear`. b is packed as its weight, which takes no longer than a copy, whichever of
+b and b.T lies in order."""
 
 from __future__ import annotations
 
@@ -12,32 +9,17 @@ import torch
 from torch import Tensor
 
 from lowbit.formats.spec import LinearSpec
-from lowbit.quant.packing import all_finite, pack_weight
 
 SPEC = LinearSpec("int8", x_format="int8_row", mapping="symmetric_no_clipping_err")
 _linear_op = torch.ops.lowbit.linear.default
+_pack_op = torch.ops.lowbit.int8_pack.default
 
 
 def _int8_product(a: Tensor, b: Tensor) -> Tensor:
     if not (a.numel() and b.numel()):
         return a.new_zeros(a.shape[0], b.shape[0])
-    dtype = torch.promote_types(a.dtype, b.dtype)
-    if a.shape[0] < b.shape[0]:
-        return _product_of_packed(b.to(dtype), a).T.to(a.dtype).contiguous()
-    return _product_of_packed(a.to(dtype), b).to(a.dtype)
-
-
-def _product_of_packed(x: Tensor, weight: Tensor) -> Tensor:
-    weight, not_finite = weight.contiguous(), None
-    if not all_finite(weight):  # the kernel makes rows of x with such a number nan; columns are ours to make
-        not_finite = ~weight.isfinite().all(1)
-        weight = weight.masked_fill(not_finite.unsqueeze(1), 0)
-    packed, _ = pack_weight(weight, SPEC)
     with torch.autocast("cpu", enabled=False):
-        y = _linear_op(x.contiguous(), packed, *SPEC.op_args(*weight.shape))
-    if not_finite is not None:
-        y[:, not_finite] = torch.nan
-    return y
+        return _linear_op(a.contiguous(), _pack_op(b), *SPEC.op_args(*b.shape))
 
 
 int8_product = torch.library.custom_op(

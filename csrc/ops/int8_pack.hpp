@@ -1,0 +1,26 @@
+// SPDX-License-Identifier: Apache-2.0
+// int8_pack: a float matrix as the packed weight of `linear` of format int8 with one scale a row, rounded for one
+// product: the bytes of quantize with mapping symmetric_no_clipping_err, measured by nothing. The rows of its transpose
+// may be what lies in order. A row that holds inf or nan has the scale nan.
+#pragma once
+
+#include "core/tensor_view.hpp"
+#include "formats/format.hpp"
+#include "ops/kernel.hpp"
+
+namespace lowbit {
+
+struct Int8PackArgs {
+  Place place{};
+  WeightSpec spec;
+  TensorView weight;    // [n, k] float32, bfloat16 or float16; it or its transpose is contiguous
+  TensorView packed{};  // uint8 [panels, panel_bytes], contiguous: written
+
+  bool transposed() const { return !weight.is_contiguous(); }
+};
+
+// All of the arguments but `packed`, checked.
+LOWBIT_API Int8PackArgs int8_pack_args(const TensorView& weight);
+LOWBIT_API Call describe(const Int8PackArgs& args);
+
+}  // namespace lowbit
