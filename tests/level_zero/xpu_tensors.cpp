@@ -31,7 +31,7 @@ void* take(std::string_view, Device, int64_t bytes, void** data) {
 constexpr MemoryKeeper kKeeper{take, level_zero::deallocate};
 
 void dequantize(const TensorView& packed, const WeightSpec& spec, const TensorView& out) {
-  DequantizeArgs args = dequantize_args(packed, spec);
+  DequantizeArgs args = dequantize_args(packed, spec, out.dtype);
   args.out = out;
   run(args);
 }
