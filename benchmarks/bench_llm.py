@@ -62,7 +62,7 @@ def run_transformers(name: str, path: Path, tokens: list[int], contexts: list[in
     else:
         from lowbit.integrations.gguf.loading import load_model
 
-        model = load_model(path, activations=name.split()[1], fuse=len(name.split()) == 2)
+        model = load_model(path, activations=name.split()[1], fuse=not name.endswith(("unfused", "compiled")))
         if name.endswith("compiled"):
             torch._dynamo.config.fail_on_recompile_limit_hit = True
             lowbit.compile_blocks(model, options=lowbit.compile_options())
@@ -81,12 +81,11 @@ def run_transformers(name: str, path: Path, tokens: list[int], contexts: list[in
 
 def run_package(path: Path, tokens: list[int], contexts: list[int], threads: int) -> dict[str, float]:
     import torch
-    from llm_package import speeds
+    from llm_package import Package
 
     torch.set_num_threads(threads)
-    return {"loading s": math.nan, "perplexity": math.nan, "bytes": path.stat().st_size} | speeds(
-        path, tokens, contexts, ANSWER
-    )
+    result = {"loading s": math.nan, "perplexity": math.nan, "bytes": path.stat().st_size}
+    return result | speeds_of(Package(path), tokens, contexts)
 
 
 def speeds_of(model: Any, tokens: list[int], contexts: list[int]) -> dict[str, float]:

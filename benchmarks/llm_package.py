@@ -9,7 +9,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -45,22 +44,22 @@ def write(model: Any, path: Path, room: int) -> None:
     torch._inductor.aoti_compile_and_package(program, package_path=str(path), inductor_configs=configs)
 
 
-def speeds(path: Path, tokens: list[int], contexts: list[int], answer: int) -> dict[str, float]:
-    """As `speeds_of` of bench_llm.py."""
-    model = torch._inductor.aoti_load_package(str(path))
-    found: dict[str, float] = {}
-    for context in contexts:
-        prompt = torch.tensor([(tokens * (context // len(tokens) + 1))[:context]])
-        for _ in range(2):
-            begin = time.perf_counter()
-            token = model(input_ids=prompt, cache_position=torch.arange(context)).argmax(-1)
-            prefill = time.perf_counter()
-            for at in range(context, context + answer - 1):
-                token = model(input_ids=token, cache_position=torch.tensor([at])).argmax(-1)
-            end = time.perf_counter()
-            for key, value in (("prompt", context / (prefill - begin)), ("answer", (answer - 1) / (end - prefill))):
-                found[f"{key} {context}"] = max(found.get(f"{key} {context}", 0), value)
-    return found
+class Package:
+    """The file, with the calls of a model of transformers that bench_llm.py makes."""
+
+    def __init__(self, path: Path) -> None:
+        self._run = torch._inductor.aoti_load_package(str(path))
+
+    def __call__(self, tokens: Tensor, first: int = 0, **_: Any) -> Tensor:
+        return self._run(input_ids=tokens, cache_position=torch.arange(first, first + tokens.shape[1]))
+
+    def generate(self, tokens: Tensor, streamer: Any, max_new_tokens: int, **_: Any) -> None:
+        first = 0
+        for _ in range(max_new_tokens):
+            length = tokens.shape[1]
+            tokens = self(tokens, first).argmax(-1)
+            first += length
+            streamer.put(tokens)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ Int8PackArgs int8_pack_args(const TensorView& weight) {
   const Place place = place_of(op, {{"weight", weight}});
   check_activation(op, "weight", weight);
   check(weight.rank == 2, value, op, ": weight must have shape [n, k], got ", shape_text(weight));
+  if (!in_columns(weight)) check_contiguous(op, "weight", weight);
   const auto format = static_cast<int64_t>(Format::int8);
   return {.place = place, .spec = weight_spec(op, weight.size(0), weight.size(1), format, 0, false), .weight = weight};
 }

@@ -19,6 +19,11 @@ struct Int8PackArgs {
   bool transposed() const { return !weight.is_contiguous(); }
 };
 
+// Whether the transpose of a matrix is contiguous.
+inline bool in_columns(const TensorView& matrix) {
+  return matrix.rank == 2 && matrix.stride[0] == 1 && matrix.stride[1] == matrix.shape[0];
+}
+
 // All of the arguments but `packed`, checked.
 LOWBIT_API Int8PackArgs int8_pack_args(const TensorView& weight);
 LOWBIT_API Call describe(const Int8PackArgs& args);

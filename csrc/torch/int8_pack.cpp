@@ -11,8 +11,7 @@ struct Int8Pack : Returns<Int8Pack, &Int8PackArgs::packed> {
 
   static Int8PackArgs args_of(auto& given) {
     TensorView weight = view<"weight">(given);
-    const bool in_columns = weight.rank == 2 && weight.stride[0] == 1 && weight.stride[1] == weight.shape[0];
-    if (!in_columns) weight = contiguous_view<"weight">(given);
+    if (!in_columns(weight)) weight = contiguous_view<"weight">(given);
     Int8PackArgs args = int8_pack_args(weight);
     const int64_t shape[] = {args.spec.panels(), args.spec.panel_bytes()};
     args.packed = contiguous_view(args.weight.device, DType::uint8, 2, shape);

@@ -53,10 +53,10 @@ def test_a_row_that_is_not_finite_has_the_scale_nan(row: str, bad: float) -> Non
 @pytest.mark.parametrize("change, error, text", [
     (torch.randn(4), ValueError, r"weight must have shape \[n, k\], got \[4\]"),
     (torch.zeros(4, 4, dtype=torch.float64), TypeError, "weight must be float32, bfloat16 or float16, got float64"),
-    (torch.zeros(0, 4), ValueError, "n"),
+    (torch.zeros(0, 4), ValueError, "n and k must be at least 1, got n=0 k=4"),
 ])  # fmt: skip
 def test_bad_input_is_refused_with_and_without_data(change: Any, error: type[Exception], text: str) -> None:
-    refused_alike(int8_pack, {"weight": change}, error, f"int8_pack: .*{text}")
+    refused_alike(int8_pack, {"weight": change}, error, f"int8_pack: {text}")
 
 
 def test_torchs_checks_of_the_registration() -> None:

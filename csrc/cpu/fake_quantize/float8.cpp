@@ -12,6 +12,7 @@
 #include "cpu/loops.hpp"
 #include "cpu/rows.hpp"
 #include "cpu/vector_io.hpp"
+#include "formats/scales.hpp"
 #include "ops/float8_cast.hpp"
 
 namespace lowbit::cpu::LOWBIT_ISA_NAME {
@@ -33,7 +34,7 @@ struct Scale {
     const double amax = static_cast<double>(float_from_bits(static_cast<uint32_t>(amax_bits)));
     const double range = amax > kSmallest ? amax : kSmallest;
     const auto scale = static_cast<float>(static_cast<double>(Float8(args.e5m2).largest) / range);
-    const float below = float_from_bits(bits_of_float(scale) & 0x7f800000u);
+    const float below = power_of_two_below(scale);
     if (args.power_of_2) return {below, 1 / below, 1.0f};
     return {scale, 0.5f / below, 0.5f * scale / below};
   }
