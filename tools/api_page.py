@@ -23,17 +23,17 @@ format](choose_a_format.md).
 """
 SECTIONS = {
     "Quantizing models": "lowbit: quantize_ sparsify_ calibrate Calibration rotate_ smooth_ dequantize_ load fuse "
-    "fuse_gated_mlps QuantLinear QuantEmbedding QuantizationReport linear",
+    "fuse_gated_mlps QuantLinear QuantEmbedding BlockSparseLinear QuantizationReport linear",
     "Choosing formats by measuring": "lowbit: autoquant Plan",
     "Choosing formats by measuring: what manual=True returns": "lowbit.autotune: Recording",
     "Configurations": "lowbit: int8_dynamic_activation_int4_weight int8_dynamic_activation_int8_weight "
     "int4_weight_only nf4_weight_only fp4_weight_only int8_weight_only intx_weight_only "
-    "semi_sparse_weight int8_dynamic_activation_int8_semi_sparse_weight "
+    "semi_sparse_weight int8_dynamic_activation_int8_semi_sparse_weight block_sparse_weight "
     "int8_dynamic_activation_intx_weight float8_weight_only "
     "float8_dynamic_activation_float8_weight float_weight "
     "Int8DynamicActivationInt4WeightConfig Int8DynamicActivationInt8WeightConfig Int4WeightOnlyConfig "
     "NF4WeightOnlyConfig FP4WeightOnlyConfig Int8WeightOnlyConfig IntxWeightOnlyConfig "
-    "SemiSparseWeightConfig Int8DynamicActivationInt8SemiSparseWeightConfig "
+    "SemiSparseWeightConfig Int8DynamicActivationInt8SemiSparseWeightConfig BlockSparseWeightConfig "
     "Int8DynamicActivationIntxWeightConfig Float8WeightOnlyConfig "
     "Float8DynamicActivationFloat8WeightConfig FloatWeightConfig GPTQ HQQ MappingType PerRow PerGroup PerAxis PerToken",
     "What reports and calibrations hold, and other layouts": "lowbit.quant: ReportRow FloatWeight InputMoments repack",

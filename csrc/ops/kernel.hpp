@@ -32,6 +32,7 @@ namespace lowbit {
   X(blocks_linear, BlocksLinearArgs) \
   X(blocks_dequantize, BlocksDequantizeArgs) \
   X(int8_linear, Int8LinearArgs) \
+  X(block_sparse_linear, BlockSparseLinearArgs) \
   X(optim_step, OptimStepArgs) \
   X(encode_state, EncodeStateArgs) \
   X(decode_state, DecodeStateArgs) \

@@ -31,6 +31,7 @@ struct RegisteredOp {
   X(fake_quantize_activations) \
   X(float8_cast) \
   X(int8_pack) \
+  X(block_sparse_linear) \
   X(attention_forward) \
   X(attention_backward) \
   X(decode) \

@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from lowbit.formats import (
         GPTQ,
         HQQ,
+        BlockSparseWeightConfig,
         Float8DynamicActivationFloat8WeightConfig,
         Float8WeightOnlyConfig,
         FloatWeightConfig,
@@ -67,6 +68,7 @@ if TYPE_CHECKING:
         PerRow,
         PerToken,
         SemiSparseWeightConfig,
+        block_sparse_weight,
         float8_dynamic_activation_float8_weight,
         float8_weight_only,
         float_weight,
@@ -90,6 +92,7 @@ if TYPE_CHECKING:
     from lowbit.integrations.trainer_optimizer import trainer_optimizer
     from lowbit.ops.linear import linear
     from lowbit.quant import (
+        BlockSparseLinear,
         Calibration,
         QuantEmbedding,
         QuantizationReport,
@@ -109,7 +112,7 @@ _HOME = {
         "lowbit.autotune": "autoquant Plan",
         "lowbit.quant": (
             "quantize_ sparsify_ calibrate Calibration dequantize_ fuse_gated_mlps load QuantLinear QuantEmbedding "
-            "QuantizationReport"
+            "BlockSparseLinear QuantizationReport"
         ),
         "lowbit.integrations.fuse": "fuse",
         "lowbit.integrations.rotate": "rotate_",
@@ -121,7 +124,8 @@ _HOME = {
             "NF4WeightOnlyConfig FP4WeightOnlyConfig Int8DynamicActivationInt4WeightConfig "
             "Int8DynamicActivationInt8WeightConfig Int8DynamicActivationIntxWeightConfig "
             "Float8DynamicActivationFloat8WeightConfig SemiSparseWeightConfig "
-            "Int8DynamicActivationInt8SemiSparseWeightConfig semi_sparse_weight "
+            "Int8DynamicActivationInt8SemiSparseWeightConfig semi_sparse_weight BlockSparseWeightConfig "
+            "block_sparse_weight "
             "int8_dynamic_activation_int8_semi_sparse_weight "
             "int4_weight_only int8_weight_only intx_weight_only float8_weight_only float_weight nf4_weight_only "
             "fp4_weight_only int8_dynamic_activation_int4_weight int8_dynamic_activation_int8_weight "
@@ -155,6 +159,8 @@ __all__ = [
     "AuxOutput",
     "AuxRequest",
     "BlockMask",
+    "BlockSparseLinear",
+    "BlockSparseWeightConfig",
     "Calibration",
     "Comparison",
     "FP4WeightOnlyConfig",
@@ -187,6 +193,7 @@ __all__ = [
     "and_masks",
     "attention",
     "autoquant",
+    "block_sparse_weight",
     "backends",
     "c_shim_options",
     "calibrate",

@@ -332,7 +332,7 @@ def test_what_cannot_be_is_named_and_nothing_changes(make: object) -> None:
 
 def test_sparsify_takes_semi_sparse_configurations_alone() -> None:
     for config, got in ((lowbit.int8_weight_only(), "Int8WeightOnlyConfig"), (lowbit.SemiSparseWeightConfig, "SemiSp")):
-        with pytest.raises(TypeError, match=f"sparsify_: config must be a SemiSparseWeightConfig, got {got}"):
+        with pytest.raises(TypeError, match=f"sparsify_: config must be a SemiSparseWeightConfig or a BlockSparseWeightConfig, got {got}"):
             lowbit.sparsify_(linear(), config)
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     lowbit.sparsify_(model, lowbit.SemiSparseWeightConfig(), lambda module, name: name == "1")

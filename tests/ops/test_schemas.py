@@ -26,6 +26,8 @@ SCHEMAS = (
     "fake_quantize_activations(Tensor x, int x_format, int group_size) -> Tensor",
     "float8_cast(Tensor x, bool e5m2, int dim, bool power_of_2, bool bfloat16) -> (Tensor, Tensor)",
     "int8_pack(Tensor weight) -> Tensor",
+    "block_sparse_linear(Tensor x, Tensor values, Tensor crow_indices, Tensor col_indices, Tensor? bias=None) "
+    "-> Tensor",
     f"attention_forward(Tensor q, Tensor k, Tensor v, {_SCORES}{_MASKS}bool want_max_scores=False, bool real_out=False) "
     "-> (Tensor, Tensor, Tensor)",
     "attention_backward(Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor grad_out, Tensor? grad_lse, "

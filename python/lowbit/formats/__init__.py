@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from lowbit.formats.algorithms import GPTQ, HQQ
 from lowbit.formats.base import FormatConfig, MappingType, PerAxis, PerGroup, PerRow, PerToken
+from lowbit.formats.block_sparse import BlockSparseWeightConfig, block_sparse_weight
 from lowbit.formats.float import FloatWeightConfig, float_weight
 from lowbit.formats.float8 import (
     Float8DynamicActivationFloat8WeightConfig,
@@ -59,6 +60,7 @@ __all__ = [
     "FORMATS",
     "GPTQ",
     "HQQ",
+    "BlockSparseWeightConfig",
     "FP4WeightOnlyConfig",
     "Float8DynamicActivationFloat8WeightConfig",
     "Float8WeightOnlyConfig",
@@ -79,6 +81,7 @@ __all__ = [
     "PerRow",
     "PerToken",
     "SemiSparseWeightConfig",
+    "block_sparse_weight",
     "float8_dynamic_activation_float8_weight",
     "float8_weight_only",
     "float_weight",

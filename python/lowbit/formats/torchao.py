@@ -7,6 +7,7 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 from lowbit.formats.base import FormatConfig, PerAxis, PerGroup, granularity_of, mapping_of, require
+from lowbit.formats.block_sparse import BlockSparseWeightConfig
 from lowbit.formats.float8 import Float8DynamicActivationFloat8WeightConfig, Float8WeightOnlyConfig
 from lowbit.formats.int4 import Int4WeightOnlyConfig, Int8DynamicActivationInt4WeightConfig
 from lowbit.formats.int8 import (
@@ -57,11 +58,9 @@ INSTEAD = {
     "Linear4bit": "quantize_(model, nf4_weight_only()), which makes QuantLinear",
     "Linear8bitLt": "quantize_(model, int8_weight_only()), which makes QuantLinear",
     "NF4Tensor": "nf4_weight_only()",
-    "BlockSparseWeightConfig": "semi_sparse_weight(): blocks of zeros are not here",
     "SemiSparseActivationLinear": "lowbit.training.SemiSparseActivationLinear",
     "SemiSparseLinear": "lowbit.training.SemiSparseLinear",
     "apply_fake_sparsity": "sparsify_(model, semi_sparse_weight())",
-    "block_sparse_weight": "semi_sparse_weight(): blocks of zeros are not here",
     "swap_linear_with_semi_sparse_linear": "lowbit.training.swap_linear_with_semi_sparse_linear",
     "swap_semi_sparse_linear_with_linear": "lowbit.training.swap_semi_sparse_linear_with_linear",
     "CPUOffloadOptimizer": "lowbit.optim.AdamW8bit, whose state is an eighth of Adam's; offloading is not here",
@@ -125,6 +124,8 @@ def from_torchao(config: Any) -> Any:
     for cls in _SAME_NAME:
         if cls.__name__ == name:
             return _same_fields(config, cls)
+    if name == "BlockSparseWeightConfig":
+        return BlockSparseWeightConfig(config.blocksize)
     if name == "Int8DynamicActivationIntxWeightConfig":
         return _dynamic_intx(config)
     if name == "IntxWeightOnlyConfig":

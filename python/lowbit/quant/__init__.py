@@ -5,6 +5,7 @@ adapters of peft."""
 from __future__ import annotations
 
 from lowbit.quant.adapters import watch_for_peft
+from lowbit.quant.block_sparse import BlockSparseLinear
 from lowbit.quant.calibration import Calibration, calibrate
 from lowbit.quant.dequantize import dequantize_
 from lowbit.quant.gated_mlp import fuse_gated_mlps
@@ -18,6 +19,7 @@ from lowbit.quant.report import FloatWeight, QuantizationReport, ReportRow
 from lowbit.quant.sparsify import sparsify_
 
 __all__ = [
+    "BlockSparseLinear",
     "Calibration",
     "FloatWeight",
     "InputMoments",

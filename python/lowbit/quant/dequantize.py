@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from lowbit.ops.fakes import FLOATS
+from lowbit.quant.block_sparse import BlockSparseLinear
 from lowbit.quant.fused import unfuse
 from lowbit.quant.quant_embedding import QuantEmbedding, to_embedding_in_place
 from lowbit.quant.quant_linear import QuantLinear
@@ -15,8 +16,8 @@ from lowbit.tables.folding import LayerNames
 
 @torch.no_grad()
 def dequantize_(model: nn.Module, dtype: torch.dtype | None = None) -> LayerNames:
-    """Turn every `QuantLinear` and `QuantEmbedding` of ``model`` into an nn.Linear or nn.Embedding with the decoded
-    weight, in place.
+    """Turn every `QuantLinear`, `QuantEmbedding` and `BlockSparseLinear` of ``model`` into an nn.Linear or nn.Embedding
+    with the decoded weight, in place.
 
     The weights are the values of the packed ones: the error of rounding stays. Layers keep their identity, hooks and
     bias; layers that share a packed weight share the float one. Fused modules become what they were; a layer that was a
@@ -25,7 +26,7 @@ def dequantize_(model: nn.Module, dtype: torch.dtype | None = None) -> LayerName
     Args:
         model: any module, also a QuantLinear by itself.
         dtype: of the weights, and of the biases of their layers. None: that of the bias, without one that of the first
-            float parameter of the model, or float32; of an embedding that of its results.
+            float parameter of the model, or float32; of an embedding that of its results, of blocks their own.
 
     Returns:
         Names of the layers, in the order of ``named_modules``, a list; empty where there is none. It prints one line
@@ -46,16 +47,20 @@ def dequantize_(model: nn.Module, dtype: torch.dtype | None = None) -> LayerName
     ] = {}  # with the packed weight, whose id stays its own as long as it lives
     names = LayerNames()
     for name, module in model.named_modules():
-        if not isinstance(module, (QuantLinear, QuantEmbedding)):
+        if not isinstance(module, (QuantLinear, QuantEmbedding, BlockSparseLinear)):
             continue
         packed, bias = module.weight, getattr(module, "bias", None)
         wanted = dtype or (others if bias is None else bias.dtype)
         if isinstance(module, QuantEmbedding):
             wanted = dtype or module.like.dtype
+        elif isinstance(module, BlockSparseLinear):
+            wanted = dtype or packed.dtype
         if id(packed) not in decoded:
             decoded[id(packed)] = packed, nn.Parameter(module.dequantize(wanted))
         if isinstance(module, QuantEmbedding):
             to_embedding_in_place(module, decoded[id(packed)][1])
+        elif isinstance(module, BlockSparseLinear):
+            module.become_linear(decoded[id(packed)][1])
         else:
             _become_linear(module, decoded[id(packed)][1])
         if bias is not None and bias.dtype != module.weight.dtype:

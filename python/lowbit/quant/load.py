@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """load: the weights of a quantized model from a file into a float model, whose layers become those of the file.
 
-The numbers beside a packed weight, `layout`, give the meaning of its bytes: the file needs no configuration.
+The numbers beside a packed weight, `layout`, give the meaning of its bytes, and indices make blocks of a float one: the
+file needs no configuration.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from lowbit import _C
 from lowbit.formats.spec import StoredWeight
 from lowbit.quant.adapters import adopt_lora_layers
+from lowbit.quant.block_sparse import INDICES, Blocks, BlockSparseLinear, blocks_problem, hold_blocks
 from lowbit.quant.fast_path import disable_encoder_fast_path
 from lowbit.quant.layout import numbers_of
 from lowbit.quant.linear_layers import features_of, is_embedding, is_linear, is_scaled_embedding
@@ -49,8 +51,8 @@ def load(model: nn.Module, file: str | Path | Mapping[str, Tensor]) -> LayerName
             wrote, or a state dict.
 
     Returns:
-        Names of the layers that were turned into QuantLinear and QuantEmbedding, a list; it prints one line for those
-        of a kind.
+        Names of the layers that were turned into QuantLinear, QuantEmbedding and BlockSparseLinear, a list; it prints
+        one line for those of a kind.
 
     Raises:
         FileNotFoundError: there is no such file, or none in the folder.
@@ -67,7 +69,7 @@ def load(model: nn.Module, file: str | Path | Mapping[str, Tensor]) -> LayerName
     shared = _shared_names(model)
     state |= {other: state[first] for other, first in shared.items() if other not in state and first in state}
     _check_names(model, state)
-    packed = dict(packed_layers(model, state))
+    packed, sparse = dict(packed_layers(model, state)), dict(_sparse_layers(model, state))
     turned = LayerNames(name for name, (module, _) in packed.items() if not isinstance(module, PACKED))
     of_linear = {id(module.weight) for module, _ in packed.values() if is_linear(module)}
     for name in turned:
@@ -81,6 +83,10 @@ def load(model: nn.Module, file: str | Path | Mapping[str, Tensor]) -> LayerName
                 quantize_embedding_in_place(module, weight, stored.spec, layout)
             else:
                 quantize_in_place(module, weight, stored.spec)
+    for name, (module, blocks) in sparse.items():
+        if not isinstance(module, BlockSparseLinear):
+            turned.append(name)
+        hold_blocks(module, nn.Parameter(blocks.values, requires_grad=module.weight.requires_grad), blocks)
     model.load_state_dict(state, assign=True)
     _share_again(model, shared)
     _fill_buffers(model)
@@ -120,6 +126,7 @@ def packed_layers(
         weight, layout = state.get(f"{prefix}weight"), state.get(f"{prefix}layout")
         if (
             weight is None
+            or f"{prefix}{INDICES[0]}" in state
             or not (is_linear(module) or type(module) in (nn.Embedding, QuantEmbedding) or is_scaled_embedding(module))
             or (layout is None and weight.is_floating_point() and not isinstance(module, PACKED))
         ):
@@ -142,6 +149,17 @@ def packed_layers(
         yield name, (module, stored)
 
 
+def _sparse_layers(model: nn.Module, state: Mapping[str, Tensor]) -> Iterator[tuple[str, tuple[nn.Module, Blocks]]]:
+    """Yield the linear layers of whose weight the state dict holds blocks."""
+    for name, module in model.named_modules(remove_duplicate=False):
+        prefix = f"{name}." if name else ""
+        if not is_linear(module) or f"{prefix}{INDICES[0]}" not in state:
+            continue
+        if problem := blocks_problem(state, prefix, *features_of(module)):
+            raise ValueError(f"load: {problem}")
+        yield name, (module, Blocks(*(state[f"{prefix}{part}"] for part in ("weight", *INDICES))))
+
+
 def _shared_names(model: nn.Module) -> dict[str, str]:
     """Every further name of a parameter that has several, and its first: safetensors stores the first alone."""
     first: dict[int, str] = {}
@@ -155,12 +173,13 @@ def _shared_names(model: nn.Module) -> dict[str, str]:
 
 def _check_names(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     known = set(model.state_dict(keep_vars=True))
-    layouts = {
-        f"{name}.layout" if name else "layout"
+    ours = {
+        f"{name}.{part}" if name else part
         for name, module in model.named_modules(remove_duplicate=False)
         if is_linear(module) or is_embedding(module)
+        for part in ("layout", *INDICES)
     }
-    missing, unexpected = sorted(known - state.keys()), sorted(state.keys() - known - layouts)
+    missing, unexpected = sorted(known - state.keys()), sorted(state.keys() - known - ours)
     if missing or unexpected:
         raise ValueError(
             f"load: names must be those of the model, missing {first_five(missing)}, "

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from lowbit import _C
 from lowbit.formats.spec import StoredWeight
+from lowbit.quant.block_sparse import BlockSparseLinear
 from lowbit.quant.layout import numbers_of, repack_weight
 from lowbit.quant.linear_layers import is_fake_quantized
 from lowbit.quant.quant_embedding import QuantEmbedding
@@ -32,11 +33,14 @@ def check_state_dict(module: nn.Module, state_dict: dict[str, Any], prefix: str,
     if problems:
         rest = f" (and {len(problems) - 3} more)" if len(problems) > 3 else ""
         raise ValueError("load_state_dict: " + "; ".join(problems[:3]) + rest)
-    _repack_shared({at: layer for at, layer in layers.items() if not is_fake_quantized(layer)}, state_dict)
+    _repack_shared({at: layer for at, layer in layers.items() if isinstance(layer, _PACKED)}, state_dict)
+
+
+_PACKED = (QuantLinear, QuantEmbedding)
 
 
 def _is_checked(module: nn.Module) -> bool:
-    return isinstance(module, (QuantLinear, QuantEmbedding)) or is_fake_quantized(module)
+    return isinstance(module, (*_PACKED, BlockSparseLinear)) or is_fake_quantized(module)
 
 
 def _repack_shared(layers: dict[str, QuantLinear | QuantEmbedding], state_dict: dict[str, Any]) -> None:

@@ -13,6 +13,7 @@ from torch import nn
 
 from lowbit import _C, devices
 from lowbit.formats.base import FormatConfig, TrainingConfig
+from lowbit.formats.block_sparse import BlockSparseWeightConfig
 from lowbit.formats.torchao import from_torchao
 from lowbit.quant.adapters import adopt_lora_layers
 from lowbit.quant.calibration import Calibration
@@ -94,7 +95,7 @@ def quantize_(
         report.notes.append(
             "no layer was selected" if filter_fn else "the model has no nn.Linear that can be quantized"
         )
-    report.left = _left(model, rows)
+    report.left = float_weights_left(model, rows)
     fast_path = disable_encoder_fast_path(model)
     report.notes += [fast_path] if fast_path else []
     check_state_dicts_of(model)
@@ -109,7 +110,10 @@ def _check_arguments(model: Any, config: Any) -> FormatConfig | TrainingConfig:
     config = from_torchao(config)
     if not isinstance(config, FormatConfig | TrainingConfig):
         got = config.__name__ if isinstance(config, type) or callable(config) else type(config).__name__
-        raise TypeError(f"quantize_: config must be a configuration such as lowbit.int8_weight_only(), got {got}")
+        other = "; lowbit.sparsify_ takes it" if isinstance(config, BlockSparseWeightConfig) else ""
+        raise TypeError(
+            f"quantize_: config must be a configuration such as lowbit.int8_weight_only(), got {got}{other}"
+        )
     return config
 
 
@@ -179,7 +183,7 @@ def _move_bias(module: nn.Module, device: torch.device) -> None:
         module.bias = nn.Parameter(module.bias.detach().to(device), requires_grad=module.bias.requires_grad)
 
 
-def _left(model: nn.Module, rows: Iterable[str]) -> list[FloatWeight]:
+def float_weights_left(model: nn.Module, rows: Iterable[str]) -> list[FloatWeight]:
     """The float weights (two dimensions or more) that no row is about: embeddings, convolutions, experts."""
     told = {id(parameter) for name in rows for parameter in model.get_submodule(name).parameters(recurse=False)}
     left: dict[int, FloatWeight] = {}

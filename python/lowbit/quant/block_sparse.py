@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""BlockSparseLinear: an nn.Linear of whose weight those square blocks are stored that are not all 0; and how layers
+become it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lowbit.formats.block_sparse import BlockSparseWeightConfig
+from lowbit.formats.float import FLOAT_FORMATS
+from lowbit.ops.block_sparse_linear import block_sparse_linear, blocks_of, dense_of_blocks
+from lowbit.quant.distortion import decibel
+from lowbit.quant.linear_layers import features_of, matrix_of
+from lowbit.quant.report import ReportRow
+from lowbit.quant.select import Selected
+
+INDICES = ("crow_indices", "col_indices")
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """The stored blocks of a weight ``[n, k]``, by torch's names for BSR.
+
+    Args:
+        values: ``[blocks, size, size]``, row by row.
+        crow_indices: int32 ``[n / size + 1]``, the first block of each row of blocks, and the number of all.
+        col_indices: int32 ``[blocks]``, the column of each, rising within a row.
+    """
+
+    values: Tensor
+    crow_indices: Tensor
+    col_indices: Tensor
+
+    @classmethod
+    @torch.no_grad()
+    def of(cls, weight: Tensor, config: BlockSparseWeightConfig) -> Blocks:
+        """Cut a weight, and leave out blocks that are 0 and those with the least squares, as many as ``config`` says.
+        Of squares that are equal the earlier block is kept."""
+        blocks = blocks_of(weight, config.blocksize)
+        kept = (blocks != 0).any(-1).any(-1)
+        if config.sparsity is not None:
+            squares = torch.linalg.vector_norm(blocks, dim=(2, 3), dtype=torch.float64)
+            count = kept.numel() - round(config.sparsity * kept.numel())
+            largest = squares.flatten().sort(descending=True, stable=True).indices[:count]
+            kept &= torch.zeros_like(kept).flatten().index_fill(0, largest, True).view_as(kept)
+        crow_indices = nn.functional.pad(kept.sum(1).cumsum(0), (1, 0))
+        return cls(blocks[kept].contiguous(), crow_indices.int(), kept.nonzero()[:, 1].int())
+
+    @property
+    def nbytes(self) -> int:
+        return self.values.nbytes + self.crow_indices.nbytes + self.col_indices.nbytes
+
+
+class BlockSparseLinear(nn.Linear):
+    """Apply ``y = x @ w.T + bias`` with the stored blocks of w alone; ``lowbit.sparsify_`` makes one of an nn.Linear.
+
+    ``weight`` is ``[blocks, size, size]``, in the layer's dtype, and may be trained: blocks that are not stored stay 0.
+    The buffers ``crow_indices`` and ``col_indices`` are those of torch's BSR, int32.
+    """
+
+    crow_indices: Tensor
+    col_indices: Tensor
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        raise TypeError("BlockSparseLinear: lowbit.sparsify_(model, lowbit.block_sparse_weight()) makes one of a layer")
+
+    def forward(self, x: Tensor) -> Tensor:
+        parameters, buffers = self._parameters, self._buffers
+        return block_sparse_linear(
+            x, parameters["weight"], buffers["crow_indices"], buffers["col_indices"], parameters["bias"]
+        )
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+        """Return the weight ``[n, k]`` with its zeros, by default in its own dtype."""
+        return dense_of_blocks(self.weight.detach(), self.crow_indices, self.col_indices, self.in_features).to(dtype)
+
+    def become_linear(self, weight: nn.Parameter) -> None:
+        """Turn the layer into an nn.Linear with this weight ``[n, k]``, in place."""
+        self.__class__ = nn.Linear
+        self._parameters["weight"] = weight
+        for name in INDICES:
+            del self._buffers[name]
+
+    def reset_parameters(self) -> None:
+        raise RuntimeError("BlockSparseLinear: its blocks have no initial value; load a state dict or use sparsify_")
+
+    def extra_repr(self) -> str:
+        size = self.weight.shape[1]
+        all_of_them = self.out_features // size * (self.in_features // size)
+        return f"{super().extra_repr()}, {len(self.weight)} of {all_of_them} blocks of {size}"
+
+    def state_dict_problem(self, state_dict: Mapping[str, Any], prefix: str) -> str | None:
+        """Say why the entries of ``state_dict`` under ``prefix`` cannot be this layer's, or return None. A missing one
+        is torch's to tell."""
+        if problem := blocks_problem(state_dict, prefix, *features_of(self)):
+            return problem
+        weight = state_dict.get(f"{prefix}weight")
+        if weight is None or weight.shape == self.weight.shape:
+            return None
+        return (
+            f"{prefix}weight must have shape {list(self.weight.shape)}, got {list(weight.shape)}; "
+            "lowbit.load takes other blocks into the float model"
+        )
+
+
+def blocks_problem(state_dict: Mapping[str, Any], prefix: str, n: int, k: int) -> str | None:
+    """Say why the blocks of ``state_dict`` under ``prefix`` are not those of a weight ``[n, k]``, or return None."""
+    entries = [state_dict.get(f"{prefix}{name}") for name in ("weight", *INDICES)]
+    if any(entry is None for entry in entries):
+        return None
+    weight, crow_indices, col_indices = entries
+    wanted = f"{prefix}weight must be the blocks [blocks, size, size] of a weight [{n}, {k}]"
+    if weight.dim() != 3 or weight.shape[1] != weight.shape[2] or weight.dtype not in FLOAT_FORMATS:
+        return f"{wanted}, got {str(weight.dtype).removeprefix('torch.')} {list(weight.shape)}"
+    count, size, _ = weight.shape
+    if size < 16 or size % 16 or n % size or k % size:
+        return f"{wanted}, got blocks of {size}"
+    for name, tensor, shape in zip(INDICES, (crow_indices, col_indices), ([n // size + 1], [count]), strict=True):
+        if tensor.dtype != torch.int32 or list(tensor.shape) != shape:
+            got = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+            return f"{prefix}{name} must be int32 {shape}, got {got}"
+    if crow_indices.is_meta:
+        return None
+    if crow_indices[0] != 0 or crow_indices[-1] != count or (crow_indices.diff() < 0).any():
+        return f"{prefix}crow_indices must rise from 0 to {count}, the number of blocks"
+    if count and (int(col_indices.min()) < 0 or int(col_indices.max()) >= k // size):
+        got = f"{int(col_indices.min())} to {int(col_indices.max())}"
+        return f"{prefix}col_indices must be 0 to {k // size - 1}, got {got}"
+    return None
+
+
+def hold_blocks(module: nn.Module, weight: nn.Parameter, blocks: Blocks) -> None:
+    """Turn a float layer into the BlockSparseLinear of these blocks; the object stays the same."""
+    module.out_features, module.in_features = features_of(module)
+    module.__class__ = BlockSparseLinear
+    module._parameters["weight"] = weight
+    for name in INDICES:
+        module.register_buffer(name, getattr(blocks, name))
+
+
+def sparsify_layers(selected: list[Selected], config: BlockSparseWeightConfig) -> dict[str, ReportRow]:
+    """Turn these layers into BlockSparseLinear, and return their rows of the report. Layers that share a weight share
+    its blocks."""
+    groups: dict[int, list[Selected]] = defaultdict(list)
+    for item in selected:
+        groups[id(item.module.weight)].append(item)
+    rows = {}
+    for first, *others in groups.values():
+        weight = first.module.weight
+        matrix = matrix_of(first.module, weight.detach())
+        blocks = Blocks.of(matrix, config)
+        rows[first.name] = row = _row_of(first, matrix, blocks)
+        parameter = nn.Parameter(blocks.values, requires_grad=weight.requires_grad)
+        for item in (first, *others):
+            hold_blocks(item.module, parameter, blocks)
+        for item in others:
+            rows[item.name] = replace(
+                row, layer=item.name, bytes_before=0, bytes_after=0, note=f"shares the weight of {first.name}"
+            )
+    return rows
+
+
+def _row_of(item: Selected, matrix: Tensor, blocks: Blocks) -> ReportRow:
+    count, size, _ = blocks.values.shape
+    kept = dense_of_blocks(blocks.values, blocks.crow_indices, blocks.col_indices, matrix.shape[1])
+    signal, noise = (float(tensor.double().square().sum()) for tensor in (matrix, matrix - kept))
+    share = 100 * count * size * size / matrix.numel()
+    name = f"{FLOAT_FORMATS[matrix.dtype]}, {share:.0f} % of blocks of {size}"
+    before, after, db = matrix.nbytes, blocks.nbytes, decibel(signal, noise)
+    return ReportRow(item.name, name, features_of(item.module), before, after, db, note=item.note)
