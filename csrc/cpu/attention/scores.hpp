@@ -93,6 +93,37 @@ void add_mask(const TensorView& mask, const TilePlace& at, Matrix<T> scores) {
   }
 }
 
+// Without the 16 columns at its ends, again and again, that the mask hides from all `rows` rows of `heads` heads. Masks
+// of float64, and those that are not dense along the columns, leave it as it is.
+template <class E>
+Span shown_columns(const TensorView& mask, const TilePlace& at, int64_t heads, Span span) {
+  const int64_t of_heads = mask.stride[1] ? heads : 1, of_rows = mask.stride[2] ? at.rows : 1;
+  Span shown{span.end, span.begin};
+  const f32x16 no = set1(kMinusInfinity<float>);
+  for (int64_t h = 0; h < of_heads; h++)
+    for (int64_t r = 0; r < of_rows; r++) {
+      const E* row = mask.as<const E>() + at.b * mask.stride[0] + (at.h + h) * mask.stride[1] +
+                     (at.q0 + r) * mask.stride[2] + at.k0;
+      const auto hidden = [&](int c) { return c + 16 <= at.cols && all_at_most(load16(row + c), no); };
+      int begin = span.begin, end = span.end;
+      while (begin < shown.begin && hidden(begin)) begin += 16;
+      while (end > larger(shown.end, begin) && hidden(end - 16)) end -= 16;
+      shown = {static_cast<int>(smaller(shown.begin, begin)), static_cast<int>(larger(shown.end, end))};
+    }
+  return shown;
+}
+
+LOWBIT_INLINE Span shown_columns(const TensorView& mask, const TilePlace& at, int64_t heads, Span span) {
+  if (mask.stride[3] != 1) return span;
+  switch (mask.dtype) {
+    case DType::boolean: return shown_columns<bool_byte>(mask, at, heads, span);
+    case DType::bfloat16: return shown_columns<bfloat16_bits>(mask, at, heads, span);
+    case DType::float16: return shown_columns<float16_bits>(mask, at, heads, span);
+    case DType::float32: return shown_columns<float>(mask, at, heads, span);
+    default: return span;
+  }
+}
+
 // Columns of a row that exist and that causality and a window allow.
 LOWBIT_INLINE Span visible_columns(const ForwardCall& args, const TilePlace& at, int64_t r) {
   const int64_t own = args.position + at.q0 + r - at.k0;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The tiles that a task visits.
+// The tiles that a task visits: those of which causality, a window, a block mask and a mask leave something.
 #pragma once
 
 #include "cpu/attention/scores.hpp"
@@ -38,10 +38,20 @@ struct Tilings {
       if (at.q0 >= end) return false;
       at.rows = static_cast<int>(smaller(at.rows, end - at.q0));
     }
-    if (!args.blocks.classes) return true;
-    const BlockClass block = args.blocks.row(b, h, q.block_of(i))[kv.block_of(j)];
-    at.partial = block == BlockClass::partial;
-    return block != BlockClass::empty;
+    if (args.blocks.classes) {
+      const BlockClass block = args.blocks.row(b, h, q.block_of(i))[kv.block_of(j)];
+      at.partial = block == BlockClass::partial;
+      if (block == BlockClass::empty) return false;
+    }
+    return !args.mask || cut_hidden(args.mask, at);
+  }
+
+ private:
+  // Cuts the last columns off that a mask hides from all rows; false if it hides all. Most of a static cache is hidden.
+  static bool cut_hidden(const TensorView& mask, TilePlace& at) {
+    const Span shown = shown_columns(mask, at, 1, {0, static_cast<int>(round_up(at.cols, 16))});
+    at.cols = static_cast<int>(smaller(at.cols, shown.end));
+    return shown.begin < shown.end;
   }
 };
 

@@ -216,9 +216,28 @@ LOWBIT_INLINE void probabilities(const DecodeArgs& args, const SplitPlace& at, M
   }
 }
 
+// The part of a split that the mask shows to some row, cut at multiples of 16: the rest of a static cache is not read.
+LOWBIT_INLINE SplitPlace shown_part(const DecodeArgs& args, SplitPlace at) {
+  if (!args.mask) return at;
+  const TilePlace tile{.b = at.b,
+                       .h = at.kv_head * args.group(),
+                       .q0 = at.l0,
+                       .k0 = at.first,
+                       .rows = static_cast<int>(at.l_count),
+                       .cols = static_cast<int>(at.count),
+                       .skipped = 0,
+                       .partial = false};
+  const Span all{0, static_cast<int>(round_up(at.count, 16))};
+  const Span shown = shown_columns(args.mask, tile, at.heads * args.group(), all);
+  at.first += shown.begin, at.count = larger(0, smaller(at.count, shown.end) - shown.begin);
+  return at;
+}
+
 template <class Kv>
 void decode_split(const DecodeArgs& args, const DecodePlan& plan, const PreparedQueries<Kv>& queries,
-                  const SplitPlace& at, SplitMemory& memory) {
+                  const SplitPlace& split, SplitMemory& memory) {
+  const SplitPlace at = shown_part(args, split);
+  if (at.count == 0) return start_softmax(memory.softmax, at.heads * memory.head_rows);
   const int64_t rows = args.group() * at.l_count;
   Kv::scores(args, TokenRows(args.k, at), queries.of(args, plan, at), rows, memory, at);
   start_softmax(memory.softmax, at.heads * memory.head_rows);
