@@ -32,7 +32,7 @@ constexpr int64_t kFewestRows = 16;
 //     few whole steps, to the sums; block: the k at which the weights begin
 //   scale_of_sum(panel, s): the argument of scale() for a panel
 //   scale(sums, row tile, s, of panel, result): adds sum number s of a tile to its results
-//   store_row(row, panel, result); store_rest(count): rows that the unit cannot do
+//   store_rows(row, count, panel, results); store_rest(count): rows that the unit cannot do
 
 // The tiles of one task: results of [row tile][panel], and sums that go on in the next block of k.
 template <class Product>
@@ -148,10 +148,10 @@ struct TileTask {
         multiply(to, column, count, k, end, weights, scales);
       }
     }
-    for (int64_t row = 0; row < rows; row++)
+    for (int64_t row = 0; row < rows; row += kTileRows)
       for (int64_t column = 0; column < width; column++)
-        product.store_row(row, first_panel + column,
-                          load(to.result[row / kTileRows * width + column] + row % kTileRows * kPanelColumns));
+        product.store_rows(row, smaller(kTileRows, rows - row), first_panel + column,
+                           to.result[row / kTileRows * width + column]);
   }
 
  private:

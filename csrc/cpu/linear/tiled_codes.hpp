@@ -65,8 +65,8 @@ struct Int8Product {
     else scale_rows(std::false_type{});
   }
 
-  LOWBIT_INLINE void store_row(int64_t row, int64_t panel, f32x16 result) const {
-    finish(args, first + row, panel, result, rows.offset ? rows.offset - first : nullptr);
+  LOWBIT_INLINE void store_rows(int64_t row, int64_t count, int64_t panel, const float* results) const {
+    finish_rows(args, first + row, count, panel, results, nullptr, rows.offset ? rows.offset - first : nullptr);
   }
   void store_rest(int64_t) const {}
 };

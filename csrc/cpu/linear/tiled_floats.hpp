@@ -257,8 +257,8 @@ struct PartProduct {
     else scale_rows(std::false_type{});
   }
 
-  LOWBIT_INLINE void store_row(int64_t row, int64_t panel, f32x16 result) const {
-    if (const float unscale = rows.unscale[row]) finish(args, first + row, panel, mul(result, set1(unscale)), nullptr);
+  LOWBIT_INLINE void store_rows(int64_t row, int64_t count, int64_t panel, const float* results) const {
+    finish_rows(args, first + row, count, panel, results, rows.unscale + row, nullptr);
   }
 
   // A row with inf or nan goes another way: inf times a lower part that is 0 would be nan.
