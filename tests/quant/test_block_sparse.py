@@ -156,6 +156,13 @@ def test_it_compiles_to_one_graph_and_exports() -> None:
     compiled = torch.compile(sparse, fullgraph=True, dynamic=True, backend="aot_eager")
     for rows in (6, 3):
         torch.testing.assert_close(compiled(x[:rows]), sparse(x[:rows]))
+    trained = copy.deepcopy(sparse).train().requires_grad_()
+    torch.compile(trained, fullgraph=True, backend="aot_eager")(x).sum().backward()
+    grads = [parameter.grad.clone() for parameter in trained.parameters()]
+    trained.zero_grad()
+    trained(x).sum().backward()
+    for mine, wanted in zip(grads, trained.parameters(), strict=True):
+        torch.testing.assert_close(mine, wanted.grad)
     program = torch.export.export(sparse, (x,), dynamic_shapes=({0: torch.export.Dim("rows")},))
     assert sum(node.target is torch.ops.lowbit.block_sparse_linear.default for node in program.graph.nodes) == 2
     torch.testing.assert_close(program.module()(x[:2]), sparse(x[:2]))

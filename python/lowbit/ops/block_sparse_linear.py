@@ -69,7 +69,7 @@ class _BlockSparseLinear(torch.autograd.Function):
             grad_x = grad_out @ dense_of_blocks(values, crow_indices, col_indices, x.shape[-1])
         if ctx.needs_input_grad[1]:
             grad_w = grad_out.flatten(0, -2).T @ x.flatten(0, -2)
-            grad_values = blocks_of(grad_w, values.shape[1])[rows_of(crow_indices), col_indices.long()]
+            grad_values = blocks_of(grad_w, values.shape[1])[_places(crow_indices, col_indices)]
         if ctx.needs_input_grad[4]:
             grad_bias = grad_out.float().flatten(0, -2).sum(0).to(ctx.bias_dtype)
         return grad_x, grad_values, None, None, grad_bias
@@ -80,17 +80,17 @@ def blocks_of(weight: Tensor, size: int) -> Tensor:
     return weight.unflatten(0, (-1, size)).unflatten(2, (-1, size)).transpose(1, 2)
 
 
-def rows_of(crow_indices: Tensor) -> Tensor:
-    """Return the row of blocks in which each stored block lies, int64 ``[blocks]``."""
+def _places(crow_indices: Tensor, col_indices: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the row and the column of blocks in which each stored block lies, int64 ``[blocks]``."""
     rows = torch.arange(len(crow_indices) - 1, device=crow_indices.device)
-    return rows.repeat_interleave(crow_indices.diff())
+    return rows.repeat_interleave(crow_indices.diff(), output_size=len(col_indices)), col_indices.long()
 
 
 def dense_of_blocks(values: Tensor, crow_indices: Tensor, col_indices: Tensor, k: int) -> Tensor:
     """Return the weight ``[n, k]`` with its zeros."""
     size = values.shape[1]
     blocks = values.new_zeros((len(crow_indices) - 1, k // size, size, size))
-    blocks[rows_of(crow_indices), col_indices.long()] = values
+    blocks[_places(crow_indices, col_indices)] = values
     return blocks.transpose(1, 2).reshape(-1, k)
 
 
