@@ -69,6 +69,7 @@ CASES = [
     AttentionCase("a learned bias of distances", (2, 2, 1, 100, 90, 128, 128), score_mod=lambda s, b, h, q, k, t: s + t[h, q - k + 100],
                   captured=((2, 200),)),
     AttentionCase("documents, blocks of odd sizes", (2, 2, 2, 230, 150, 64, 64), mask_mod=same_document, block_size=(100, 48)),
+    AttentionCase("documents, most blocks empty", (1, 2, 2, 230, 450, 64, 64), mask_mod=same_document, block_size=(20, 15)),
     AttentionCase("a factor and a bias, captured, of documents", (1, 2, 1, 130, 130, 64, 64), FP16,
                   score_mod=lambda s, b, h, q, k, t, u: s * t[h] + u[q, k], captured=((2,), (130, 130)), mask_mod=same_document, sink=True),
     AttentionCase("probabilities below float16's normal numbers", (1, 4, 1, 1, 300, 64, 64), FP16, scale=0.5),

@@ -60,12 +60,15 @@ struct Backward {
     const Tiling& tiling = kKeysStay ? call.q_tiles : call.kv_tiles;
     for (const int end = kKeysStay ? first_head + call.group : first_head + 1; visit.h < end;
          visit.h++, visit.step = TileStep()) {
-      for (; visit.step.index < static_cast<int>(tiling.count); visit.step.next(tiling)) {
+      while (visit.step.index < static_cast<int>(tiling.count)) {
         const TileStep &q = kKeysStay ? visit.step : stays, &k = kKeysStay ? stays : visit.step;
-        if (!find_tile(call, b, visit.h, q, k, visit.at)) continue;
-        visit.at.cut |= visit.at.rows < (kKeysStay ? kShape.passing : kRows) ||
-                        visit.at.cols < (kKeysStay ? kRows : kShape.passing);
-        return true;
+        if (find_tile(call, b, visit.h, q, k, visit.at)) {
+          visit.at.cut |= visit.at.rows < (kKeysStay ? kShape.passing : kRows) ||
+                          visit.at.cols < (kKeysStay ? kRows : kShape.passing);
+          return true;
+        }
+        visit.step.next(tiling);
+        pass_empty<!kKeysStay>(call, b, visit.h, stays, visit.step);
       }
     }
     return false;

@@ -97,10 +97,13 @@ struct Forward {
 
   // The next tile of keys from `step` on that is visible; false after the last.
   LOWBIT_INLINE bool find_next(int b, int h, const TileStep& q_step, TileStep& step, TilePlace& at) const {
-    for (; step.index < static_cast<int>(call.kv_tiles.count); step.next(call.kv_tiles)) {
-      if (!find_tile(call, b, h, q_step, step, at)) continue;
-      at.cut |= at.cols < kShape.kv_tile || (asks<Mods>() && at.rows < kShape.q_tile());
-      return true;
+    while (step.index < static_cast<int>(call.kv_tiles.count)) {
+      if (find_tile(call, b, h, q_step, step, at)) {
+        at.cut |= at.cols < kShape.kv_tile || (asks<Mods>() && at.rows < kShape.q_tile());
+        return true;
+      }
+      step.next(call.kv_tiles);
+      pass_empty<true>(call, b, h, q_step, step);
     }
     return false;
   }
