@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 import lowbit
 from lowbit.ops.block_sparse_linear import blocks_of
@@ -204,3 +205,16 @@ def test_what_cannot_be_cut_is_named_and_nothing_changes() -> None:
     lowbit.sparsify_(sparse, config)
     report = lowbit.quantize_(sparse, lowbit.int8_weight_only())
     assert [row.layer for row in report.quantized] == ["3"] and type(sparse[0]) is BlockSparseLinear
+
+
+def test_a_weight_that_two_kinds_of_layers_share_lies_in_both_directions() -> None:
+    """Conv1D of transformers multiplies by [k, n], nn.Linear by [n, k]."""
+    conv1d = Conv1D(64, 64)
+    linear = nn.Linear(64, 64, bias=False)
+    linear.weight = conv1d.weight
+    model, x = nn.ModuleList([conv1d, linear]), torch.randn(3, 64)
+    wanted = [conv1d(x), linear(x)]
+    lowbit.sparsify_(model, lowbit.block_sparse_weight(16))
+    for layer, y in zip(model, wanted, strict=True):
+        assert type(layer) is BlockSparseLinear
+        torch.testing.assert_close(layer(x), y)

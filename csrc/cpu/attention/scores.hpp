@@ -93,8 +93,8 @@ void add_mask(const TensorView& mask, const TilePlace& at, Matrix<T> scores) {
   }
 }
 
-// Without the 16 columns at its ends, again and again, that the mask hides from all `rows` rows of `heads` heads. Masks
-// of float64, and those that are not dense along the columns, leave it as it is.
+// The span without those columns at its ends, 16 at a time, that the mask hides from all rows of `at` in `heads` heads.
+// A mask of float64, or one that is not dense along the columns, leaves it as it is.
 template <class E>
 Span shown_columns(const TensorView& mask, const TilePlace& at, int64_t heads, Span span) {
   const int64_t of_heads = mask.stride[1] ? heads : 1, of_rows = mask.stride[2] ? at.rows : 1;

@@ -5,7 +5,6 @@
 
 #include <cstring>
 
-#include "core/arena.hpp"
 #include "cpu/block_sparse_linear/strips.hpp"
 #include "cpu/rows.hpp"
 

@@ -4,7 +4,6 @@ become it."""
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -144,14 +143,11 @@ def hold_blocks(module: nn.Module, weight: nn.Parameter, blocks: Blocks) -> None
         module.register_buffer(name, getattr(blocks, name))
 
 
-def sparsify_layers(selected: list[Selected], config: BlockSparseWeightConfig) -> dict[str, ReportRow]:
-    """Turn these layers into BlockSparseLinear, and return their rows of the report. Layers that share a weight share
-    its blocks."""
-    groups: dict[int, list[Selected]] = defaultdict(list)
-    for item in selected:
-        groups[id(item.module.weight)].append(item)
+def sparsify_layers(groups: list[list[Selected]], config: BlockSparseWeightConfig) -> dict[str, ReportRow]:
+    """Turn these layers into BlockSparseLinear, and return their rows of the report. Those of a group share a weight,
+    and share its blocks."""
     rows = {}
-    for first, *others in groups.values():
+    for first, *others in groups:
         weight = first.module.weight
         matrix = matrix_of(first.module, weight.detach())
         blocks = Blocks.of(matrix, config)

@@ -25,7 +25,7 @@ from lowbit.quant.packing import pack_weight
 from lowbit.quant.quant_embedding import ROW_MAJOR, quantize_embedding_in_place
 from lowbit.quant.quant_linear import quantize_in_place
 from lowbit.quant.report import FloatWeight, QuantizationReport, ReportRow, model_bytes
-from lowbit.quant.select import FilterFn, Selected, calibration_of, inputs_of, select
+from lowbit.quant.select import FilterFn, Selected, Skipped, calibration_of, inputs_of, select
 
 PROGRESS_BYTES = 10**9  # selected weights above this get a progress bar
 
@@ -87,18 +87,13 @@ def quantize_(
     seen = calibration_of(model, calibration, config, selected)
     report = QuantizationReport(str(config), model_bytes_before=model_bytes(model))
     rows = {}
-    for group in _progress(_by_weight(selected), report):
+    for group in _progress(by_weight(selected), report):
         rows |= {row.layer: row for row in _quantize_group(group, device, seen)}
-    rows |= {item.name: ReportRow.skipped(item.name, item.module, item.reason) for item in skipped}
-    report.rows = [rows[name] for name, _ in model.named_modules() if name in rows]
     if not selected:
         report.notes.append(
             "no layer was selected" if filter_fn else "the model has no nn.Linear that can be quantized"
         )
-    report.left = float_weights_left(model, rows)
-    fast_path = disable_encoder_fast_path(model)
-    report.notes += [fast_path] if fast_path else []
-    check_state_dicts_of(model)
+    tell_and_protect(model, report, rows, skipped)
     adopt_lora_layers(model)
     report.model_bytes_after = model_bytes(model)
     return report
@@ -132,7 +127,7 @@ def _checked_device(device: torch.device | str | None) -> torch.device | None:
     return device
 
 
-def _by_weight(selected: list[Selected]) -> list[list[Selected]]:
+def by_weight(selected: list[Selected]) -> list[list[Selected]]:
     """Group layers that share one Parameter."""
     groups: dict[tuple[int, bool], list[Selected]] = defaultdict(list)
     for item in selected:
@@ -183,7 +178,19 @@ def _move_bias(module: nn.Module, device: torch.device) -> None:
         module.bias = nn.Parameter(module.bias.detach().to(device), requires_grad=module.bias.requires_grad)
 
 
-def float_weights_left(model: nn.Module, rows: Iterable[str]) -> list[FloatWeight]:
+def tell_and_protect(
+    model: nn.Module, report: QuantizationReport, rows: dict[str, ReportRow], skipped: list[Skipped]
+) -> None:
+    """Fill the report of a model whose layers have changed, and keep torch and state dicts from misreading them."""
+    rows |= {item.name: ReportRow.skipped(item.name, item.module, item.reason) for item in skipped}
+    report.rows = [rows[name] for name, _ in model.named_modules() if name in rows]
+    report.left = _left(model, rows)
+    fast_path = disable_encoder_fast_path(model)
+    report.notes += [fast_path] if fast_path else []
+    check_state_dicts_of(model)
+
+
+def _left(model: nn.Module, rows: Iterable[str]) -> list[FloatWeight]:
     """The float weights (two dimensions or more) that no row is about: embeddings, convolutions, experts."""
     told = {id(parameter) for name in rows for parameter in model.get_submodule(name).parameters(recurse=False)}
     left: dict[int, FloatWeight] = {}

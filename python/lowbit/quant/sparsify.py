@@ -12,11 +12,9 @@ from lowbit.formats.float import FloatWeightConfig
 from lowbit.formats.semi_sparse import SemiSparseWeightConfig
 from lowbit.formats.torchao import from_torchao
 from lowbit.quant.block_sparse import sparsify_layers
-from lowbit.quant.fast_path import disable_encoder_fast_path
 from lowbit.quant.linear_layers import matrix_of
-from lowbit.quant.load_check import check_state_dicts_of
-from lowbit.quant.quantize import float_weights_left, quantize_
-from lowbit.quant.report import QuantizationReport, ReportRow, model_bytes
+from lowbit.quant.quantize import by_weight, quantize_, tell_and_protect
+from lowbit.quant.report import QuantizationReport, model_bytes
 from lowbit.quant.select import FilterFn, Selected, Skipped, select
 
 
@@ -64,12 +62,7 @@ def _cut_into_blocks(
         else:
             taken.append(item)
     report = QuantizationReport(str(config), model_bytes_before=model_bytes(model))
-    rows = sparsify_layers(taken, config)
-    rows |= {item.name: ReportRow.skipped(item.name, item.module, item.reason) for item in skipped}
-    report.rows = [rows[name] for name, _ in model.named_modules() if name in rows]
-    report.left = float_weights_left(model, rows)
-    fast_path = disable_encoder_fast_path(model)
-    report.notes += [fast_path] if fast_path else []
-    check_state_dicts_of(model)
+    rows = sparsify_layers(by_weight(taken), config)
+    tell_and_protect(model, report, rows, skipped)
     report.model_bytes_after = model_bytes(model)
     return report
