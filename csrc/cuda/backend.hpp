@@ -21,7 +21,8 @@ void add_cudnn_rows(Backend& backend);  // before the others of attention
 void add_attention_rows(Backend& backend);
 void add_decode_rows(Backend& backend);
 void add_linear_rows(Backend& backend);
-void add_linear_rows_of_many(Backend& backend);  // before the others
+void add_linear_rows_of_warpgroups(Backend& backend);  // before all others, of many rows second
+void add_linear_rows_of_many(Backend& backend);
 void add_optim_rows(Backend& backend);
 void add_pack_rows(Backend& backend);
 void add_quantize_rows(Backend& backend);

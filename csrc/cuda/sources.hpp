@@ -16,7 +16,7 @@ namespace lowbit::cuda {
 
 // The kinds of sources: the first number of a SourceKey.
 enum class SourceKind : int64_t { step, convert, activations, linear, dequantize, decoded, attention, decode,
-                                  kv_convert, code_tiles, splits, pack, all_finite };
+                                  kv_convert, code_tiles, splits, pack, all_finite, wgmma };
 
 // A kernel `name` of `threads`, which calls `body` with its argument, a struct `Args` (both in lowbit::cuda).
 std::string kernel_text(std::string_view name, std::string_view threads, std::string_view Args, std::string_view body);
@@ -40,6 +40,8 @@ struct LinearKind {
   bool asymmetric;
   int rows;  // that a CTA makes: 1, if activations are in place, or 8, 16, 32, 64
   bool in_place = false;  // activations of bfloat16, which the product reads as they are given
+  bool matrices = false;  // activations as products of warpgroups take them, of `dtype`
+  DType dtype = DType::bfloat16;
 
   // More rows a CTA, as far as their sums and the parts of both factors fit in 128 registers, and in shared memory.
   int most_rows() const {
@@ -58,6 +60,7 @@ Source activations_source(const LinearKind& kind);
 Source linear_source(const LinearKind& kind);
 Source splits_source(const LinearKind& kind);  // whatever its groups, rows and parts are
 Source code_tiles_source(const LinearKind& kind);  // 64 rows
+Source wgmma_source(const LinearKind& kind);       // 32, 64 or 128 rows
 Source dequantize_source(Format format, Layout layout = kKernelLayout);
 Source pack_source(Format format, bool searches);  // one for all integer formats
 Source all_finite_source();

@@ -17,6 +17,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <functional>
 #include <iterator>
 #include <random>
 #include <string_view>
@@ -49,6 +50,12 @@ struct Fiber {
   };
   std::vector<Copy> copies;  // that it has not waited for
   int groups = 0;            // that it has ended
+  struct Product {
+    int group;
+    std::function<void()> make;
+  };
+  std::vector<Product> products;  // of its warpgroup, that it has not waited for
+  int groups_of_products = 0;
 };
 
 inline std::vector<Fiber> fibers;
@@ -92,7 +99,8 @@ inline bool run_cta(unsigned threads, std::mt19937& random) {
   if (fibers.size() != threads) fibers = std::vector<Fiber>(threads);
   failed = false, coins.seed(random());
   for (Fiber& fiber : fibers)
-    fiber.state = State::runs, fiber.begun = false, fiber.collectives = fiber.groups = 0, fiber.copies.clear();
+    fiber.state = State::runs, fiber.begun = false, fiber.collectives = fiber.groups = fiber.groups_of_products = 0,
+    fiber.copies.clear(), fiber.products.clear();
   std::vector<unsigned> order(threads);
   for (unsigned i = 0; i < threads; i++) order[i] = i;
   for (uint64_t asleep = 0;;) {
@@ -249,6 +257,7 @@ inline unsigned __byte_perm(unsigned low, unsigned high, unsigned selector) {
 #include "prelude_on_host.hpp"
 #include "mma_on_host.hpp"
 #include "tiles_on_host.hpp"
+#include "wgmma_on_host.hpp"
 
 // The emulated driver calls it; false: threads wait for each other for ever or left others waiting, or shared memory
 // was written outside of its bounds.

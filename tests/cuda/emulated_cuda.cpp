@@ -67,7 +67,7 @@ void write(const fs::path& path, const std::string& text) {
 
 // The barriers and waits for copies of all headers in one numbering, from 0.
 void take_out_wait(std::string& text, int& number) {
-  static const std::regex wait(R"((__syncthreads|wait_for_copies|__syncwarp|wait_for_groups<[^>]*>)\(\);)");
+  static const std::regex wait(R"((__syncthreads|wait_for_copies|__syncwarp|wait_for_(?:groups|products)<[^>]*>)\(\);)");
   for (std::sregex_iterator i(text.begin(), text.end(), wait), end; i != end; ++i)
     if (number-- == 0) {
       text.replace(static_cast<std::size_t>(i->position()), i->str().size(), i->str().size(), ' ');
@@ -187,9 +187,10 @@ EMULATED cuLibraryGetKernel(void** kernel, void* module, const char* name) {
   return body ? (*kernel = new Kernel{loaded, name, body}, kSuccess) : kNotFound;
 }
 EMULATED cuKernelGetFunction(void** function, void* kernel) { return *function = kernel, kSuccess; }
-EMULATED cuFuncSetAttribute(void*, int attribute, int value) {
-  constexpr int kMostOfAnAda = 99 << 10;  // the least of all architectures
-  return attribute == 8 && value <= kMostOfAnAda ? kSuccess : kInvalidValue;
+EMULATED cuFuncSetAttribute(void* function, int attribute, int value) {
+  constexpr int kMostOfAnAda = 99 << 10, kMostOfHopper = 227 << 10;  // the least of all architectures
+  const bool of_hopper = static_cast<const Kernel*>(function)->name.find("wgmma") != std::string::npos;
+  return attribute == 8 && value <= (of_hopper ? kMostOfHopper : kMostOfAnAda) ? kSuccess : kInvalidValue;
 }
 EMULATED cuLaunchKernel(void* function, unsigned x, unsigned y, unsigned z, unsigned threads, unsigned, unsigned,
                         unsigned shared_bytes, void* stream, void** arguments, void**) {

@@ -48,6 +48,34 @@ struct ProductShape {
   }
 };
 
+// Products of warpgroups (wgmma.cuh): a CTA makes 16 columns a warp.
+constexpr int kWgmmaThreads = 512, kWgmmaPanels = kWgmmaThreads / 32, kWgmmaColumns = kWgmmaPanels * 16,
+              kWgmmaPitch = kWgmmaColumns + 8;  // of rows of results: stores of a warp fall into different banks
+constexpr int kMostSharedOfHopper = 227 << 10;  // of a CTA
+struct WgmmaShape {
+  int bits;
+  bool codes;  // activations are int8
+  int tile_groups;
+  bool asymmetric;
+  int rows;
+
+  constexpr int stage_bytes() const {
+    return rows * (codes ? 64 : 128) + kWgmmaPanels * (128 * bits + (tile_groups ? tile_groups : 1) * (1 + asymmetric) * 32);
+  }
+  constexpr int stages() const {
+    const int room = (kMostSharedOfHopper - 64) / stage_bytes();
+    return room > 6 ? 6 : room;
+  }
+  constexpr int bytes() const {
+    const int ring = stages() * stage_bytes(), results = rows * kWgmmaPitch * 4;
+    return (ring > results ? ring : results) + 64;  // and the levels of a lookup format
+  }
+};
+struct WgmmaCall {
+  static constexpr int kCtas = 1;  // a multiprocessor: 128 registers a thread
+  ProductCall product;
+};
+
 // Sizes of tiles of int8 activations (code_tiles.cuh).
 constexpr int kTileThreads = 128, kWarpPanels = 2, kTilePanels = kTileThreads / 32 * kWarpPanels,
               kTileColumns = kTilePanels * 16;

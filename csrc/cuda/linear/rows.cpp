@@ -36,16 +36,17 @@ LinearKind kind_of(const LinearArgs& args) {
 }
 
 // The memory that a call needs besides its tensors: activations in order, and the sums and scales of their rows.
+bool has_row_scale(const LinearKind& kind) { return !kind.in_place && !(kind.matrices && kind.x_parts); }
 struct WorkspaceLayout {
   int64_t ordered, sums, rows, partial;  // bytes
   WorkspaceLayout(const LinearArgs& args, const LinearKind& kind, int splits)
       : ordered(kind.in_place ? 0
-                              : round_up(args.m, kRowsAtOnce) * args.weight_spec.padded_k() *
+                              : round_up(args.m, kind.rows) * args.weight_spec.padded_k() *
                                     (kind.x_parts ? 2 * kind.x_parts : 1)),
         sums(kind.x_parts ? 0
                           : args.m * (kind.tile_groups ? args.weight_spec.tiles() * kind.tile_groups : 1) *
                                 static_cast<int64_t>(sizeof(RowSum))),
-        rows(kind.in_place ? 0 : args.m * 4),
+        rows(has_row_scale(kind) ? args.m * 4 : 0),
         partial(splits > 1 ? 4 * splits * args.m * args.weight_spec.n : 0) {}
   int64_t at_rows() const { return ordered + sums; }
   int64_t all() const { return at_rows() + rows + partial; }
@@ -65,7 +66,7 @@ void run_ordered(const LinearArgs& args, const LinearKind& kind, int splits, Lau
   const WeightSpec& spec = args.weight_spec;
   const WorkspaceLayout layout(args, kind, splits);
   const Workspace workspace("linear", args.place, layout.all());
-  auto* row_scale = kind.in_place ? nullptr : static_cast<float*>(workspace.at(layout.at_rows()));
+  auto* row_scale = has_row_scale(kind) ? static_cast<float*>(workspace.at(layout.at_rows())) : nullptr;
   ProductCall product{.call = {.spec = spec, .sections = PanelLayout::sections(spec), .weight = args.weight,
                                .x = args.x, .m = args.m, .tiles = static_cast<int32_t>(spec.tiles()),
                                .groups = static_cast<int32_t>(spec.groups()), .group_shift = 0, .dtype = args.dtype,
@@ -80,9 +81,11 @@ void run_ordered(const LinearArgs& args, const LinearKind& kind, int splits, Lau
     call.group_shift = std::countr_zero(static_cast<uint64_t>(spec.group_size * kind.tile_groups / kTileK));
   if (kind.in_place) return launch(product);
   const SourceKey of_activations{static_cast<int64_t>(SourceKind::activations), kind.x_parts,
-                                 static_cast<int64_t>(kind.format), kind.tile_groups};
+                                 static_cast<int64_t>(kind.format), kind.tile_groups, kind.matrices};
+  const int64_t ctas = kind.matrices && kind.x_parts ? ceil_div(args.m * spec.tiles() * kChunks, kLinearThreads)
+                                                     : args.m * call.ctas_of_row;
   program(args.place, of_activations, [&] { return activations_source(kind); })
-      .launch(args.place, "activations", args.m * call.ctas_of_row, kLinearThreads, &call);
+      .launch(args.place, "activations", ctas, kLinearThreads, &call);
   launch(product);
 }
 
@@ -105,6 +108,15 @@ int splits_of(const LinearArgs& args, const LinearKind& kind) {
   return static_cast<int>(larger(1, smaller(wanted, smaller(most, kMost))));
 }
 
+// Adds the sums of the splits, where there are several.
+void add_splits(const LinearArgs& args, const LinearKind& kind, const ProductCall& product) {
+  if (product.splits == 1) return;
+  const SourceKey of_splits{static_cast<int64_t>(SourceKind::splits), static_cast<int64_t>(kind.format),
+                            kind.x_parts == 0, kind.tile_groups > 0};
+  program(args.place, of_splits, [&] { return splits_source(kind); })
+      .launch(args.place, "add_splits", ceil_div(args.m * args.weight_spec.n, kLinearThreads), kLinearThreads, &product);
+}
+
 void run_linear(const LinearArgs& args) {
   const LinearKind kind = kind_of(args);
   const int splits = splits_of(args, kind);
@@ -112,12 +124,28 @@ void run_linear(const LinearArgs& args) {
     const int64_t ctas = groups_of_panels(args, kind) * ceil_div(args.m, kind.rows);
     program(args.place, key_of(SourceKind::linear, kind), [&] { return linear_source(kind); })
         .launch(args.place, "linear", ctas * splits, kLinearThreads, &product, kind.shape().bytes());
-    if (splits == 1) return;
-    const SourceKey of_splits{static_cast<int64_t>(SourceKind::splits), static_cast<int64_t>(kind.format),
-                              kind.x_parts == 0, kind.tile_groups > 0};
-    program(args.place, of_splits, [&] { return splits_source(kind); })
-        .launch(args.place, "add_splits", ceil_div(args.m * args.weight_spec.n, kLinearThreads), kLinearThreads,
-                &product);
+    add_splits(args, kind, product);
+  });
+}
+
+constexpr int64_t kFewestRowsOfWgmma = 17, kMostRowsOfWgmma = 1024;
+
+void run_wgmma(const LinearArgs& args) {
+  LinearKind kind = kind_of(args);
+  kind.x_parts = kind.x_parts ? 1 : 0, kind.in_place = false, kind.matrices = true;
+  kind.rows = args.m <= 32 ? 32 : args.m <= 64 ? 64 : 128;
+  if (args.dtype == DType::float16 && kind.x_parts) kind.dtype = DType::float16;
+  const int64_t ctas = ceil_div(args.weight_spec.panels(), kWgmmaPanels) * ceil_div(args.m, kind.rows),
+                wanted = multiprocessors(args.place.device) / ctas, most = args.weight_spec.tiles() / 4;
+  const auto splits = static_cast<int>(larger(1, smaller(wanted, smaller(most, 16))));
+  run_ordered(args, kind, splits, [&](const ProductCall& product) {
+    const WgmmaCall call{product};
+    const WgmmaShape shape{bits(kind.format), kind.x_parts == 0, kind.tile_groups, kind.asymmetric, kind.rows};
+    SourceKey key = key_of(SourceKind::wgmma, kind);
+    key.back() = kind.rows * 2 + (kind.dtype == DType::float16);
+    program(args.place, key, [&] { return wgmma_source(kind); })
+        .launch(args.place, "linear_wgmma", ctas * splits, kWgmmaThreads, &call, shape.bytes());
+    add_splits(args, kind, product);
   });
 }
 
@@ -166,6 +194,20 @@ std::string_view refuses_code_tiles(const LinearArgs& args) {
   return "";
 }
 
+std::string_view refuses_wgmma(const LinearArgs& args) {
+  if (const std::string_view reason = refuses_weight(args); !reason.empty()) return reason;
+  if (args.m < kFewestRowsOfWgmma) return "fewer than 17 rows";
+  if (args.m > kMostRowsOfWgmma) return "more than 1024 rows";
+  if (capability(args.place.device) != 90) return "a GPU of another compute capability than 9.0";
+  if (bits(args.weight_spec.format) == 32) return "a float32 weight";
+  if (stays_float(args.x_format)) {
+    if (args.x_format != XFormat::floating) return "float8 activations";
+    return args.dtype == DType::float32 ? "float32 activations" : "";
+  }
+  if (args.weight_spec.group_size || args.weight_spec.asymmetric) return "a weight with groups or zero points";
+  return args.weight_spec.k > kMostCodesK ? "k above 131072: an int32 cannot hold the sum" : "";
+}
+
 template <Format kFormat>
 void add_format_rows(Backend& backend, std::string_view of_floats, std::string_view of_codes) {
   const Kernel<LinearArgs> rows[] = {{of_floats, refuses<kFormat, false>, run_linear},
@@ -174,6 +216,11 @@ void add_format_rows(Backend& backend, std::string_view of_floats, std::string_v
 }
 
 }  // namespace
+
+void add_linear_rows_of_warpgroups(Backend& backend) {
+  const Kernel<LinearArgs> row{"linear_wgmma_cuda", refuses_wgmma, run_wgmma};
+  add_rows(backend, &row, 1);
+}
 
 void add_linear_rows(Backend& backend) {
   const Kernel<LinearArgs> tiles{"linear_code_tiles_cuda", refuses_code_tiles, run_code_tiles};

@@ -17,9 +17,15 @@ int parts_of(Format format) { return (significant_bits(format) + 7) / 8; }
 Source activations_source(const LinearKind& kind) {
   const std::string text = "#include \"gpu/linear/activations.cuh\"\n";
   if (kind.x_parts == 0)
-    return {concat("int8 activations for ", name_of(kind.format), " with ", kind.tile_groups, " scales a tile"),
+    return {concat("int8 activations for ", name_of(kind.format), " with ", kind.tile_groups, " scales a tile",
+                   kind.matrices ? ", as matrices" : ""),
             concat(text, kernel_text("activations", "kLinearThreads", "LinearCall",
-                                     concat("quantize_rows<", text_of(kind.format), ", ", kind.tile_groups, ">")))};
+                                     concat("quantize_rows<", text_of(kind.format), ", ", kind.tile_groups, ", ",
+                                            text_of(kind.matrices), ">")))};
+  if (kind.matrices)
+    return {"activations as matrices", concat("#include \"cuda/linear/wgmma.cuh\"\n",
+                                              kernel_text("activations", "kLinearThreads", "LinearCall",
+                                                          "order_matrices"))};
   const bool swapped = !is_float(kind.format), alone = parts_of(kind.format) > 1;
   return {concat("activations in ", kind.x_parts, " parts", swapped ? ", for codes" : "", alone ? " of parts" : ""),
           concat(text, kernel_text("activations", "kLinearThreads", "LinearCall",
@@ -58,6 +64,18 @@ Source code_tiles_source(const LinearKind& kind) {
                  kernel_text("linear_code_tiles", "kTileThreads", "LinearCall",
                              concat("linear_code_tiles<", text_of(kind.format), ", ", kind.tile_groups, ", ",
                                     text_of(kind.asymmetric), ", ", kind.rows / kRowsAtOnce, ">")))};
+}
+
+Source wgmma_source(const LinearKind& kind) {
+  const bool codes = kind.x_parts == 0;
+  return {concat("linear by warpgroups of ", name_of(kind.format), kind.asymmetric ? " with zero points" : "", ", ",
+                 kind.tile_groups, " scales a tile, ", codes ? "int8" : name_of(kind.dtype), " activations, ", kind.rows,
+                 " rows"),
+          concat("#include \"cuda/linear/wgmma.cuh\"\n",
+                 kernel_text("linear_wgmma", "kWgmmaThreads", "WgmmaCall",
+                             concat("linear_wgmma<", text_of(kind.format), ", ", text_of(codes), ", lowbit::DType::",
+                                    name_of(kind.dtype), ", ", kind.tile_groups, ", ", text_of(kind.asymmetric), ", ",
+                                    kind.rows, ">")))};
 }
 
 Source decoded_source(Format format, bool codes) {

@@ -78,9 +78,15 @@ const std::string& unavailable(Device device) {
   return made_once(of(kept, device), [&] { return reason_of(device); });
 }
 
+int capability(Device device) {
+  static PerDevice<int> kept{};
+  return made_once(of(kept, device),
+                   [&] { return 10 * attribute(kComputeMajor, device) + attribute(kComputeMinor, device); });
+}
+
 std::string architecture(Device device) {
-  const int major = attribute(kComputeMajor, device), minor = attribute(kComputeMinor, device);
-  return concat("sm_", major, minor, major >= 9 ? "a" : "");  // a: the instructions of this generation alone too
+  const int number = capability(device);
+  return concat("sm_", number, number >= 90 ? "a" : "");  // a: the instructions of this generation alone too
 }
 
 int multiprocessors(Device device) {

@@ -60,6 +60,8 @@ void ensure(Result result, Device device, std::string_view what);
 // Why our kernels cannot run on this device; "" if they can. Kept per device.
 const std::string& unavailable(Device device);
 
+int capability(Device device);  // 90: compute capability 9.0
+
 // NVRTC's name for the device's code: "sm_90a".
 std::string architecture(Device device);
 

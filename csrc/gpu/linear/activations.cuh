@@ -165,8 +165,9 @@ LOWBIT_INLINE WordOfCodes codes_of(const LinearCall& call, int64_t word, const f
   return of;
 }
 
-// Codes of k [begin, end) of a row, and their sum.
-template <bool kIsWarp>
+// Codes of k [begin, end) of a row, and their sum. kMatrices: as 8 rows x 16 bytes lie for products of warpgroups
+// (cuda/device/wgmma.cuh).
+template <bool kMatrices, bool kIsWarp>
 LOWBIT_INLINE int32_t encode(const LinearCall& call, const Team<kIsWarp>& team, int64_t row, int64_t begin, int64_t end,
                              const Range& range) {
   int32_t sum = 0;
@@ -175,8 +176,9 @@ LOWBIT_INLINE int32_t encode(const LinearCall& call, const Team<kIsWarp>& team, 
     load_word(call, row, word, x);
     const WordOfCodes of = codes_of(call, word, x, range);
     sum += of.sum;
-    const int64_t at = ordered_at(call, row, word, kChunks / 2) + word % 16 / 8 * 32;
-    static_cast<uint32_t*>(call.ordered)[at * 2 + word % 8 / 4] = of.codes;
+    const int64_t at = ordered_at(call, row, word, kChunks / 2) + word % 16 / 8 * 32,
+                  of_matrix = row / kRowsAtOnce * call.tiles * 128 + word / 4 * 32 + row % kRowsAtOnce * 4 + word % 4;
+    static_cast<uint32_t*>(call.ordered)[kMatrices ? of_matrix : at * 2 + word % 8 / 4] = of.codes;
   }
   return team.combined(Total{}, sum);
 }
@@ -188,7 +190,7 @@ constexpr int kCodeOffset = kFormat == Format::int4 ? 0 : symmetric_zero(kFormat
 
 // tile_groups: sums of a tile (call.hpp), of kParts; else one of all k, of one CTA. code_offset: kCodeOffset
 // of the weight.
-template <bool kParts>
+template <bool kParts, bool kMatrices = false>
 LOWBIT_INLINE void quantize_rows(const LinearCall& call, int tile_groups, int code_offset) {
   LOWBIT_SHARED(int32_t, warps, [kLinearWarps]);
   const Team<kParts> team{warps};
@@ -213,7 +215,7 @@ LOWBIT_INLINE void quantize_rows(const LinearCall& call, int tile_groups, int co
       range = Range::symmetric(team.combined(Largest{}, most), 127.0f);
     }
     for (int64_t at = begin; at < end; at += part) {
-      const int32_t sum = encode(call, team, row, at, at + part, range);
+      const int32_t sum = encode<kMatrices>(call, team, row, at, at + part, range);
       const float scaled = range.scale * static_cast<float>(sum);
       if (team.rank() == 0)
         call.sums[(row * padded + at) / part] = {
@@ -223,9 +225,9 @@ LOWBIT_INLINE void quantize_rows(const LinearCall& call, int tile_groups, int co
   }
 }
 
-template <Format kFormat, int kTileGroups>
+template <Format kFormat, int kTileGroups, bool kMatrices>
 LOWBIT_INLINE void quantize_rows(const LinearCall& call) {
-  quantize_rows<(kTileGroups > 0)>(call, kTileGroups, kCodeOffset<kFormat>);
+  quantize_rows<(kTileGroups > 0), kMatrices>(call, kTileGroups, kCodeOffset<kFormat>);
 }
 
 }  // namespace lowbit::gpu

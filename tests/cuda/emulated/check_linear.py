@@ -257,6 +257,42 @@ def test_many_rows_are_multiplied_by_cublas(case: LinearCase) -> None:
     assert_within(of_many_rows(case), data.wanted, allowed_of_many_rows(case, data), str(case))
 
 
+BY_WARPGROUPS = [
+    LinearCase(m, n, k, dtype, format, group_size, mapping, x_format, *post_ops)
+    for m, n, k, dtype, format, group_size, mapping, x_format, *post_ops in (
+        (17, 37, 150, "bfloat16", "int4", 128, "symmetric", "float", "float32", "silu", True, True),
+        (70, 300, 700, "bfloat16", "int4", 32, "symmetric", "float", None, "none", False, False),
+        (33, 48, 330, "float16", "int4", 64, "asymmetric", "float", "dtype of x", "relu", True, False),
+        (130, 20, 200, "bfloat16", "int8", 0, "symmetric", "float", None, "none", False, True),
+        (64, 33, 640, "bfloat16", "nf4", 64, "symmetric", "float", "float32", "none", False, False),
+        (20, 17, 130, "float16", "fp4_e2m1", 16, "symmetric", "float", None, "gelu", False, False),
+        (40, 37, 99, "bfloat16", "fp8_e4m3", 64, "symmetric", "float", None, "none", False, False),
+        (18, 20, 70, "float16", "fp8_e4m3", 0, "symmetric", "float", None, "none", False, False),
+        (19, 20, 192, "bfloat16", "bfloat16", 0, "symmetric", "float", "float32", "none", False, False),
+        (25, 37, 150, "bfloat16", "int7", 32, "asymmetric", "float", None, "none", False, False),
+        (50, 40, 1500, "bfloat16", "int8", 0, "symmetric", "int8_row", "float32", "silu", True, True),
+        (17, 33, 99, "float32", "int8", 0, "symmetric", "int8_row", None, "none", False, False),
+        (129, 17, 200, "float16", "int3", 0, "symmetric", "int8_row_asymmetric", None, "none", False, False),
+        (31, 20, 70, "bfloat16", "int4", 0, "symmetric", "int8_row", None, "gelu", False, False),
+    )
+]
+
+
+def by_warpgroups(case: LinearCase, data: testing.LinearData | None = None, device: str = DEVICE) -> torch.Tensor:
+    return run(case, device, "linear_wgmma_cuda_sim", data)
+
+
+@pytest.mark.parametrize("case", BY_WARPGROUPS, ids=str)
+def test_products_of_warpgroups_are_within_budget_of_the_float64_reference(case: LinearCase) -> None:
+    data = cached_data(case)
+    codes = case.x_format.startswith("int8")
+    for device in (DEVICE, WIDE):  # in one part, and in splits
+        y = by_warpgroups(case, device=device)
+        assert_within(y, data.wanted, data.allowed if codes else allowed_of_many_rows(case, data), str(case))
+        if case.format == "int8" and case.activation == "none" and codes:
+            assert torch.equal(y, run(case, "cpu", row_of(case, "scalar")))
+
+
 MANY_CODES = [
     LinearCase(m, n, k, dtype, format, 0, mapping, x_format, *post_ops)
     for m, n, k, dtype, format, mapping, x_format, *post_ops in (

@@ -1,0 +1,97 @@
+// SPDX-License-Identifier: Apache-2.0
+// Products of a warpgroup, 4 warps, on compute capability 9.0. Tests give each instruction a meaning on the host.
+//
+// A warp has 16 rows of the first factor in registers, as mma.cuh deals them out. The second factor lies in shared
+// memory as matrices of 8 rows x 16 bytes of k, 128 bytes each: two beside each other along k, and the next 8 rows
+// kRowsStep bytes further. Sums of 8 columns each are dealt out as c of mma.cuh.
+//
+// A product runs on while its warps go on. Until they have waited for it, its sums and the registers of its first factor
+// are not to be touched, nor is the shared memory that it reads.
+#pragma once
+
+#include "cuda/device/tiles.cuh"
+
+#ifdef __CUDACC_RTC__
+namespace lowbit::cuda {
+
+// What threads have written to shared memory, copies that they waited for too, is there for products of all warps
+// behind the next barrier.
+LOWBIT_INLINE void show_to_products() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+// Registers that this thread has written are there for its next product.
+LOWBIT_INLINE void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+// Products since the last call become a group. Waits for all groups but the last kPending.
+LOWBIT_INLINE void commit_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int kPending>
+LOWBIT_INLINE void wait_for_products() { asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(kPending) : "memory"); }
+
+// Sums do not move across this place in the program.
+template <class Sum, int kCount>
+LOWBIT_INLINE void hold(Sum (&c)[kCount][4]) {
+#pragma unroll
+  for (auto& of : c)
+#pragma unroll
+    for (Sum& sum : of)
+      if constexpr (std::is_same_v<Sum, float>) asm volatile("" : "+f"(sum) :: "memory");
+      else asm volatile("" : "+r"(sum) :: "memory");
+}
+
+template <int kRowsStep>
+LOWBIT_INLINE uint64_t matrices_at(const void* p) {
+  constexpr uint64_t kAlongK = 128 >> 4;
+  return (shared_address(p) & 0x3ffff) >> 4 | kAlongK << 16 | uint64_t{kRowsStep >> 4} << 32;
+}
+
+#define LOWBIT_FOUR(X, i) X(c[i][0]), X(c[i][1]), X(c[i][2]), X(c[i][3])
+#define LOWBIT_SIXTEEN(X, i) LOWBIT_FOUR(X, i), LOWBIT_FOUR(X, i + 1), LOWBIT_FOUR(X, i + 2), LOWBIT_FOUR(X, i + 3)
+#define LOWBIT_SUMS_32(X) LOWBIT_SIXTEEN(X, 0)
+#define LOWBIT_SUMS_64(X) LOWBIT_SUMS_32(X), LOWBIT_SIXTEEN(X, 4)
+#define LOWBIT_SUMS_128(X) LOWBIT_SUMS_64(X), LOWBIT_SIXTEEN(X, 8), LOWBIT_SIXTEEN(X, 12)
+#define LOWBIT_NAMES_32 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
+#define LOWBIT_NAMES_64 LOWBIT_NAMES_32 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
+#define LOWBIT_NAMES_128                                                                           \
+  LOWBIT_NAMES_64 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50," \
+                  "%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
+#define LOWBIT_FLOAT_SUM(c) "+f"(c)
+#define LOWBIT_WHOLE_SUM(c) "+r"(c)
+// rest: what comes behind the second factor.
+#define LOWBIT_WGMMA(columns, types, SUM, first, b_name, adds_name, rest)                                                     \
+  asm volatile("{.reg .pred p; setp.ne.b32 p, " adds_name ", 0; wgmma.mma_async.sync.aligned.m64n" #columns types                \
+               " {" LOWBIT_NAMES_##columns "}, {" first "}, " b_name ", p" rest ";}"                                 \
+               : LOWBIT_SUMS_##columns(SUM)                                                                          \
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(adds)))
+#define LOWBIT_WGMMA_OF(types, SUM, rest)                                                                       \
+  if constexpr (kCount == 4) LOWBIT_WGMMA(32, types, SUM, "%16,%17,%18,%19", "%20", "%21", rest);                      \
+  else if constexpr (kCount == 8) LOWBIT_WGMMA(64, types, SUM, "%32,%33,%34,%35", "%36", "%37", rest);                 \
+  else LOWBIT_WGMMA(128, types, SUM, "%64,%65,%66,%67", "%68", "%69", rest)
+
+// c += a b of 16-bit floats, or c = a b, unless it adds: 64 rows of a warpgroup, 8 kCount columns, 16 k. (Zeros that
+// other instructions write to c would make the compiler wait for each product.)
+template <DType dtype, int kRowsStep, int kCount>
+LOWBIT_INLINE void multiply_by_shared(float (&c)[kCount][4], const uint32_t (&a)[4], const void* second, bool adds) {
+  static_assert(kCount == 4 || kCount == 8 || kCount == 16);
+  const uint64_t b = matrices_at<kRowsStep>(second);
+  if constexpr (dtype == DType::bfloat16) {
+    LOWBIT_WGMMA_OF("k16.f32.bf16.bf16", LOWBIT_FLOAT_SUM, ", 1, 1, 0");
+  } else {
+    LOWBIT_WGMMA_OF("k16.f32.f16.f16", LOWBIT_FLOAT_SUM, ", 1, 1, 0");
+  }
+}
+
+// c += a b of unsigned bytes by signed ones: 32 k.
+template <int kRowsStep, int kCount>
+LOWBIT_INLINE void multiply_by_shared(int32_t (&c)[kCount][4], const uint32_t (&a)[4], const void* second, bool adds) {
+  static_assert(kCount == 4 || kCount == 8 || kCount == 16);
+  const uint64_t b = matrices_at<kRowsStep>(second);
+  LOWBIT_WGMMA_OF("k32.s32.u8.s8", LOWBIT_WHOLE_SUM, "");
+}
+
+// a * (high + low) of each half, rounded once, but for 2^-16 of it.
+LOWBIT_INLINE uint32_t scale_bf16x2(uint32_t a, uint32_t high, uint32_t low) {
+  uint32_t d;
+  asm("{.reg .b32 rest; mul.rn.bf16x2 rest, %1, %3; fma.rn.bf16x2 %0, %1, %2, rest;}"
+      : "=r"(d) : "r"(a), "r"(high), "r"(low));
+  return d;
+}
+
+}  // namespace lowbit::cuda
+#endif
