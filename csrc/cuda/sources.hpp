@@ -42,6 +42,7 @@ struct LinearKind {
   bool in_place = false;  // activations of bfloat16, which the product reads as they are given
   bool matrices = false;  // activations as products of warpgroups take them, of `dtype`
   DType dtype = DType::bfloat16;
+  int warps = 16;  // of a CTA of warpgroups: 8 or 16
 
   // More rows a CTA, as far as their sums and the parts of both factors fit in 128 registers, and in shared memory.
   int most_rows() const {
@@ -52,6 +53,7 @@ struct LinearKind {
     for (ProductShape of = shape();; most /= 2)
       if (of.rows = most; of.bytes() <= kMostShared) return most;
   }
+  WgmmaShape wgmma_shape() const { return {warps, bits(format), x_parts == 0, tile_groups, asymmetric, rows}; }
   ProductShape shape() const {
     return {bits(format), (significant_bits(format) + 7) / 8, x_parts, tile_groups, asymmetric, rows, in_place};
   }

@@ -65,6 +65,7 @@ inline void (*body)(const void*) = nullptr;
 inline const void* arguments = nullptr;
 inline bool failed = false;  // a thread has ended the launch
 inline std::minstd_rand coins;
+inline std::vector<std::function<void()>> bulk_copies;  // on their way
 
 inline void wait(State state) {
   fibers[current].state = state;
@@ -97,7 +98,7 @@ inline void release(unsigned from, unsigned to, State state) {
 
 inline bool run_cta(unsigned threads, std::mt19937& random) {
   if (fibers.size() != threads) fibers = std::vector<Fiber>(threads);
-  failed = false, coins.seed(random());
+  failed = false, coins.seed(random()), bulk_copies.clear();
   for (Fiber& fiber : fibers)
     fiber.state = State::runs, fiber.begun = false, fiber.collectives = fiber.groups = fiber.groups_of_products = 0,
     fiber.copies.clear(), fiber.products.clear();
@@ -257,6 +258,7 @@ inline unsigned __byte_perm(unsigned low, unsigned high, unsigned selector) {
 #include "prelude_on_host.hpp"
 #include "mma_on_host.hpp"
 #include "tiles_on_host.hpp"
+#include "barrier_on_host.hpp"
 #include "wgmma_on_host.hpp"
 
 // The emulated driver calls it; false: threads wait for each other for ever or left others waiting, or shared memory

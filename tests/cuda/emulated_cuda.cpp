@@ -67,7 +67,8 @@ void write(const fs::path& path, const std::string& text) {
 
 // The barriers and waits for copies of all headers in one numbering, from 0.
 void take_out_wait(std::string& text, int& number) {
-  static const std::regex wait(R"((__syncthreads|wait_for_copies|__syncwarp|wait_for_(?:groups|products)<[^>]*>)\(\);)");
+  static const std::regex wait(
+      R"((__syncthreads\(|wait_for_copies\(|__syncwarp\(|wait_for_(?:groups|products)<[^>]*>\(|wait_for\([^;]*)\);)");
   for (std::sregex_iterator i(text.begin(), text.end(), wait), end; i != end; ++i)
     if (number-- == 0) {
       text.replace(static_cast<std::size_t>(i->position()), i->str().size(), i->str().size(), ' ');

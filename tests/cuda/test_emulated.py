@@ -71,7 +71,7 @@ library._ZN6lowbit7look_inESt6vectorINSt7__cxx1112basic_stringIcSt11char_traitsI
 def waits() -> list[str]:
     """The folder of each barrier and wait for copies, in the order in which the emulation counts them."""
     files = sorted(path for room in ("cuda", "gpu") for path in (ROOT / "csrc" / room).rglob("*.cuh"))
-    return [path.parent.name for path in files for _ in re.findall(r"(?:__sync(?:threads|warp)|wait_for_(?:copies|(?:groups|products)<[^>]*>))\(\);", path.read_text())]
+    return [path.parent.name for path in files for _ in re.findall(r"(?:__sync(?:threads|warp)\(|wait_for_(?:copies|(?:groups|products)<[^>]*>)\(|wait_for\([^;]*)\);", path.read_text())]
 
 
 @pytest.mark.parametrize("number", range(len(waits())))

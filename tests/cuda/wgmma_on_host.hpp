@@ -49,7 +49,6 @@ void multiply_by_shared(C (&c)[kCount][4], const uint32_t (&a)[4], const void* s
 
 namespace lowbit::cuda {
 
-inline void show_to_products() {}
 inline void begin_products() {}
 inline void commit_products() { on_host::fibers[on_host::current].groups_of_products++; }
 template <int kPending>
@@ -84,6 +83,7 @@ void multiply_by_shared(int32_t (&c)[kCount][4], const uint32_t (&a)[4], const v
       [](int32_t before, uint32_t sum) { return static_cast<int32_t>(static_cast<uint32_t>(before) + sum); });
 }
 
+inline uint32_t computed(uint32_t a) { return a; }
 inline uint32_t scale_bf16x2(uint32_t a, uint32_t high, uint32_t low) {
   const auto rounded = [](double exact) {
     const auto single = static_cast<float>(exact);

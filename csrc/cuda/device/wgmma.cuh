@@ -14,9 +14,6 @@
 #ifdef __CUDACC_RTC__
 namespace lowbit::cuda {
 
-// What threads have written to shared memory, copies that they waited for too, is there for products of all warps
-// behind the next barrier.
-LOWBIT_INLINE void show_to_products() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 // Registers that this thread has written are there for its next product.
 LOWBIT_INLINE void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 // Products since the last call become a group. Waits for all groups but the last kPending.
@@ -46,11 +43,17 @@ LOWBIT_INLINE uint64_t matrices_at(const void* p) {
 #define LOWBIT_SUMS_32(X) LOWBIT_SIXTEEN(X, 0)
 #define LOWBIT_SUMS_64(X) LOWBIT_SUMS_32(X), LOWBIT_SIXTEEN(X, 4)
 #define LOWBIT_SUMS_128(X) LOWBIT_SUMS_64(X), LOWBIT_SIXTEEN(X, 8), LOWBIT_SIXTEEN(X, 12)
+#define LOWBIT_SUMS_256(X)                                                                               \
+  LOWBIT_SUMS_128(X), LOWBIT_SIXTEEN(X, 16), LOWBIT_SIXTEEN(X, 20), LOWBIT_SIXTEEN(X, 24), LOWBIT_SIXTEEN(X, 28)
 #define LOWBIT_NAMES_32 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
 #define LOWBIT_NAMES_64 LOWBIT_NAMES_32 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
 #define LOWBIT_NAMES_128                                                                           \
   LOWBIT_NAMES_64 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50," \
                   "%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
+#define LOWBIT_NAMES_256                                                                                         \
+  LOWBIT_NAMES_128 ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81," \
+                   "%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95,%96,%97,%98,%99,%100,%101," \
+                   "%102,%103,%104,%105,%106,%107,%108,%109,%110,%111,%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
 #define LOWBIT_FLOAT_SUM(c) "+f"(c)
 #define LOWBIT_WHOLE_SUM(c) "+r"(c)
 // rest: what comes behind the second factor.
@@ -62,13 +65,14 @@ LOWBIT_INLINE uint64_t matrices_at(const void* p) {
 #define LOWBIT_WGMMA_OF(types, SUM, rest)                                                                       \
   if constexpr (kCount == 4) LOWBIT_WGMMA(32, types, SUM, "%16,%17,%18,%19", "%20", "%21", rest);                      \
   else if constexpr (kCount == 8) LOWBIT_WGMMA(64, types, SUM, "%32,%33,%34,%35", "%36", "%37", rest);                 \
-  else LOWBIT_WGMMA(128, types, SUM, "%64,%65,%66,%67", "%68", "%69", rest)
+  else if constexpr (kCount == 16) LOWBIT_WGMMA(128, types, SUM, "%64,%65,%66,%67", "%68", "%69", rest);        \
+  else LOWBIT_WGMMA(256, types, SUM, "%128,%129,%130,%131", "%132", "%133", rest)
 
 // c += a b of 16-bit floats, or c = a b, unless it adds: 64 rows of a warpgroup, 8 kCount columns, 16 k. (Zeros that
 // other instructions write to c would make the compiler wait for each product.)
 template <DType dtype, int kRowsStep, int kCount>
 LOWBIT_INLINE void multiply_by_shared(float (&c)[kCount][4], const uint32_t (&a)[4], const void* second, bool adds) {
-  static_assert(kCount == 4 || kCount == 8 || kCount == 16);
+  static_assert(kCount == 4 || kCount == 8 || kCount == 16 || kCount == 32);
   const uint64_t b = matrices_at<kRowsStep>(second);
   if constexpr (dtype == DType::bfloat16) {
     LOWBIT_WGMMA_OF("k16.f32.bf16.bf16", LOWBIT_FLOAT_SUM, ", 1, 1, 0");
@@ -80,9 +84,17 @@ LOWBIT_INLINE void multiply_by_shared(float (&c)[kCount][4], const uint32_t (&a)
 // c += a b of unsigned bytes by signed ones: 32 k.
 template <int kRowsStep, int kCount>
 LOWBIT_INLINE void multiply_by_shared(int32_t (&c)[kCount][4], const uint32_t (&a)[4], const void* second, bool adds) {
-  static_assert(kCount == 4 || kCount == 8 || kCount == 16);
+  static_assert(kCount == 4 || kCount == 8 || kCount == 16 || kCount == 32);
   const uint64_t b = matrices_at<kRowsStep>(second);
   LOWBIT_WGMMA_OF("k32.s32.u8.s8", LOWBIT_WHOLE_SUM, "");
+}
+
+// A word that an instruction has computed. Products read registers of the first factor that loads have filled after
+// these were given to others: ptxas (13.0 and 13.5) takes care of registers that were computed alone.
+LOWBIT_INLINE uint32_t computed(uint32_t a) {
+  uint32_t same = 0x3210;
+  asm volatile("" : "+r"(same));
+  return __byte_perm(a, 0, same);
 }
 
 // a * (high + low) of each half, rounded once, but for 2^-16 of it.

@@ -302,18 +302,39 @@ struct Product {
 
 // The last steps on the sum over all k.
 template <Format kFormat, bool kCodes, int kTileGroups, class Whole>
-LOWBIT_INLINE void store_whole(const LinearCall& call, int64_t row, int64_t n, Whole whole) {
+LOWBIT_INLINE float finished_whole(const LinearCall& call, const ColumnEnds& ends, int64_t row, int64_t n, Whole whole) {
   PendingScales pending{true, 1.0f};
   float sum;
   if constexpr (kCodes) {
     sum = kTileGroups ? whole : scaled_sum<kFormat, false>(whole, call.sums[row], 0.0f);
   } else {
     sum = whole;
-    if (call.row_scale) pending.row_scale = call.row_scale[row];  // null: activations in place
+    if (call.row_scale) pending.row_scale = call.row_scale[row];  // null: activations in place, or as matrices
     if (kWeightParts<kFormat> > 1 && pending.row_scale < 0.0f)
       sum = sum_alone<kFormat>(call, row, n), pending = {false, 1.0f};
   }
-  finish<kFormat>(call, row, n, sum, pending);
+  return finished<kFormat>(call, ends, row, row * call.spec.n + n, sum, pending);
+}
+template <Format kFormat, bool kCodes, int kTileGroups, class Whole>
+LOWBIT_INLINE void store_whole(const LinearCall& call, int64_t row, int64_t n, Whole whole) {
+  const float value = finished_whole<kFormat, kCodes, kTileGroups>(call, ColumnEnds::of<kFormat>(call, n), row, n, whole);
+  store_from_float(call.y, call.dtype, row * call.spec.n + n, value);
+}
+
+// Columns n to n + 3 of four, as many as there are.
+template <Format kFormat>
+LOWBIT_INLINE void ends_of_four(const LinearCall& call, int64_t n, ColumnEnds (&ends)[4]) {
+#pragma unroll
+  for (int i = 0; i < 4; i++) ends[i] = ColumnEnds::of<kFormat>(call, smaller(n + i, call.spec.n - 1));
+}
+template <Format kFormat, bool kCodes, int kTileGroups, class Whole>
+LOWBIT_INLINE void store_four_wholes(const LinearCall& call, const ColumnEnds (&ends)[4], int64_t row, int64_t n,
+                                     const Whole (&whole)[4]) {
+  float value[4];
+#pragma unroll
+  for (int i = 0; i < 4; i++)
+    value[i] = finished_whole<kFormat, kCodes, kTileGroups>(call, ends[i], row, smaller(n + i, call.spec.n - 1), whole[i]);
+  store_four(call, row, n, value);
 }
 
 template <Format kFormat, int kXParts, int kTileGroups, bool kAsymmetric, int kRows, bool kInPlace>
@@ -346,17 +367,28 @@ LOWBIT_INLINE void linear(const ProductCall& given) {
   }
 }
 
-// A thread for each result.
+// A thread for four results of a row.
 template <Format kFormat, bool kCodes, int kTileGroups>
 LOWBIT_INLINE void add_splits(const ProductCall& given) {
   using Result = std::conditional_t<kCodes && kTileGroups == 0, int32_t, float>;
   const LinearCall& call = given.call;
-  const int64_t all = call.m * call.spec.n, at = static_cast<int64_t>(blockIdx.x) * kLinearThreads + threadIdx.x;
-  if (at >= all) return;
-  Result whole = 0;
-  const auto* partial = static_cast<const Result*>(given.partial) + at;
-  for (int split = 0; split < given.splits; split++) whole += partial[split * all];
-  store_whole<kFormat, kCodes, kTileGroups>(call, at / call.spec.n, at % call.spec.n, whole);
+  const auto fours = static_cast<uint32_t>(ceil_div(call.spec.n, 4)),  // of a row; fewer than 2^31 in all
+      number = static_cast<uint32_t>(blockIdx.x) * kLinearThreads + threadIdx.x;
+  const int64_t row = number / fours, n = static_cast<int64_t>(number % fours) * 4, all = call.m * call.spec.n;
+  if (row >= call.m) return;
+  const int count = static_cast<int>(smaller(call.spec.n - n, 4));
+  const auto* partial = static_cast<const Result*>(given.partial) + row * call.spec.n + n;
+  alignas(16) Result whole[4] = {};
+  for (int split = 0; split < given.splits; split++, partial += all) {
+    alignas(16) Result part[4] = {};
+    if (call.spec.n % 4 == 0) *reinterpret_cast<uint4*>(part) = *reinterpret_cast<const uint4*>(partial);
+    else for (int i = 0; i < count; i++) part[i] = partial[i];
+#pragma unroll
+    for (int i = 0; i < 4; i++) whole[i] += part[i];
+  }
+  ColumnEnds ends[4];
+  ends_of_four<kFormat>(call, n, ends);
+  store_four_wholes<kFormat, kCodes, kTileGroups>(call, ends, row, n, whole);
 }
 
 }  // namespace lowbit::cuda

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Rows of the op linear: activations are put in order, then multiplied (call.hpp).
 #include <bit>
+#include <cstdio>
+#include <cstdlib>
 
 #include "cuda/backend.hpp"
 #include "cuda/linear/call.hpp"
@@ -46,7 +48,7 @@ struct WorkspaceLayout {
         sums(kind.x_parts ? 0
                           : args.m * (kind.tile_groups ? args.weight_spec.tiles() * kind.tile_groups : 1) *
                                 static_cast<int64_t>(sizeof(RowSum))),
-        rows(has_row_scale(kind) ? args.m * 4 : 0),
+        rows(has_row_scale(kind) ? round_up(args.m * 4, 16) : 0),
         partial(splits > 1 ? 4 * splits * args.m * args.weight_spec.n : 0) {}
   int64_t at_rows() const { return ordered + sums; }
   int64_t all() const { return at_rows() + rows + partial; }
@@ -74,7 +76,8 @@ void run_ordered(const LinearArgs& args, const LinearKind& kind, int splits, Lau
                                .activation = args.activation, .bias = args.bias, .mul = args.mul, .add = args.add,
                                .y = args.y, .ordered = workspace.at(0),
                                .sums = static_cast<RowSum*>(workspace.at(layout.ordered)), .row_scale = row_scale,
-                               .row_offset = row_scale, .ctas_of_row = ctas_of_row(args, kind)},
+                               .row_offset = row_scale, .ctas_of_row = ctas_of_row(args, kind),
+                               .log2_of_rows = std::countr_zero(static_cast<uint32_t>(kind.rows))},
                       .splits = splits, .partial = workspace.at(layout.at_rows() + layout.rows)};
   LinearCall& call = product.call;
   if (spec.group_size)
@@ -114,7 +117,7 @@ void add_splits(const LinearArgs& args, const LinearKind& kind, const ProductCal
   const SourceKey of_splits{static_cast<int64_t>(SourceKind::splits), static_cast<int64_t>(kind.format),
                             kind.x_parts == 0, kind.tile_groups > 0};
   program(args.place, of_splits, [&] { return splits_source(kind); })
-      .launch(args.place, "add_splits", ceil_div(args.m * args.weight_spec.n, kLinearThreads), kLinearThreads, &product);
+      .launch(args.place, "add_splits", ceil_div(args.m * ceil_div(args.weight_spec.n, 4), kLinearThreads), kLinearThreads, &product);
 }
 
 void run_linear(const LinearArgs& args) {
@@ -135,16 +138,21 @@ void run_wgmma(const LinearArgs& args) {
   kind.x_parts = kind.x_parts ? 1 : 0, kind.in_place = false, kind.matrices = true;
   kind.rows = args.m <= 32 ? 32 : args.m <= 64 ? 64 : 128;
   if (args.dtype == DType::float16 && kind.x_parts) kind.dtype = DType::float16;
-  const int64_t ctas = ceil_div(args.weight_spec.panels(), kWgmmaPanels) * ceil_div(args.m, kind.rows),
-                wanted = multiprocessors(args.place.device) / ctas, most = args.weight_spec.tiles() / 4;
-  const auto splits = static_cast<int>(larger(1, smaller(wanted, smaller(most, 16))));
+  int forced = 0;
+  if (const char* x = std::getenv("LOWBIT_X")) std::sscanf(x, "%d,%d,%d", &kind.warps, &kind.rows, &forced);
+  const WgmmaShape shape = kind.wgmma_shape();
+  const int64_t ctas = ceil_div(args.weight_spec.panels(), kind.warps) * ceil_div(args.m, kind.rows),
+                wanted = multiprocessors(args.place.device) * shape.ctas() / ctas,
+                most = args.weight_spec.tiles() / 4;
+  const int64_t tiles_each =
+      ceil_div(args.weight_spec.tiles(), forced ? forced : larger(1, smaller(wanted, smaller(most, 16))));
+  const auto splits = static_cast<int>(ceil_div(args.weight_spec.tiles(), tiles_each));  // none without a tile
   run_ordered(args, kind, splits, [&](const ProductCall& product) {
-    const WgmmaCall call{product};
-    const WgmmaShape shape{bits(kind.format), kind.x_parts == 0, kind.tile_groups, kind.asymmetric, kind.rows};
     SourceKey key = key_of(SourceKind::wgmma, kind);
-    key.back() = kind.rows * 2 + (kind.dtype == DType::float16);
+    key.back() = (kind.rows * 2 + (kind.dtype == DType::float16)) * 32 + kind.warps;
+    const WgmmaCall<1> call{product};  // of two on a multiprocessor it looks the same
     program(args.place, key, [&] { return wgmma_source(kind); })
-        .launch(args.place, "linear_wgmma", ctas * splits, kWgmmaThreads, &call, shape.bytes());
+        .launch(args.place, "linear_wgmma", ctas * splits, kind.warps * 32, &call, shape.bytes());
     add_splits(args, kind, product);
   });
 }

@@ -70,12 +70,13 @@ Source wgmma_source(const LinearKind& kind) {
   const bool codes = kind.x_parts == 0;
   return {concat("linear by warpgroups of ", name_of(kind.format), kind.asymmetric ? " with zero points" : "", ", ",
                  kind.tile_groups, " scales a tile, ", codes ? "int8" : name_of(kind.dtype), " activations, ", kind.rows,
-                 " rows"),
+                 " rows, ", kind.warps, " warps"),
           concat("#include \"cuda/linear/wgmma.cuh\"\n",
-                 kernel_text("linear_wgmma", "kWgmmaThreads", "WgmmaCall",
+                 kernel_text("linear_wgmma", concat("kThreadsOf<", kind.warps, ">"),
+                             concat("WgmmaCall<", kind.wgmma_shape().ctas(), ">"),
                              concat("linear_wgmma<", text_of(kind.format), ", ", text_of(codes), ", lowbit::DType::",
                                     name_of(kind.dtype), ", ", kind.tile_groups, ", ", text_of(kind.asymmetric), ", ",
-                                    kind.rows, ">")))};
+                                    kind.rows, ", ", kind.warps, ">")))};
 }
 
 Source decoded_source(Format format, bool codes) {

@@ -1,12 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 // linear of 17 rows and more on compute capability 9.0, by products of warpgroups: the weight is their first factor, in
 // registers, where each warp decodes the panel of 16 columns that is its own; activations are the second, in shared
-// memory, and all 16 warps of a CTA share them. What a tile needs is copied to a ring of stages in shared memory, some
-// tiles ahead. A warp decodes 16 k of its columns while those before are multiplied.
+// memory, and all warps of a CTA share them. A ring of stages in shared memory has what some tiles need: its codes
+// each warp copies itself, and activations, which lie together, are one copy of the unit for that: small ones take it
+// too long (48 copies of 32 bytes to 1 KB a tile made a product of 1024 rows take twice the time on an H100). Warps wait for stages and not for each other: while one warpgroup decodes, the tensor cores have
+// products of the rest. A warp decodes 16 k of its columns while those before are multiplied.
 //
 // Weights with scales by groups of k are rounded once to 16 bits, as those that cuBLAS multiplies (decoded.cuh).
 #pragma once
 
+#include "cuda/device/barrier.cuh"
 #include "cuda/device/wgmma.cuh"
 #include "cuda/linear/call.hpp"
 #include "cuda/linear/fragments.cuh"
@@ -15,10 +18,11 @@
 
 namespace lowbit::cuda {
 
-// A row's 16-byte halves of 16 k, as matrices of 8 rows: k 0, 2 ... 14 of a chunk, then k 1, 3 ... 15 (of codes all 16
-// in their order). kCodes: quantize_rows of gpu/linear/activations.cuh does the same.
+// A row's 16-byte halves of 16 k, as matrices of 8 rows: k 0, 2 ... 14 of a chunk, then k 1, 3 ... 15. Of codes all 16 k
+// in their order, by quantize_rows of gpu/linear/activations.cuh.
 LOWBIT_INLINE void order_matrices(const LinearCall& call) {
-  const int64_t chunks = call.tiles * kChunks, at = static_cast<int64_t>(blockIdx.x) * kLinearThreads + threadIdx.x;
+  const auto chunks = static_cast<uint32_t>(call.tiles * kChunks),
+             at = static_cast<uint32_t>(blockIdx.x) * kLinearThreads + threadIdx.x;
   const int64_t row = at / chunks, chunk = at % chunks;
   if (row >= call.m) return;
   uint32_t words[8];
@@ -41,18 +45,18 @@ LOWBIT_INLINE void order_matrices(const LinearCall& call) {
     halves[0][i] = __byte_perm(words[2 * i], words[2 * i + 1], 0x5410);
     halves[1][i] = __byte_perm(words[2 * i], words[2 * i + 1], 0x7632);
   }
-  auto* to = static_cast<uint4*>(call.ordered) +
-             ((row / kRowsAtOnce * chunks + chunk) * 2 * kRowsAtOnce + row % kRowsAtOnce);
+  auto* to = static_cast<uint4*>(call.ordered) + matrices_of(call, row, chunk / kChunks) * 2 * kRowsAtOnce * kChunks +
+             chunk % kChunks * 2 * kRowsAtOnce + row % kRowsAtOnce;
   to[0] = {halves[0][0], halves[0][1], halves[0][2], halves[0][3]};
   to[kRowsAtOnce] = {halves[1][0], halves[1][1], halves[1][2], halves[1][3]};
 }
 
 // kCodes: int8 activations, with one scale a row, of a weight with one scale a column; else of kDtype.
-template <Format kFormat, bool kCodes, DType kDtype, int kTileGroups, bool kAsymmetric, int kRows>
+template <Format kFormat, bool kCodes, DType kDtype, int kTileGroups, bool kAsymmetric, int kRows, int kWarps>
 struct WgmmaProduct {
   static_assert(kTileGroups > 0 || !kAsymmetric);
   static_assert(!kCodes || kTileGroups == 0);
-  static constexpr WgmmaShape kShape{bits(kFormat), kCodes, kTileGroups, kAsymmetric, kRows};
+  static constexpr WgmmaShape kShape{kWarps, bits(kFormat), kCodes, kTileGroups, kAsymmetric, kRows};
   // By parts of bfloat16 in the units that fragments come in, with their scales; or weight by weight.
   static constexpr bool kFragments = !kCodes && kDtype == DType::bfloat16 && !kAsymmetric && !is_float(kFormat) && !is_table(kFormat) &&
                                      kWeightParts<kFormat> == 1;
@@ -64,49 +68,62 @@ struct WgmmaProduct {
 
   struct Stage {
     alignas(16) uint8_t x[kRows / kRowsAtOnce][kBlockBytes];
-    uint8_t codes[kWgmmaPanels][kTileBytes];
-    uint16_t scales[kWgmmaPanels][kScales][kPairs][kPanelColumns];  // and zero points
+    uint8_t codes[kWarps][kTileBytes];
+    uint16_t scales[kWarps][kScales][kPairs][kPanelColumns];  // and zero points
   };
   static_assert(sizeof(Stage) == kShape.stage_bytes());
   struct Shared {
     union {
       Stage ring[kStages];
-      Sum results[kRows][kWgmmaPitch];
+      Sum results[kRows][kShape.pitch()];
     };
-    float levels[16];  // of a lookup format
+    Barrier full[kStages], empty[kStages];  // of a stage: what it needs is there; all warps are done with it
+    float levels[16];                       // of a lookup format
   };
   static_assert(sizeof(Shared) == kShape.bytes());
 
   const LinearCall& call;
   Shared& shared;
-  int first_row, panel, lane, g, t;  // panel: of this warp in its CTA
-  const uint8_t* weight;             // its panel
+  int panel, lane, g, t;             // panel: of this warp in its CTA
+  const uint8_t *weight, *x;         // the panel, the rows of activations in order
   using Sums = Sum[kRows / 8][4];
   Sums& sum;  // [j][i]: of row 8j + 2t + i % 2, column 2g + i / 2
 
-  LOWBIT_INLINE void copy(Stage& stage, int tile) const {
-    constexpr int kAtOnce = kWgmmaThreads * 16;
-    const auto* x = static_cast<const uint8_t*>(call.ordered) +
-                    (static_cast<int64_t>(first_row / kRowsAtOnce) * call.tiles + tile) * kBlockBytes;
-#pragma unroll
-    for (int at = static_cast<int>(threadIdx.x) * 16; at < kRows / kRowsAtOnce * kBlockBytes; at += kAtOnce)
-      copy_16(stage.x[0] + at, x + static_cast<int64_t>(at / kBlockBytes) * call.tiles * kBlockBytes + at % kBlockBytes);
-    const uint8_t* codes = weight + call.sections.codes + static_cast<int64_t>(tile) * kTileBytes;
+  // What this lane copies of the next tile of its panel, in global memory: pieces of 16 bytes.
+  struct Source {
+    int tile;
+    const uint8_t *codes, *scales;  // scales: of group 0
+  };
+  LOWBIT_INLINE Source source_of(int tile) const {
+    return {.tile = tile,
+            .codes = weight + call.sections.codes + static_cast<int64_t>(tile) * kTileBytes + lane * 16,
+            .scales = weight + (is_zero() ? call.sections.zero : call.sections.group_scale) + lane % 2 * 16};
+  }
+  LOWBIT_INLINE bool is_zero() const { return kAsymmetric && lane / 2 % 2; }
+
+  // Copies a tile of the panel, and goes on to the next.
+  LOWBIT_INLINE void copy_weight(Stage& stage, Source& from) const {
+    const auto copy_16 = [](void* to, const void* from) {
+      copy_async(static_cast<uint16_t*>(to), static_cast<const uint16_t*>(from), true);
+    };
 #pragma unroll
     for (int at = 0; at < kTileBytes; at += 32 * 16)
       if (at + 32 * 16 <= kTileBytes || at + lane * 16 < kTileBytes)
-        copy_16(stage.codes[panel] + at + lane * 16, codes + at + lane * 16);
+        copy_16(stage.codes[panel] + at + lane * 16, from.codes + at);
+    from.codes += kTileBytes;
     if constexpr (kTileGroups > 0) {
-      const bool zero = kAsymmetric && lane / 2 % 2;
-      const int of_tile = (tile * kScales + lane / (2 * kPairs)) >> call.group_shift, last = call.groups - 1;
-      if (lane < kScales * kPairs * 2 && (zero || call.spec.group_size))
-        copy_16(stage.scales[panel][0][0] + lane * 8,
-                weight + (zero ? call.sections.zero : call.sections.group_scale) +
-                    (of_tile < last ? of_tile : last) * 32 + lane % 2 * 16);
+      const int of_tile = (from.tile * kScales + lane / (2 * kPairs)) >> call.group_shift, last = call.groups - 1;
+      if (lane < kScales * kPairs * 2 && (is_zero() || call.spec.group_size))
+        copy_16(stage.scales[panel][0][0] + lane * 8, from.scales + (of_tile < last ? of_tile : last) * 32);
     }
+    from.tile++;
   }
-  LOWBIT_INLINE static void copy_16(void* to, const void* from) {
-    copy_async(static_cast<uint16_t*>(to), static_cast<const uint16_t*>(from), true);
+
+  // By one lane: all activations of a tile.
+  LOWBIT_INLINE void copy_activations(int tile, int at) const {
+    constexpr int kBytes = kRows / kRowsAtOnce * kBlockBytes;
+    arrive_expecting(shared.full[at], kBytes);
+    copy_bulk(shared.ring[at].x, x + static_cast<int64_t>(tile) * kBytes, kBytes, shared.full[at]);
   }
 
   struct Scale {
@@ -134,7 +151,7 @@ struct WgmmaProduct {
   LOWBIT_INLINE void decode(const LaneTile<kFormat>& tile, int step, const Scale (&scale)[2], uint32_t (&a)[4]) const {
     if constexpr (kCodes) {
 #pragma unroll
-      for (int i = 0; i < 4; i++) a[i] = tile.words.bytes(2 * step + i / 2, i % 2, t);
+      for (int i = 0; i < 4; i++) a[i] = computed(tile.words.bytes(2 * step + i / 2, i % 2, t));
     } else if constexpr (kFragments) {
       uint32_t parts[1][4];
       tile.fragments(step, t, nullptr, parts);
@@ -154,86 +171,125 @@ struct WgmmaProduct {
     }
   }
 
-  // a: registers of the first factor, which products read while the next ones are filled.
-  LOWBIT_INLINE void use(const Stage& stage, bool first, uint32_t (&a)[2][4]) {
+  // a: registers of the first factor, which products of the tile before still read.
+  LOWBIT_INLINE void use(int at, bool first, uint32_t (&a)[kSteps][4]) {
+    const Stage& stage = shared.ring[at];
     LaneTile<kFormat> tile;
     tile.template load<FromShared>(stage.codes[panel], g, t);
     Scale scale[2];
+    wait_for_products<0>();
+    if (!first && lane == 0) arrive(shared.empty[at == 0 ? kStages - 1 : at - 1]);
 #pragma unroll
     for (int step = 0; step < kSteps; step++) {
       if constexpr (!kCodes && !is_float(kFormat))
         if (step % (kSteps / kScales) == 0) scales_of(stage, step / (kSteps / kScales), scale);
-      decode(tile, step, scale, a[step % 2]);
-      begin_products();
-      const bool adds = step > 0 || !first;
-      if constexpr (kCodes) multiply_by_shared<kBlockBytes>(sum, a[step % 2], stage.x[0] + step * 256, adds);
-      else multiply_by_shared<kDtype, kBlockBytes>(sum, a[step % 2], stage.x[0] + step * 256, adds);
-      commit_products();
-      wait_for_products<1>();  // the registers of the step before are free
+      decode(tile, step, scale, a[step]);
     }
+    begin_products();
+#pragma unroll
+    for (int step = 0; step < kSteps; step++) {
+      const bool adds = step > 0 || !first;
+      if constexpr (kCodes) multiply_by_shared<kBlockBytes>(sum, a[step], stage.x[0] + step * 256, adds);
+      else multiply_by_shared<kDtype, kBlockBytes>(sum, a[step], stage.x[0] + step * 256, adds);
+    }
+    commit_products();
   }
 
   LOWBIT_INLINE void run(int begin, int end) {
-#pragma unroll
+    Source from = source_of(begin);
     for (int i = 0; i < kStages - 2; i++) {
-      if (begin + i < end) copy(shared.ring[i], begin + i);
+      if (from.tile < end) {
+        if (i % kWarps == panel && lane == 0) copy_activations(from.tile, i);  // of tile i by warp i % kWarps
+        copy_weight(shared.ring[i], from);
+      }
       commit_copies();
     }
-    uint32_t a[2][4];
-    for (int tile = begin, at = 0; tile < end; tile++) {
-      wait_for_groups<kStages - 3>();
-      show_to_products();
-      __syncthreads();  // this tile is there, and products of the one before the last are done
-      if (const int ahead = tile + kStages - 2; ahead < end)
-        copy(shared.ring[at < 2 ? at + kStages - 2 : at - 2], ahead);
+    uint32_t a[kSteps][4];
+    for (int tile = begin, at = 0, phase = 0; tile < end; tile++) {
+      if (from.tile < end) {
+        const int to = at < 2 ? at + kStages - 2 : at - 2;  // where the tile before the last was
+        if ((from.tile - begin) % kWarps == panel && lane == 0) {
+          wait_for(shared.empty[to], at < 2 ? phase ^ 1 : phase);  // other warps may be late
+          copy_activations(from.tile, to);
+        }
+        copy_weight(shared.ring[to], from);
+      }
       commit_copies();
-      use(shared.ring[at], tile == begin, a);
-      at = at + 1 == kStages ? 0 : at + 1;
+      wait_for_groups<kStages - 2>();
+      __syncwarp();
+      wait_for(shared.full[at], phase);
+      use(at, tile == begin, a);
+      if (++at == kStages) at = 0, phase ^= 1;
     }
     wait_for_products<0>();
     hold(sum);
   }
 
-  LOWBIT_INLINE void hand_over() {
-    __syncthreads();  // every warp is done with the ring
+  LOWBIT_INLINE void hand_over() const {
 #pragma unroll
     for (int j = 0; j < kRows / 8; j++)
 #pragma unroll
-      for (int i = 0; i < 4; i++)
-        shared.results[8 * j + 2 * t + i % 2][panel * kPanelColumns + 2 * g + i / 2] = sum[j][i];
-    __syncthreads();
+      for (int i = 0; i < 2; i++) {
+        alignas(8) const Sum pair[2] = {sum[j][i], sum[j][2 + i]};  // of two columns
+        *reinterpret_cast<uint2*>(&shared.results[8 * j + 2 * t + i][panel * kPanelColumns + 2 * g]) =
+            *reinterpret_cast<const uint2*>(pair);
+      }
   }
 };
 
-template <Format kFormat, bool kCodes, DType kDtype, int kTileGroups, bool kAsymmetric, int kRows>
-LOWBIT_INLINE void linear_wgmma(const WgmmaCall& given) {
-  using P = WgmmaProduct<kFormat, kCodes, kDtype, kTileGroups, kAsymmetric, kRows>;
+template <Format kFormat, bool kCodes, DType kDtype, int kTileGroups, bool kAsymmetric, int kRows, int kWarps,
+          class Call>
+LOWBIT_INLINE void linear_wgmma(const Call& given) {
+  using P = WgmmaProduct<kFormat, kCodes, kDtype, kTileGroups, kAsymmetric, kRows, kWarps>;
+  constexpr int kColumns = P::kShape.columns();
   LOWBIT_DYNAMIC_SHARED(typename P::Shared, shared);
   const ProductCall& product = given.product;
   const LinearCall& call = product.call;
   const auto blocks = static_cast<int>(ceil_div(call.m, kRows)), cta = static_cast<int>(blockIdx.x) / product.splits;
-  const int first_panel = cta / blocks * kWgmmaPanels, first_row = cta % blocks * kRows;
+  const int first_panel = cta / blocks * kWarps, first_row = cta % blocks * kRows;
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
   const int split = static_cast<int>(blockIdx.x) % product.splits, of_split = ceil_div(call.tiles, product.splits),
             end = static_cast<int>(smaller((split + 1) * of_split, call.tiles));
-  if constexpr (is_table(kFormat)) {
+  if constexpr (is_table(kFormat))
     if (threadIdx.x < 16) shared.levels[threadIdx.x] = codec_of<kFormat>::level(static_cast<int>(threadIdx.x));
-    __syncthreads();
+  if (threadIdx.x < P::kStages) {
+    set_up(shared.full[threadIdx.x], 1), set_up(shared.empty[threadIdx.x], kWarps);
+    show_barriers();
   }
+  __syncthreads();
   const int last_panel = static_cast<int>(call.spec.panels()) - 1;  // again, where there is no other
   typename P::Sums sum;
-  P part{.call = call, .shared = shared, .first_row = first_row, .panel = warp, .lane = lane, .g = lane / 4,
-         .t = lane % 4, .weight = call.weight + smaller(first_panel + warp, last_panel) * call.sections.row_bytes,
+  P part{.call = call, .shared = shared, .panel = warp, .lane = lane, .g = lane / 4, .t = lane % 4,
+         .weight = call.weight + smaller(first_panel + warp, last_panel) * call.sections.row_bytes,
+         .x = static_cast<const uint8_t*>(call.ordered) +
+              static_cast<int64_t>(first_row / kRowsAtOnce) * call.tiles * P::kBlockBytes,
          .sum = sum};
   part.run(split * of_split, end);
+  __syncthreads();  // every warp is done with the ring
   part.hand_over();
-  for (int at = static_cast<int>(threadIdx.x); at < kRows * kWgmmaColumns; at += kWgmmaThreads) {
-    const int64_t row = first_row + at / kWgmmaColumns, n = first_panel * kPanelColumns + at % kWgmmaColumns;
-    if (row >= call.m || n >= call.spec.n) continue;
-    typename P::Sum whole = shared.results[at / kWgmmaColumns][at % kWgmmaColumns];
-    if constexpr (P::kUnit != 1.0f && kTileGroups == 0) whole *= P::kUnit;
-    if (product.splits == 1) store_whole<kFormat, kCodes, kTileGroups>(call, row, n, whole);
-    else static_cast<typename P::Sum*>(product.partial)[(split * call.m + row) * call.spec.n + n] = whole;
+  __syncthreads();
+  // A thread has four columns, of some rows.
+  constexpr int kFours = kColumns / 4;
+  const int four = static_cast<int>(threadIdx.x) % kFours;
+  const int64_t n = first_panel * kPanelColumns + four * 4;
+  if (n >= call.spec.n) return;
+  ColumnEnds ends[4];
+  if (product.splits == 1) ends_of_four<kFormat>(call, n, ends);
+  for (int of_cta = static_cast<int>(threadIdx.x) / kFours; of_cta < kRows; of_cta += kWarps * 32 / kFours) {
+    const int64_t row = first_row + of_cta;
+    if (row >= call.m) return;
+    alignas(16) typename P::Sum whole[4];
+    *reinterpret_cast<uint4*>(whole) = *reinterpret_cast<const uint4*>(&shared.results[of_cta][four * 4]);
+    if constexpr (P::kUnit != 1.0f && kTileGroups == 0)
+#pragma unroll
+      for (auto& of : whole) of *= P::kUnit;
+    if (product.splits == 1) {
+      store_four_wholes<kFormat, kCodes, kTileGroups>(call, ends, row, n, whole);
+    } else {
+      auto* to = static_cast<typename P::Sum*>(product.partial) + (split * call.m + row) * call.spec.n + n;
+      if (call.spec.n % 4 == 0) *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(whole);
+      else for (int i = 0; i < 4 && n + i < call.spec.n; i++) to[i] = whole[i];
+    }
   }
 }
 

@@ -57,6 +57,13 @@ LOWBIT_INLINE int64_t ordered_at(const LinearCall& call, int64_t row, int64_t wo
   return tile * count * 32 + row % kRowsAtOnce * 4 + word % 4;
 }
 
+// Where activations are matrices of 8 rows x 16 bytes for products of warpgroups (cuda/device/wgmma.cuh): the number of
+// the 8 rows x 64 k that hold this row and tile. All rows of a CTA's tile lie together.
+LOWBIT_INLINE int64_t matrices_of(const LinearCall& call, int64_t row, int64_t tile) {
+  const int64_t rows = int64_t{1} << call.log2_of_rows;
+  return ((row >> call.log2_of_rows) * call.tiles + tile) * (rows / kRowsAtOnce) + row % rows / kRowsAtOnce;
+}
+
 // The bits of the largest |x| of a row. Those of inf and nan are above all others.
 LOWBIT_INLINE int32_t largest_of_row(const LinearCall& call, int64_t row, int32_t (&warps)[kLinearWarps]) {
   int32_t most = 0;
@@ -165,8 +172,7 @@ LOWBIT_INLINE WordOfCodes codes_of(const LinearCall& call, int64_t word, const f
   return of;
 }
 
-// Codes of k [begin, end) of a row, and their sum. kMatrices: as 8 rows x 16 bytes lie for products of warpgroups
-// (cuda/device/wgmma.cuh).
+// Codes of k [begin, end) of a row, and their sum. kMatrices: as products of warpgroups take them.
 template <bool kMatrices, bool kIsWarp>
 LOWBIT_INLINE int32_t encode(const LinearCall& call, const Team<kIsWarp>& team, int64_t row, int64_t begin, int64_t end,
                              const Range& range) {
@@ -177,7 +183,8 @@ LOWBIT_INLINE int32_t encode(const LinearCall& call, const Team<kIsWarp>& team, 
     const WordOfCodes of = codes_of(call, word, x, range);
     sum += of.sum;
     const int64_t at = ordered_at(call, row, word, kChunks / 2) + word % 16 / 8 * 32,
-                  of_matrix = row / kRowsAtOnce * call.tiles * 128 + word / 4 * 32 + row % kRowsAtOnce * 4 + word % 4;
+                  of_matrix = matrices_of(call, row, word / 16) * 128 + word % 16 / 4 * 32 + row % kRowsAtOnce * 4 +
+                              word % 4;
     static_cast<uint32_t*>(call.ordered)[kMatrices ? of_matrix : at * 2 + word % 8 / 4] = of.codes;
   }
   return team.combined(Total{}, sum);

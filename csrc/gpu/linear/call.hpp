@@ -43,6 +43,7 @@ struct LinearCall {
   float* row_scale;   // [m]: of floats; negative: the row holds inf or nan, and parts would make nan of its inf
   float* row_offset;  // [m]: of asymmetric codes, the factor of column_sum
   int32_t ctas_of_row = 1;  // that put a row of them in order
+  int32_t log2_of_rows = 0;  // of a CTA's product, where activations are matrices
 };
 
 // Kernels of products are compiled for two groups of integers in a tile, and four of fp4_e2m1.

@@ -28,25 +28,64 @@ struct PendingScales {
   float row_scale;
 };
 
-template <Format kFormat>
-LOWBIT_INLINE void finish(const LinearCall& call, int64_t row, int64_t n, float sum, PendingScales pending) {
-  const int64_t at = row * call.spec.n + n;
-  if constexpr (!is_float(kFormat)) {
+// What the steps need of a column. (Numbers of columns are 32 bits: in panels of a known width there is no division.)
+struct ColumnEnds {
+  float scale, sum, bias;
+
+  template <Format kFormat>
+  LOWBIT_INLINE static ColumnEnds of(const LinearCall& call, int64_t n) {
+    const auto column = static_cast<uint32_t>(n);
     const auto of_column = [&](int64_t section) {
-      const auto column = static_cast<uint32_t>(n);  // of panels of a known width: no division
       return *reinterpret_cast<const float*>(call.weight + column / kPanelColumns * call.sections.row_bytes + section +
                                              column % kPanelColumns * 4);
     };
-    if (pending.column_scale) sum *= of_column(call.sections.column_scale);
-    if (call.x_format == XFormat::int8_row_asymmetric)
-      sum = __fmaf_rn(call.row_offset[row], of_column(call.sections.column_sum), sum);
+    ColumnEnds ends{1.0f, 0.0f, 0.0f};
+    if constexpr (!is_float(kFormat)) {
+      ends.scale = of_column(call.sections.column_scale);
+      if (call.x_format == XFormat::int8_row_asymmetric) ends.sum = of_column(call.sections.column_sum);
+    }
+    if (call.bias) ends.bias = load_as_float(call.bias, call.bias_dtype, n);
+    return ends;
+  }
+};
+
+template <Format kFormat>
+LOWBIT_INLINE float finished(const LinearCall& call, const ColumnEnds& ends, int64_t row, int64_t at, float sum,
+                             PendingScales pending) {
+  if constexpr (!is_float(kFormat)) {
+    if (pending.column_scale) sum *= ends.scale;
+    if (call.x_format == XFormat::int8_row_asymmetric) sum = __fmaf_rn(call.row_offset[row], ends.sum, sum);
   }
   sum *= pending.row_scale;
-  if (call.bias) sum += load_as_float(call.bias, call.bias_dtype, n);
+  if (call.bias) sum += ends.bias;
   sum = activate(call.activation, sum);
   if (call.mul) sum *= load_as_float(call.mul, call.dtype, at);
   if (call.add) sum += load_as_float(call.add, call.dtype, at);
-  store_from_float(call.y, call.dtype, at, sum);
+  return sum;
+}
+
+template <Format kFormat>
+LOWBIT_INLINE void finish(const LinearCall& call, int64_t row, int64_t n, float sum, PendingScales pending) {
+  const int64_t at = row * call.spec.n + n;
+  store_from_float(call.y, call.dtype, at,
+                   finished<kFormat>(call, ColumnEnds::of<kFormat>(call, n), row, at, sum, pending));
+}
+
+// Four results beside each other, of columns from n on: in one store where rows begin at multiples of four.
+LOWBIT_INLINE void store_four(const LinearCall& call, int64_t row, int64_t n, const float (&value)[4]) {
+  const int64_t at = row * call.spec.n + n;
+  if (n + 4 <= call.spec.n && call.spec.n % 4 == 0 && reinterpret_cast<std::size_t>(call.y) % 16 == 0) {
+    if (call.dtype == DType::float32) {
+      static_cast<uint4*>(call.y)[at / 4] = {__float_as_uint(value[0]), __float_as_uint(value[1]),
+                                             __float_as_uint(value[2]), __float_as_uint(value[3])};
+    } else {
+      static_cast<uint2*>(call.y)[at / 4] = {pair_of(call.dtype, value[0], value[1]),
+                                             pair_of(call.dtype, value[2], value[3])};
+    }
+    return;
+  }
+  for (int i = 0; i < 4; i++)
+    if (n + i < call.spec.n) store_from_float(call.y, call.dtype, at + i, value[i]);
 }
 
 // The sum of a row that holds inf or nan, weight by weight.
