@@ -26,7 +26,7 @@ py::list libraries() {
 
 py::list prebuild(const std::string& architecture) {
   py::list all;
-  for (const cuda::Source& source : cuda::common_sources()) {
+  for (const cuda::Source& source : cuda::common_sources(architecture)) {
     py::dict facts;
     facts["name"] = source.name, facts["path"] = cuda::prebuild(source, architecture).path;
     all.append(facts);

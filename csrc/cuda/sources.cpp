@@ -16,7 +16,7 @@ void add_once(std::vector<Source>& all, Source source) {
     all.push_back(std::move(source));
 }
 
-std::vector<Source> common_sources() {
+std::vector<Source> common_sources(const std::string& architecture) {
   std::vector<Source> all;
   const auto add_rule = [&](Rule rule, int moments) {
     for (int format = 0; format < static_cast<int>(std::size(kStateFormatNames)); format++)
@@ -42,6 +42,8 @@ std::vector<Source> common_sources() {
     if (!x_parts) kind.rows = 64, all.push_back(code_tiles_source(kind));
     if (!x_parts && !tile_groups) all.push_back(decoded_source(format, true));
     if (x_parts) all.push_back(dequantize_source(format)), all.push_back(decoded_source(format, false));
+    if (architecture == kHopper && (format == Format::int4 || !x_parts))
+      add_wgmma_sources(all, format, x_parts, tile_groups);
   };
   add_linear(Format::int4, 1, 1), add_linear(Format::int8, 1, 0), add_linear(Format::nf4, 1, 1);
   add_linear(Format::fp8_e4m3, 1, 0), add_linear(Format::int8, 0, 0), add_linear(Format::int4, 0, 2);

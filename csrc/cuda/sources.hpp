@@ -41,8 +41,8 @@ struct LinearKind {
   int rows;  // that a CTA makes: 1, if activations are in place, or 8, 16, 32, 64
   bool in_place = false;  // activations of bfloat16, which the product reads as they are given
   bool matrices = false;  // activations as products of warpgroups take them, of `dtype`
+  bool coded = false;     // they are int8 codes in float16
   DType dtype = DType::bfloat16;
-  int warps = 16;  // of a CTA of warpgroups: 8 or 16
 
   // More rows a CTA, as far as their sums and the parts of both factors fit in 128 registers, and in shared memory.
   int most_rows() const {
@@ -53,7 +53,7 @@ struct LinearKind {
     for (ProductShape of = shape();; most /= 2)
       if (of.rows = most; of.bytes() <= kMostShared) return most;
   }
-  WgmmaShape wgmma_shape() const { return {warps, bits(format), x_parts == 0, tile_groups, asymmetric, rows}; }
+  WgmmaShape wgmma_shape() const { return {bits(format), x_parts == 0, tile_groups, asymmetric, rows}; }
   ProductShape shape() const {
     return {bits(format), (significant_bits(format) + 7) / 8, x_parts, tile_groups, asymmetric, rows, in_place};
   }
@@ -62,7 +62,7 @@ Source activations_source(const LinearKind& kind);
 Source linear_source(const LinearKind& kind);
 Source splits_source(const LinearKind& kind);  // whatever its groups, rows and parts are
 Source code_tiles_source(const LinearKind& kind);  // 64 rows
-Source wgmma_source(const LinearKind& kind);       // 32, 64 or 128 rows
+Source wgmma_source(const LinearKind& kind);       // 32, 64, 128 or 256 rows
 Source dequantize_source(Format format, Layout layout = kKernelLayout);
 Source pack_source(Format format, bool searches);  // one for all integer formats
 Source all_finite_source();
@@ -71,9 +71,12 @@ Source decoded_source(Format format, bool codes);
 void add_once(std::vector<Source>& all, Source source);  // unless one of its name is there
 void add_attention_sources(std::vector<Source>& all);  // without mods, of the usual head dims
 void add_decode_sources(std::vector<Source>& all);
+// Products of warpgroups, which kHopper alone has. x_parts: 1, or 0 for int8 activations.
+inline constexpr char kHopper[] = "sm_90a";
+void add_wgmma_sources(std::vector<Source>& all, Format format, int x_parts, int tile_groups, bool asymmetric = false);
 // The sources of the optimizers' defaults, and of linear and attention with the configurations that are used most.
-LOWBIT_API std::vector<Source> common_sources();
-// Every specialisation of linear that a call can ask for.
-LOWBIT_API std::vector<Source> linear_sources();
+LOWBIT_API std::vector<Source> common_sources(const std::string& architecture);
+// Every specialisation of linear that a call can ask for, of bfloat16 where warpgroups multiply.
+LOWBIT_API std::vector<Source> linear_sources(const std::string& architecture);
 
 }  // namespace lowbit::cuda

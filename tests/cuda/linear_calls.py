@@ -63,6 +63,33 @@ CODE_TILES = [
 ]
 
 
+# By products of warpgroups; the last ones are int8 activations of weights with groups or zero points, in float16.
+BY_WARPGROUPS = [
+    LinearCase(m, n, k, dtype, format, group_size, mapping, x_format, *post_ops)
+    for m, n, k, dtype, format, group_size, mapping, x_format, *post_ops in (
+        (34, 37, 150, "bfloat16", "int4", 128, "symmetric", "float", "float32", "silu", True, True),
+        (70, 300, 700, "bfloat16", "int4", 32, "symmetric", "float", None, "none", False, False),
+        (33, 48, 330, "float16", "int4", 64, "asymmetric", "float", "dtype of x", "relu", True, False),
+        (20, 33, 640, "bfloat16", "nf4", 64, "symmetric", "float", "float32", "none", False, False),  # in two splits
+        (130, 20, 200, "bfloat16", "int8", 0, "symmetric", "float", None, "none", False, True),
+        (270, 17, 130, "float16", "fp4_e2m1", 16, "symmetric", "float", None, "gelu", False, False),
+        (40, 37, 99, "bfloat16", "fp8_e4m3", 64, "symmetric", "float", None, "none", False, False),
+        (35, 20, 70, "float16", "fp8_e4m3", 0, "symmetric", "float", None, "none", False, False),
+        (36, 20, 192, "bfloat16", "bfloat16", 0, "symmetric", "float", "float32", "none", False, False),
+        (37, 37, 150, "bfloat16", "int7", 32, "asymmetric", "float", None, "none", False, False),
+        (33, 33, 130, "float16", "int8", 0, "symmetric", "float", None, "none", False, False),
+        (50, 40, 1500, "bfloat16", "int8", 0, "symmetric", "int8_row", "float32", "silu", True, True),
+        (33, 33, 99, "float32", "int8", 0, "symmetric", "int8_row", None, "none", False, False),
+        (129, 17, 200, "float16", "int3", 0, "symmetric", "int8_row_asymmetric", None, "none", False, False),
+        (39, 20, 70, "bfloat16", "int4", 0, "symmetric", "int8_row", None, "gelu", False, False),
+        (40, 37, 330, "bfloat16", "int4", 32, "symmetric", "int8_group", "float32", "silu", True, True),
+        (70, 20, 600, "float16", "int4", 128, "asymmetric", "int8_row_asymmetric", None, "none", False, False),
+        (18, 33, 520, "bfloat16", "int8", 256, "symmetric", "int8_group", None, "none", False, True),
+        (20, 17, 99, "float16", "int3", 0, "asymmetric", "int8_row", None, "none", False, False),
+    )
+]
+
+
 def row_of(case: LinearCase, suffix: str) -> str:
     return f"linear_{case.format}_{'int8_' if case.x_format.startswith('int8') else ''}{suffix}"
 
@@ -75,6 +102,11 @@ def run(case: LinearCase, device: str, row: str, data: LinearData | None = None)
     with forced(row):
         y = torch.ops.lowbit.linear(x, packed, *case.op_args, bias, _C.ACTIVATIONS[case.activation], mul, add)
     return y.cpu()
+
+
+def allowed_by_warpgroups(case: LinearCase, data: LinearData) -> Tensor:
+    exact = case.x_format.startswith("int8") and case.group_size == 0 and case.mapping == "symmetric"
+    return data.allowed if exact else allowed_of_many_rows(case, data)
 
 
 def allowed_of_many_rows(case: LinearCase, data: LinearData) -> Tensor:

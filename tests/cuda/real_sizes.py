@@ -20,6 +20,7 @@ DEVICE, SUFFIX = "cuda", ""
 COLUMNS, TIMES, K = 112, 37, 4096  # 4144 columns; 7 panels are no power of 2, by which a wrong column would be right again
 BF16, FP16 = torch.bfloat16, torch.float16
 MANY_ROWS = {  # row -> format, activations, numbers of rows
+    "linear_wgmma_cuda": ("int4", "float", (40, 100, 500)),
     "linear_decoded_cublas": ("int4", "float", (128, 2048)),
     "linear_codes_cublas": ("int8", "int8_row", (256, 2048)),
     "linear_code_tiles_cuda": ("int4", "int8_row", (130, 700)),

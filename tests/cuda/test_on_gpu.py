@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from decode_calls import DecodeCase
 from decode_calls import assert_right as assert_decode_right
 from decode_calls import make_data as make_decode_data
 from decode_calls import run as run_decode
-from linear_calls import CASES, row_of, run
+from linear_calls import BY_WARPGROUPS, CASES, allowed_by_warpgroups, row_of, run
 from optim_steps import RULES, step
 
 import lowbit
@@ -94,6 +95,15 @@ def test_a_grad_scaler_waits_for_nothing() -> None:
 def test_linear_is_within_budget_of_the_float64_reference(case: LinearCase) -> None:
     data = cached_data(case)
     assert_within(run(case, "cuda", row_of(case, "cuda")), data.wanted, data.allowed, str(case))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="no GPU of compute capability 9.0")
+@pytest.mark.parametrize("case", [replace(case, n=case.n + 2112) for case in BY_WARPGROUPS], ids=str)
+def test_products_of_warpgroups_are_within_budget_of_the_float64_reference(case: LinearCase) -> None:
+    data = cached_data(case)
+    first, second = (run(case, "cuda", "linear_wgmma_cuda") for _ in range(2))
+    assert_within(first, data.wanted, allowed_by_warpgroups(case, data), str(case))
+    assert torch.equal(first, second)
 
 
 def test_a_model_is_quantized_there_called_in_a_graph_and_differentiated() -> None:

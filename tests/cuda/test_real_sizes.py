@@ -48,7 +48,7 @@ def test_columns_that_repeat_are_the_call_with_all_of_them(row: str) -> None:
 def test_linear(row: str) -> None:
     for case in linear_cases(row):
         few = cached_data(case)
-        if row == "linear_decoded_cublas":
+        if row in ("linear_decoded_cublas", "linear_wgmma_cuda"):
             few = replace(few, allowed=allowed_of_many_rows(case, few))
         whole, data = repeated(case, few)
         first, second = (run(whole, DEVICE, row + SUFFIX, data) for _ in range(2))

@@ -84,6 +84,12 @@ void multiply_by_shared(int32_t (&c)[kCount][4], const uint32_t (&a)[4], const v
 }
 
 inline uint32_t computed(uint32_t a) { return a; }
+inline uint32_t scale_f16x2(uint32_t a, uint32_t less, uint32_t scale) {
+  float scaled[2];
+  for (int i = 0; i < 2; i++)
+    scaled[i] = (float_of_half(a >> 16 * i) - float_of_half(less >> 16 * i)) * float_of_half(scale >> 16 * i);
+  return pair_of_f16(scaled[0], scaled[1]);
+}
 inline uint32_t scale_bf16x2(uint32_t a, uint32_t high, uint32_t low) {
   const auto rounded = [](double exact) {
     const auto single = static_cast<float>(exact);

@@ -105,5 +105,12 @@ LOWBIT_INLINE uint32_t scale_bf16x2(uint32_t a, uint32_t high, uint32_t low) {
   return d;
 }
 
+// (a - less) * scale of each half, the difference exact.
+LOWBIT_INLINE uint32_t scale_f16x2(uint32_t a, uint32_t less, uint32_t scale) {
+  uint32_t d;
+  asm("{.reg .b32 rest; sub.rn.f16x2 rest, %1, %2; mul.rn.f16x2 %0, rest, %3;}" : "=r"(d) : "r"(a), "r"(less), "r"(scale));
+  return d;
+}
+
 }  // namespace lowbit::cuda
 #endif

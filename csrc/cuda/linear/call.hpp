@@ -49,24 +49,24 @@ struct ProductShape {
 };
 
 // Products of warpgroups (wgmma.cuh): a CTA makes 16 columns a warp.
-template <int kWarps>
-constexpr int kThreadsOf = kWarps * 32;
-constexpr int kSharedOfHopper = 228 << 10;  // of a multiprocessor, of which every CTA takes 1 KB
+template <int kRows>
+constexpr int kThreadsOf = (kRows > 128 ? 8 : 16) * 32;
+constexpr int kMostSharedOfHopper = 227 << 10;  // of a CTA
 struct WgmmaShape {
-  int warps, bits;
+  int bits;
   bool codes;  // activations are int8
   int tile_groups;
   bool asymmetric;
   int rows;
 
-  constexpr int columns() const { return warps * 16; }
+  constexpr int warps() const { return rows > 128 ? 8 : 16; }  // one CTA a multiprocessor: sums of 256 rows are 128 registers
+  constexpr int columns() const { return warps() * 16; }
   constexpr int pitch() const { return columns() + 4; }  // of results: stores of a warp fall into different banks
-  constexpr int ctas() const { return rows > 128 ? 1 : 16 / warps; }      // on a multiprocessor, of 128 registers a thread
   constexpr int stage_bytes() const {
-    return rows * (codes ? 64 : 128) + warps * (128 * bits + (tile_groups ? tile_groups : 1) * (1 + asymmetric) * 32);
+    return rows * (codes ? 64 : 128) + warps() * (128 * bits + (tile_groups ? tile_groups : 1) * (1 + asymmetric) * 32);
   }
   constexpr int stages() const {
-    const int room = (kSharedOfHopper / ctas() - 1024 - 64) / (stage_bytes() + 16);
+    const int room = (kMostSharedOfHopper - 64) / (stage_bytes() + 16);
     return room > 6 ? 6 : room;
   }
   constexpr int bytes() const {
@@ -74,9 +74,8 @@ struct WgmmaShape {
     return (ring > results ? ring : results) + stages() * 16 + 64;  // and barriers, and the levels of a lookup format
   }
 };
-template <int kOfMultiprocessor>
 struct WgmmaCall {
-  static constexpr int kCtas = kOfMultiprocessor;
+  static constexpr int kCtas = 1;
   ProductCall product;
 };
 

@@ -10,17 +10,9 @@
 #include "cuda/device/tiles.cuh"
 #include "cuda/linear/call.hpp"
 #include "cuda/linear/fragments.cuh"
-#include "gpu/linear/epilogue.cuh"
+#include "cuda/linear/sums.cuh"
 
 namespace lowbit::cuda {
-
-// A sum of products of codes, scaled with the numbers of its row (RowSum).
-template <Format kFormat, bool kAsymmetric>
-LOWBIT_INLINE float scaled_sum(int32_t dot, const RowSum& of_row, float zero) {
-  const auto whole = static_cast<int32_t>(static_cast<uint32_t>(dot) + static_cast<uint32_t>(of_row.start));
-  const float scaled = __fmaf_rn(static_cast<float>(whole), of_row.scale, of_row.zero);
-  return kAsymmetric ? __fmaf_rn(zero - static_cast<float>(kCodeOffset<kFormat>), -of_row.sum, scaled) : scaled;
-}
 
 // kXParts: of float activations; 0: they are codes. kTileGroups: scales along the k of a tile; 0: one for all k,
 // of a weight without zero points. kRows: 1, or whole blocks of kRowsAtOnce. kInPlace: activations are read as
@@ -300,43 +292,6 @@ struct Product {
   }
 };
 
-// The last steps on the sum over all k.
-template <Format kFormat, bool kCodes, int kTileGroups, class Whole>
-LOWBIT_INLINE float finished_whole(const LinearCall& call, const ColumnEnds& ends, int64_t row, int64_t n, Whole whole) {
-  PendingScales pending{true, 1.0f};
-  float sum;
-  if constexpr (kCodes) {
-    sum = kTileGroups ? whole : scaled_sum<kFormat, false>(whole, call.sums[row], 0.0f);
-  } else {
-    sum = whole;
-    if (call.row_scale) pending.row_scale = call.row_scale[row];  // null: activations in place, or as matrices
-    if (kWeightParts<kFormat> > 1 && pending.row_scale < 0.0f)
-      sum = sum_alone<kFormat>(call, row, n), pending = {false, 1.0f};
-  }
-  return finished<kFormat>(call, ends, row, row * call.spec.n + n, sum, pending);
-}
-template <Format kFormat, bool kCodes, int kTileGroups, class Whole>
-LOWBIT_INLINE void store_whole(const LinearCall& call, int64_t row, int64_t n, Whole whole) {
-  const float value = finished_whole<kFormat, kCodes, kTileGroups>(call, ColumnEnds::of<kFormat>(call, n), row, n, whole);
-  store_from_float(call.y, call.dtype, row * call.spec.n + n, value);
-}
-
-// Columns n to n + 3 of four, as many as there are.
-template <Format kFormat>
-LOWBIT_INLINE void ends_of_four(const LinearCall& call, int64_t n, ColumnEnds (&ends)[4]) {
-#pragma unroll
-  for (int i = 0; i < 4; i++) ends[i] = ColumnEnds::of<kFormat>(call, smaller(n + i, call.spec.n - 1));
-}
-template <Format kFormat, bool kCodes, int kTileGroups, class Whole>
-LOWBIT_INLINE void store_four_wholes(const LinearCall& call, const ColumnEnds (&ends)[4], int64_t row, int64_t n,
-                                     const Whole (&whole)[4]) {
-  float value[4];
-#pragma unroll
-  for (int i = 0; i < 4; i++)
-    value[i] = finished_whole<kFormat, kCodes, kTileGroups>(call, ends[i], row, smaller(n + i, call.spec.n - 1), whole[i]);
-  store_four(call, row, n, value);
-}
-
 template <Format kFormat, int kXParts, int kTileGroups, bool kAsymmetric, int kRows, bool kInPlace>
 LOWBIT_INLINE void linear(const ProductCall& given) {
   using P = Product<kFormat, kXParts, kTileGroups, kAsymmetric, kRows, kInPlace>;
@@ -365,30 +320,6 @@ LOWBIT_INLINE void linear(const ProductCall& given) {
     if (given.splits == 1) store_whole<kFormat, P::kCodes, kTileGroups>(call, row, n, whole);
     else static_cast<typename P::Result*>(given.partial)[(split * call.m + row) * call.spec.n + n] = whole;
   }
-}
-
-// A thread for four results of a row.
-template <Format kFormat, bool kCodes, int kTileGroups>
-LOWBIT_INLINE void add_splits(const ProductCall& given) {
-  using Result = std::conditional_t<kCodes && kTileGroups == 0, int32_t, float>;
-  const LinearCall& call = given.call;
-  const auto fours = static_cast<uint32_t>(ceil_div(call.spec.n, 4)),  // of a row; fewer than 2^31 in all
-      number = static_cast<uint32_t>(blockIdx.x) * kLinearThreads + threadIdx.x;
-  const int64_t row = number / fours, n = static_cast<int64_t>(number % fours) * 4, all = call.m * call.spec.n;
-  if (row >= call.m) return;
-  const int count = static_cast<int>(smaller(call.spec.n - n, 4));
-  const auto* partial = static_cast<const Result*>(given.partial) + row * call.spec.n + n;
-  alignas(16) Result whole[4] = {};
-  for (int split = 0; split < given.splits; split++, partial += all) {
-    alignas(16) Result part[4] = {};
-    if (call.spec.n % 4 == 0) *reinterpret_cast<uint4*>(part) = *reinterpret_cast<const uint4*>(partial);
-    else for (int i = 0; i < count; i++) part[i] = partial[i];
-#pragma unroll
-    for (int i = 0; i < 4; i++) whole[i] += part[i];
-  }
-  ColumnEnds ends[4];
-  ends_of_four<kFormat>(call, n, ends);
-  store_four_wholes<kFormat, kCodes, kTileGroups>(call, ends, row, n, whole);
 }
 
 }  // namespace lowbit::cuda

@@ -23,9 +23,10 @@ Source activations_source(const LinearKind& kind) {
                                      concat("quantize_rows<", text_of(kind.format), ", ", kind.tile_groups, ", ",
                                             text_of(kind.matrices), ">")))};
   if (kind.matrices)
-    return {"activations as matrices", concat("#include \"cuda/linear/wgmma.cuh\"\n",
-                                              kernel_text("activations", "kLinearThreads", "LinearCall",
-                                                          "order_matrices"))};
+    return {kind.coded ? "int8 activations as matrices of float16" : "activations as matrices",
+            concat("#include \"cuda/linear/matrices.cuh\"\n",
+                   kernel_text("activations", "kLinearThreads", "LinearCall",
+                               kind.coded ? "order_codes" : "order_matrices"))};
   const bool swapped = !is_float(kind.format), alone = parts_of(kind.format) > 1;
   return {concat("activations in ", kind.x_parts, " parts", swapped ? ", for codes" : "", alone ? " of parts" : ""),
           concat(text, kernel_text("activations", "kLinearThreads", "LinearCall",
@@ -51,7 +52,7 @@ Source splits_source(const LinearKind& kind) {
   const bool codes = kind.x_parts == 0;
   return {concat("linear in splits of ", name_of(kind.format),
                  codes ? concat(", int8 activations, ", kind.tile_groups ? "scaled" : "whole", " sums") : ""),
-          concat("#include \"cuda/linear/product.cuh\"\n",
+          concat("#include \"cuda/linear/sums.cuh\"\n",
                  kernel_text("add_splits", "kLinearThreads", "ProductCall",
                              concat("add_splits<", text_of(kind.format), ", ", text_of(codes), ", ",
                                     kind.tile_groups ? 1 : 0, ">")))};
@@ -70,13 +71,13 @@ Source wgmma_source(const LinearKind& kind) {
   const bool codes = kind.x_parts == 0;
   return {concat("linear by warpgroups of ", name_of(kind.format), kind.asymmetric ? " with zero points" : "", ", ",
                  kind.tile_groups, " scales a tile, ", codes ? "int8" : name_of(kind.dtype), " activations, ", kind.rows,
-                 " rows, ", kind.warps, " warps"),
+                 " rows"),
           concat("#include \"cuda/linear/wgmma.cuh\"\n",
-                 kernel_text("linear_wgmma", concat("kThreadsOf<", kind.warps, ">"),
-                             concat("WgmmaCall<", kind.wgmma_shape().ctas(), ">"),
+                 kernel_text("linear_wgmma", concat("kThreadsOf<", kind.rows, ">"),
+                             "WgmmaCall",
                              concat("linear_wgmma<", text_of(kind.format), ", ", text_of(codes), ", lowbit::DType::",
                                     name_of(kind.dtype), ", ", kind.tile_groups, ", ", text_of(kind.asymmetric), ", ",
-                                    kind.rows, ", ", kind.warps, ">")))};
+                                    kind.rows, ">")))};
 }
 
 Source decoded_source(Format format, bool codes) {
@@ -88,7 +89,26 @@ Source decoded_source(Format format, bool codes) {
                  kernel_text("finish_products", "kLinearThreads", "DecodedCall", "finish_products" + specialised))};
 }
 
-std::vector<Source> linear_sources() {
+namespace {
+
+// Those of 64, 128 and 256 rows, and of lookup formats of 32.
+void add_wgmma_sources(std::vector<Source>& all, LinearKind kind) {
+  kind.matrices = true, kind.in_place = false;
+  add_once(all, activations_source(kind));
+  const bool codes = kind.x_parts == 0;
+  for (kind.rows = parts_of(kind.format) > 1 ? 32 : 64; kind.rows <= (codes ? 128 : 256); kind.rows *= 2)
+    all.push_back(wgmma_source(kind));
+}
+
+}  // namespace
+
+void add_wgmma_sources(std::vector<Source>& all, Format format, int x_parts, int tile_groups, bool asymmetric) {
+  LinearKind kind{format, x_parts, tile_groups, asymmetric, 64};
+  if (x_parts == 0 && tile_groups) kind.coded = true, kind.x_parts = 1, kind.dtype = DType::float16;
+  add_wgmma_sources(all, kind);
+}
+
+std::vector<Source> linear_sources(const std::string& architecture) {
   std::vector<Source> all;
   const auto add = [&](LinearKind kind) {
     add_once(all, activations_source(kind)), add_once(all, splits_source(kind));
@@ -107,15 +127,19 @@ std::vector<Source> linear_sources() {
     if (!gpu::refuses_format(format).empty()) continue;
     const bool integer = is_integer(format);
     for (int codes = 0; codes <= integer; codes++) all.push_back(decoded_source(format, codes == 1));
+    const bool has_wgmma = architecture == kHopper && bits(format) < 32;
     for (int x_parts = integer ? 0 : 1; x_parts <= 3; x_parts++) {
       if (is_float(format)) {
         add({format, x_parts, 0, false, 8});
+        if (has_wgmma && x_parts == 1) add_wgmma_sources(all, format, 1, 0, false);
         continue;
       }
       const int most = !integer && smallest_group(format) == 16 ? 4 : 2;
       for (int groups = 0; groups <= most; groups = groups ? 2 * groups : 1)
-        for (int asymmetric = 0; asymmetric <= (integer && groups); asymmetric++)
+        for (int asymmetric = 0; asymmetric <= (integer && groups); asymmetric++) {
           add({format, x_parts, groups, asymmetric == 1, 8});
+          if (has_wgmma && x_parts < 2) add_wgmma_sources(all, format, x_parts, groups, asymmetric == 1);
+        }
     }
   }
   return all;

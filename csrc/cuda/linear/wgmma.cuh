@@ -13,56 +13,24 @@
 #include "cuda/device/wgmma.cuh"
 #include "cuda/linear/call.hpp"
 #include "cuda/linear/fragments.cuh"
-#include "cuda/linear/product.cuh"
-#include "gpu/linear/epilogue.cuh"
+#include "cuda/linear/sums.cuh"
 
 namespace lowbit::cuda {
 
-// A row's 16-byte halves of 16 k, as matrices of 8 rows: k 0, 2 ... 14 of a chunk, then k 1, 3 ... 15. Of codes all 16 k
-// in their order, by quantize_rows of gpu/linear/activations.cuh.
-LOWBIT_INLINE void order_matrices(const LinearCall& call) {
-  const auto chunks = static_cast<uint32_t>(call.tiles * kChunks),
-             at = static_cast<uint32_t>(blockIdx.x) * kLinearThreads + threadIdx.x;
-  const int64_t row = at / chunks, chunk = at % chunks;
-  if (row >= call.m) return;
-  uint32_t words[8];
-  const auto* x = static_cast<const uint16_t*>(call.x) + row * call.spec.k + chunk * 16;
-  if (reinterpret_cast<std::size_t>(call.x) % 16 == 0 && call.spec.k % 16 == 0) {
-    const uint4 first = chunk * 16 < call.spec.k ? *reinterpret_cast<const uint4*>(x) : uint4{},
-                second = chunk * 16 < call.spec.k ? *reinterpret_cast<const uint4*>(x + 8) : uint4{};
-    words[0] = first.x, words[1] = first.y, words[2] = first.z, words[3] = first.w;
-    words[4] = second.x, words[5] = second.y, words[6] = second.z, words[7] = second.w;
-  } else {
-#pragma unroll
-    for (int i = 0; i < 8; i++) {
-      const auto of = [&](int k) { return chunk * 16 + k < call.spec.k ? uint32_t{x[k]} : 0u; };
-      words[i] = of(2 * i) | of(2 * i + 1) << 16;
-    }
-  }
-  uint32_t halves[2][4];
-#pragma unroll
-  for (int i = 0; i < 4; i++) {
-    halves[0][i] = __byte_perm(words[2 * i], words[2 * i + 1], 0x5410);
-    halves[1][i] = __byte_perm(words[2 * i], words[2 * i + 1], 0x7632);
-  }
-  auto* to = static_cast<uint4*>(call.ordered) + matrices_of(call, row, chunk / kChunks) * 2 * kRowsAtOnce * kChunks +
-             chunk % kChunks * 2 * kRowsAtOnce + row % kRowsAtOnce;
-  to[0] = {halves[0][0], halves[0][1], halves[0][2], halves[0][3]};
-  to[kRowsAtOnce] = {halves[1][0], halves[1][1], halves[1][2], halves[1][3]};
-}
-
-// kCodes: int8 activations, with one scale a row, of a weight with one scale a column; else of kDtype.
-template <Format kFormat, bool kCodes, DType kDtype, int kTileGroups, bool kAsymmetric, int kRows, int kWarps>
+// kCodes: int8 activations, with one scale a row, of a weight with one scale a column; else they are of kDtype. Codes of
+// other weights come as float16, in which they are exact.
+template <Format kFormat, bool kCodes, DType kDtype, int kTileGroups, bool kAsymmetric, int kRows>
 struct WgmmaProduct {
   static_assert(kTileGroups > 0 || !kAsymmetric);
   static_assert(!kCodes || kTileGroups == 0);
-  static constexpr WgmmaShape kShape{kWarps, bits(kFormat), kCodes, kTileGroups, kAsymmetric, kRows};
-  // By parts of bfloat16 in the units that fragments come in, with their scales; or weight by weight.
-  static constexpr bool kFragments = !kCodes && kDtype == DType::bfloat16 && !kAsymmetric && !is_float(kFormat) && !is_table(kFormat) &&
-                                     kWeightParts<kFormat> == 1;
+  static constexpr WgmmaShape kShape{bits(kFormat), kCodes, kTileGroups, kAsymmetric, kRows};
+  // Decoded by pairs: to bfloat16 in the units that fragments come in, or to float16. Others weight by weight.
+  static constexpr bool kPairs16 = !kCodes && !kAsymmetric && !is_table(kFormat) && kWeightParts<kFormat> == 1,
+                        kFragments = kPairs16 && kDtype == DType::bfloat16 && !is_float(kFormat),
+                        kHalves = kPairs16 && kDtype == DType::float16 && is_integer(kFormat);
   static constexpr float kUnit = kFragments && is_integer(kFormat) ? kUnitOfIntegers : 1.0f;
   using Sum = std::conditional_t<kCodes, int32_t, float>;
-  static constexpr int kStages = kShape.stages(), kSteps = kCodes ? kChunks / 2 : kChunks,
+  static constexpr int kWarps = kShape.warps(), kStages = kShape.stages(), kSteps = kCodes ? kChunks / 2 : kChunks,
                        kScales = kTileGroups ? kTileGroups : 1, kPairs = kAsymmetric ? 2 : 1,
                        kTileBytes = 128 * kShape.bits, kBlockBytes = kSteps * 256;  // of 8 rows of activations
 
@@ -127,8 +95,9 @@ struct WgmmaProduct {
   }
 
   struct Scale {
-    float scale, less;    // weight = (level - less) * scale
-    uint32_t high, low;   // of units of fragments: two parts of bfloat16, twice each
+    float scale, less;   // weight = (level - less) * scale
+    uint32_t high, low;  // of units of fragments: two parts of bfloat16, twice each
+    uint32_t half;       // twice
   };
   LOWBIT_INLINE void scales_of(const Stage& stage, int part, Scale (&of)[2]) const {
     const auto pair = [&](bool zero) {
@@ -144,6 +113,7 @@ struct WgmmaProduct {
       const uint32_t whole = __float_as_uint(made.scale * kUnit), high = whole & 0xffff0000u,
                      low = __float_as_uint(__uint_as_float(whole) - __uint_as_float(high));  // 11 bits: exact
       made.high = high | high >> 16, made.low = low | low >> 16;
+      made.half = __byte_perm(scales, 0, column ? 0x3232 : 0x1010);
     }
   }
 
@@ -158,6 +128,15 @@ struct WgmmaProduct {
 #pragma unroll
       for (int i = 0; i < 4; i++)
         a[i] = kTileGroups ? scale_bf16x2(parts[0][i], scale[i % 2].high, scale[i % 2].low) : parts[0][i];
+    } else if constexpr (kHalves) {
+      // The low bits of the mantissa of 2^10, of which as much is taken off.
+      constexpr uint32_t kTwoTo10 = 0x64006400u, kLess = (0x6400u + symmetric_zero(kFormat)) * 0x10001u;
+#pragma unroll
+      for (int column = 0; column < 2; column++) {
+        const uint32_t bytes = tile.words.bytes(step, column, t);
+        a[column] = scale_f16x2((bytes & 0x00ff00ffu) | kTwoTo10, kLess, scale[column].half);
+        a[2 + column] = scale_f16x2((bytes >> 8 & 0x00ff00ffu) | kTwoTo10, kLess, scale[column].half);
+      }
     } else {
 #pragma unroll
       for (int column = 0; column < 2; column++) {
@@ -237,11 +216,10 @@ struct WgmmaProduct {
   }
 };
 
-template <Format kFormat, bool kCodes, DType kDtype, int kTileGroups, bool kAsymmetric, int kRows, int kWarps,
-          class Call>
-LOWBIT_INLINE void linear_wgmma(const Call& given) {
-  using P = WgmmaProduct<kFormat, kCodes, kDtype, kTileGroups, kAsymmetric, kRows, kWarps>;
-  constexpr int kColumns = P::kShape.columns();
+template <Format kFormat, bool kCodes, DType kDtype, int kTileGroups, bool kAsymmetric, int kRows>
+LOWBIT_INLINE void linear_wgmma(const WgmmaCall& given) {
+  using P = WgmmaProduct<kFormat, kCodes, kDtype, kTileGroups, kAsymmetric, kRows>;
+  constexpr int kWarps = P::kWarps, kColumns = P::kShape.columns();
   LOWBIT_DYNAMIC_SHARED(typename P::Shared, shared);
   const ProductCall& product = given.product;
   const LinearCall& call = product.call;
@@ -278,17 +256,16 @@ LOWBIT_INLINE void linear_wgmma(const Call& given) {
   for (int of_cta = static_cast<int>(threadIdx.x) / kFours; of_cta < kRows; of_cta += kWarps * 32 / kFours) {
     const int64_t row = first_row + of_cta;
     if (row >= call.m) return;
-    alignas(16) typename P::Sum whole[4];
-    *reinterpret_cast<uint4*>(whole) = *reinterpret_cast<const uint4*>(&shared.results[of_cta][four * 4]);
+    typename P::Sum whole[4];
+    load_four(&shared.results[of_cta][four * 4], true, 4, whole);
     if constexpr (P::kUnit != 1.0f && kTileGroups == 0)
 #pragma unroll
       for (auto& of : whole) of *= P::kUnit;
     if (product.splits == 1) {
       store_four_wholes<kFormat, kCodes, kTileGroups>(call, ends, row, n, whole);
     } else {
-      auto* to = static_cast<typename P::Sum*>(product.partial) + (split * call.m + row) * call.spec.n + n;
-      if (call.spec.n % 4 == 0) *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(whole);
-      else for (int i = 0; i < 4 && n + i < call.spec.n; i++) to[i] = whole[i];
+      store_four_sums(static_cast<typename P::Sum*>(product.partial) + (split * call.m + row) * call.spec.n + n,
+                      call.spec.n % 4 == 0, call.spec.n - n, whole);
     }
   }
 }

@@ -67,6 +67,7 @@ LOWBIT_INLINE int64_t matrices_of(const LinearCall& call, int64_t row, int64_t t
 // The bits of the largest |x| of a row. Those of inf and nan are above all others.
 LOWBIT_INLINE int32_t largest_of_row(const LinearCall& call, int64_t row, int32_t (&warps)[kLinearWarps]) {
   int32_t most = 0;
+#pragma unroll 4  // loads of a row on their way together: one CTA has it
   for (int64_t word = threadIdx.x; word < ceil_div(call.spec.k, 4); word += kLinearThreads) {
     float x[4];
     load_word(call, row, word, x);
@@ -177,15 +178,23 @@ template <bool kMatrices, bool kIsWarp>
 LOWBIT_INLINE int32_t encode(const LinearCall& call, const Team<kIsWarp>& team, int64_t row, int64_t begin, int64_t end,
                              const Range& range) {
   int32_t sum = 0;
-  for (int64_t word = begin / 4 + team.rank(); word < end / 4; word += team.kSize) {
-    float x[4];
-    load_word(call, row, word, x);
-    const WordOfCodes of = codes_of(call, word, x, range);
-    sum += of.sum;
-    const int64_t at = ordered_at(call, row, word, kChunks / 2) + word % 16 / 8 * 32,
-                  of_matrix = matrices_of(call, row, word / 16) * 128 + word % 16 / 4 * 32 + row % kRowsAtOnce * 4 +
-                              word % 4;
-    static_cast<uint32_t*>(call.ordered)[kMatrices ? of_matrix : at * 2 + word % 8 / 4] = of.codes;
+  constexpr int kAtOnce = kIsWarp ? 1 : 4;  // words of a thread, whose loads are on their way together
+  for (int64_t first = begin / 4 + team.rank(); first < end / 4; first += kAtOnce * team.kSize) {
+    float x[kAtOnce][4];
+#pragma unroll
+    for (int i = 0; i < kAtOnce; i++)
+      if (first + i * team.kSize < end / 4) load_word(call, row, first + i * team.kSize, x[i]);
+#pragma unroll
+    for (int i = 0; i < kAtOnce; i++) {
+      const int64_t word = first + i * team.kSize;
+      if (word >= end / 4) break;
+      const WordOfCodes of = codes_of(call, word, x[i], range);
+      sum += of.sum;
+      const int64_t at = ordered_at(call, row, word, kChunks / 2) + word % 16 / 8 * 32,
+                    of_matrix = matrices_of(call, row, word / 16) * 128 + word % 16 / 4 * 32 + row % kRowsAtOnce * 4 +
+                                word % 4;
+      static_cast<uint32_t*>(call.ordered)[kMatrices ? of_matrix : at * 2 + word % 8 / 4] = of.codes;
+    }
   }
   return team.combined(Total{}, sum);
 }

@@ -84,6 +84,7 @@ LOWBIT_INLINE void store_four(const LinearCall& call, int64_t row, int64_t n, co
     }
     return;
   }
+#pragma unroll
   for (int i = 0; i < 4; i++)
     if (n + i < call.spec.n) store_from_float(call.y, call.dtype, at + i, value[i]);
 }

@@ -9,7 +9,7 @@ int main(int count, char** arguments) try {
   if (count < 3) return std::fputs("lowbit_pack FOLDER ARCHITECTURE...\n", stderr), 2;
   setenv("LOWBIT_CACHE_DIR", arguments[1], 1);
   for (int i = 2; i < count; i++)
-    for (const lowbit::cuda::Source& source : lowbit::cuda::common_sources())
+    for (const lowbit::cuda::Source& source : lowbit::cuda::common_sources(arguments[i]))
       lowbit::cuda::prebuild(source, arguments[i]);
   return 0;
 } catch (const std::exception& error) {
