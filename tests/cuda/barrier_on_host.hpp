@@ -63,4 +63,6 @@ inline void wait_for(const Barrier& barrier, int phase) {
   }
 }
 
+inline void meet_other_ctas() { on_host::wait(on_host::State::at_barrier); }
+
 }  // namespace lowbit::cuda
