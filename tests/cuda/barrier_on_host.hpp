@@ -63,6 +63,4 @@ inline void wait_for(const Barrier& barrier, int phase) {
   }
 }
 
-inline void meet_other_ctas() { on_host::wait(on_host::State::at_barrier); }
-
 }  // namespace lowbit::cuda

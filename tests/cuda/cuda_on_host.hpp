@@ -235,8 +235,6 @@ inline float __fsub_rn(float a, float b) { return a - b; }
 inline float __fmul_rn(float a, float b) { return a * b; }
 template <class T>
 T __ldg(const T* p) { return *p; }
-template <class T>
-T __ldcg(const T* p) { return *p; }
 inline int atomicExch(int* p, int value) { return std::exchange(*p, value); }
 template <class T>
 T atomicAdd(T* p, T value) { return std::exchange(*p, *p + value); }

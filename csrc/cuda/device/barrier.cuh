@@ -41,12 +41,5 @@ LOWBIT_INLINE void wait_for(const Barrier& barrier, int phase) {
                :: "r"(shared_address(&barrier)), "r"(phase) : "memory");
 }
 
-// What this CTA has written to global memory is there for CTAs that learn of it from what its threads write behind this;
-// they too wait so before they read. (A barrier for the CTA as well. The emulation runs one CTA after the other.)
-LOWBIT_INLINE void meet_other_ctas() {
-  __threadfence();
-  asm volatile("bar.sync 0;" ::: "memory");
-}
-
 }  // namespace lowbit::cuda
 #endif

@@ -66,12 +66,12 @@ struct WgmmaShape {
     return rows * (codes ? 64 : 128) + warps() * (128 * bits + (tile_groups ? tile_groups : 1) * (1 + asymmetric) * 32);
   }
   constexpr int stages() const {
-    const int room = (kMostSharedOfHopper - 80) / (stage_bytes() + 16);
+    const int room = (kMostSharedOfHopper - 64) / (stage_bytes() + 16);
     return room > 6 ? 6 : room;
   }
   constexpr int bytes() const {
     const int ring = stages() * stage_bytes(), results = rows * pitch() * 4;
-    return (ring > results ? ring : results) + stages() * 16 + 64 + 16;  // and barriers, levels, a count
+    return (ring > results ? ring : results) + stages() * 16 + 64;  // and barriers, and the levels of a lookup format
   }
 };
 struct WgmmaCall {

@@ -9,7 +9,6 @@
 namespace lowbit::cuda {
 
 LOWBIT_INLINE void order_matrices(const LinearCall& call) {
-  clear_counters(call);
   const auto chunks = static_cast<uint32_t>(call.tiles * kChunks),
              at = static_cast<uint32_t>(blockIdx.x) * kLinearThreads + threadIdx.x;
   const int64_t row = at / chunks, chunk = at % chunks;
@@ -44,7 +43,6 @@ LOWBIT_INLINE void order_matrices(const LinearCall& call) {
 // theirs over the largest, which is that of the row; they are rounded once to 11 bits.
 LOWBIT_INLINE void order_codes(const LinearCall& call) {
   LOWBIT_SHARED(int32_t, warps, [kLinearWarps]);
-  clear_counters(call);
   const WeightSpec& spec = call.spec;
   const int64_t row = blockIdx.x / static_cast<unsigned>(call.ctas_of_row),
                 part_of_row = blockIdx.x % static_cast<unsigned>(call.ctas_of_row), padded = call.tiles * kTileK;

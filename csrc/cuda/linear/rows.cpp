@@ -35,13 +35,11 @@ LinearKind kind_of(const LinearArgs& args) {
   return kind;
 }
 
-constexpr int64_t kMostCounters = kLinearThreads;  // of results whose k is split, by warpgroups
-
 // The memory that a call needs besides its tensors: activations in order, and the sums and scales of their rows.
 bool as_they_are(const LinearKind& kind) { return kind.matrices && kind.x_parts && !kind.coded; }
 bool has_row_scale(const LinearKind& kind) { return !kind.in_place && !as_they_are(kind); }
 struct WorkspaceLayout {
-  int64_t ordered, sums, rows, partial, counters;  // bytes
+  int64_t ordered, sums, rows, partial;  // bytes
   WorkspaceLayout(const LinearArgs& args, const LinearKind& kind, int splits)
       : ordered(kind.in_place ? 0
                               : round_up(args.m, kind.rows) * args.weight_spec.padded_k() *
@@ -50,10 +48,9 @@ struct WorkspaceLayout {
                           : args.m * (kind.tile_groups ? args.weight_spec.tiles() * kind.tile_groups : 1) *
                                 static_cast<int64_t>(sizeof(RowSum))),
         rows(has_row_scale(kind) ? round_up(args.m * 4 * (1 + kind.coded), 16) : 0),
-        partial(splits > 1 ? 4 * splits * args.m * args.weight_spec.n : 0),
-        counters(splits > 1 && kind.matrices ? 4 * kMostCounters : 0) {}
+        partial(splits > 1 ? 4 * splits * args.m * args.weight_spec.n : 0) {}
   int64_t at_rows() const { return ordered + sums; }
-  int64_t all() const { return at_rows() + rows + partial + counters; }
+  int64_t all() const { return at_rows() + rows + partial; }
 };
 
 // CTAs that put a row of activations in order: a few rows alone would keep a few multiprocessors busy. One sum of all
@@ -80,9 +77,7 @@ void run_ordered(const LinearArgs& args, const LinearKind& kind, int splits, Lau
                                .y = args.y, .ordered = workspace.at(0),
                                .sums = static_cast<RowSum*>(workspace.at(layout.ordered)), .row_scale = row_scale,
                                .row_offset = row_scale + (kind.coded ? args.m : 0), .ctas_of_row = ctas_of_row(args, kind),
-                               .log2_of_rows = std::countr_zero(static_cast<uint32_t>(kind.rows)),
-                               .counted = static_cast<int32_t>(layout.counters / 4),
-                               .counters = static_cast<int32_t*>(workspace.at(layout.all() - layout.counters))},
+                               .log2_of_rows = std::countr_zero(static_cast<uint32_t>(kind.rows))},
                       .splits = splits, .partial = workspace.at(layout.at_rows() + layout.rows)};
   LinearCall& call = product.call;
   if (spec.group_size)
@@ -117,6 +112,15 @@ int splits_of(const LinearArgs& args, const LinearKind& kind) {
   return static_cast<int>(larger(1, smaller(wanted, smaller(most, kMost))));
 }
 
+// Adds the sums of the splits, where there are several.
+void add_splits(const LinearArgs& args, const LinearKind& kind, const ProductCall& product) {
+  if (product.splits == 1) return;
+  const SourceKey of_splits{static_cast<int64_t>(SourceKind::splits), static_cast<int64_t>(kind.format),
+                            kind.x_parts == 0, kind.tile_groups > 0};
+  program(args.place, of_splits, [&] { return splits_source(kind); })
+      .launch(args.place, "add_splits", ceil_div(args.m * ceil_div(args.weight_spec.n, 4), kLinearThreads), kLinearThreads, &product);
+}
+
 void run_linear(const LinearArgs& args) {
   const LinearKind kind = kind_of(args);
   const int splits = splits_of(args, kind);
@@ -124,12 +128,7 @@ void run_linear(const LinearArgs& args) {
     const int64_t ctas = groups_of_panels(args, kind) * ceil_div(args.m, kind.rows);
     program(args.place, key_of(SourceKind::linear, kind), [&] { return linear_source(kind); })
         .launch(args.place, "linear", ctas * splits, kLinearThreads, &product, kind.shape().bytes());
-    if (splits == 1) return;
-    const SourceKey of_splits{static_cast<int64_t>(SourceKind::splits), static_cast<int64_t>(kind.format),
-                              kind.x_parts == 0, kind.tile_groups > 0};
-    program(args.place, of_splits, [&] { return splits_source(kind); })
-        .launch(args.place, "add_splits", ceil_div(args.m * ceil_div(args.weight_spec.n, 4), kLinearThreads),
-                kLinearThreads, &product);
+    add_splits(args, kind, product);
   });
 }
 
@@ -153,8 +152,7 @@ void run_wgmma(const LinearArgs& args) {
   const LinearKind kind = wgmma_kind(args);
   const WgmmaShape shape = kind.wgmma_shape();
   const int64_t ctas = columns_of_wgmma(args, kind) * ceil_div(args.m, kind.rows), tiles = args.weight_spec.tiles(),
-                wanted = multiprocessors(args.place.device) / ctas,
-                most = ctas > kMostCounters ? 1 : smaller(tiles / 4, 16),
+                wanted = multiprocessors(args.place.device) / ctas, most = smaller(tiles / 4, 16),
                 tiles_each = ceil_div(tiles, larger(1, smaller(wanted, most)));
   const auto splits = static_cast<int>(ceil_div(tiles, tiles_each));  // none without a tile
   run_ordered(args, kind, splits, [&](const ProductCall& product) {
@@ -163,6 +161,7 @@ void run_wgmma(const LinearArgs& args) {
     const WgmmaCall call{product};
     program(args.place, key, [&] { return wgmma_source(kind); })
         .launch(args.place, "linear_wgmma", ctas * splits, shape.warps() * 32, &call, shape.bytes());
+    add_splits(args, kind, product);
   });
 }
 

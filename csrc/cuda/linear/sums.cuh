@@ -56,19 +56,17 @@ LOWBIT_INLINE void store_four_wholes(const LinearCall& call, const ColumnEnds (&
 }
 
 // Four sums beside each other, in one access where they begin at a multiple of four; else the first `count`.
-// kFromL2: other CTAs of this launch may have written them.
-template <bool kFromL2 = false, class Sum>
+template <class Sum>
 LOWBIT_INLINE void load_four(const Sum* from, bool aligned, int count, Sum (&to)[4]) {
   if (aligned) {
-    const auto* at = reinterpret_cast<const uint4*>(from);
-    const uint4 words = kFromL2 ? __ldcg(at) : *at;
+    const uint4 words = *reinterpret_cast<const uint4*>(from);
     const uint32_t each[4] = {words.x, words.y, words.z, words.w};
 #pragma unroll
     for (int i = 0; i < 4; i++) to[i] = __builtin_bit_cast(Sum, each[i]);
   } else {
 #pragma unroll
     for (int i = 0; i < 4; i++)
-      if (i < count) to[i] = kFromL2 ? __ldcg(from + i) : from[i];
+      if (i < count) to[i] = from[i];
   }
 }
 template <class Sum>

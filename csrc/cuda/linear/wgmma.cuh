@@ -47,7 +47,6 @@ struct WgmmaProduct {
     };
     Barrier full[kStages], empty[kStages];  // of a stage: what it needs is there; all warps are done with it
     float levels[16];                       // of a lookup format
-    alignas(16) int before;                 // CTAs of other splits that came before
   };
   static_assert(sizeof(Shared) == kShape.bytes());
 
@@ -249,48 +248,26 @@ LOWBIT_INLINE void linear_wgmma(const WgmmaCall& given) {
   __syncthreads();
   // A thread has four columns, of some rows.
   constexpr int kFours = kColumns / 4;
-  const int four = static_cast<int>(threadIdx.x) % kFours, rows = static_cast<int>(smaller(call.m - first_row, kRows));
+  const int four = static_cast<int>(threadIdx.x) % kFours;
   const int64_t n = first_panel * kPanelColumns + four * 4;
-  const bool aligned = call.spec.n % 4 == 0;
-  const auto for_each_row = [&](auto body) {  // body(row of x, its sums)
-    if (n >= call.spec.n) return;
-    for (int row = static_cast<int>(threadIdx.x) / kFours; row < rows; row += kWarps * 32 / kFours) {
-      typename P::Sum whole[4];
-      load_four(&shared.results[row][four * 4], true, 4, whole);
-      if constexpr (P::kUnit != 1.0f && kTileGroups == 0)
-#pragma unroll
-        for (auto& of : whole) of *= P::kUnit;
-      body(first_row + row, whole);
-    }
-  };
-  const auto partial = [&](int of, int64_t row) {
-    return static_cast<typename P::Sum*>(product.partial) + (of * call.m + row) * call.spec.n + n;
-  };
-  if (product.splits > 1) {  // the CTA that comes last adds the sums of all splits, in their order
-    for_each_row([&](int64_t row, const auto& whole) {
-      store_four_sums(partial(split, row), aligned, call.spec.n - n, whole);
-    });
-    meet_other_ctas();
-    if (threadIdx.x == 0) shared.before = atomicAdd(call.counters + cta, 1);
-    __syncthreads();
-    if (shared.before != product.splits - 1) return;
-    meet_other_ctas();
-  }
+  if (n >= call.spec.n) return;
   ColumnEnds ends[4];
-  if (n < call.spec.n) ends_of_four<kFormat>(call, n, ends);
-  for_each_row([&](int64_t row, auto& whole) {
-    if (product.splits > 1) {
-      typename P::Sum own[4], part[4] = {};
+  if (product.splits == 1) ends_of_four<kFormat>(call, n, ends);
+  for (int of_cta = static_cast<int>(threadIdx.x) / kFours; of_cta < kRows; of_cta += kWarps * 32 / kFours) {
+    const int64_t row = first_row + of_cta;
+    if (row >= call.m) return;
+    typename P::Sum whole[4];
+    load_four(&shared.results[of_cta][four * 4], true, 4, whole);
+    if constexpr (P::kUnit != 1.0f && kTileGroups == 0)
 #pragma unroll
-      for (int i = 0; i < 4; i++) own[i] = whole[i], whole[i] = 0;
-      for (int of = 0; of < product.splits; of++) {
-        if (of != split) load_four<true>(partial(of, row), aligned, static_cast<int>(smaller(call.spec.n - n, 4)), part);
-#pragma unroll
-        for (int i = 0; i < 4; i++) whole[i] += of == split ? own[i] : part[i];
-      }
+      for (auto& of : whole) of *= P::kUnit;
+    if (product.splits == 1) {
+      store_four_wholes<kFormat, kCodes, kTileGroups>(call, ends, row, n, whole);
+    } else {
+      store_four_sums(static_cast<typename P::Sum*>(product.partial) + (split * call.m + row) * call.spec.n + n,
+                      call.spec.n % 4 == 0, call.spec.n - n, whole);
     }
-    store_four_wholes<kFormat, kCodes, kTileGroups>(call, ends, row, n, whole);
-  });
+  }
 }
 
 }  // namespace lowbit::cuda

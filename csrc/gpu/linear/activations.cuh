@@ -64,10 +64,6 @@ LOWBIT_INLINE int64_t matrices_of(const LinearCall& call, int64_t row, int64_t t
   return ((row >> call.log2_of_rows) * call.tiles + tile) * (rows / kRowsAtOnce) + row % rows / kRowsAtOnce;
 }
 
-LOWBIT_INLINE void clear_counters(const LinearCall& call) {
-  if (blockIdx.x == 0 && static_cast<int>(threadIdx.x) < call.counted) call.counters[threadIdx.x] = 0;
-}
-
 // The bits of the largest |x| of a row. Those of inf and nan are above all others.
 LOWBIT_INLINE int32_t largest_of_row(const LinearCall& call, int64_t row, int32_t (&warps)[kLinearWarps]) {
   int32_t most = 0;
@@ -213,7 +209,6 @@ constexpr int kCodeOffset = kFormat == Format::int4 ? 0 : symmetric_zero(kFormat
 template <bool kParts, bool kMatrices = false>
 LOWBIT_INLINE void quantize_rows(const LinearCall& call, int tile_groups, int code_offset) {
   LOWBIT_SHARED(int32_t, warps, [kLinearWarps]);
-  if constexpr (kMatrices) clear_counters(call);
   const Team<kParts> team{warps};
   const WeightSpec& spec = call.spec;
   const int64_t row = blockIdx.x / static_cast<unsigned>(call.ctas_of_row),

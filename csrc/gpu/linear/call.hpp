@@ -44,8 +44,6 @@ struct LinearCall {
   float* row_offset;  // [m]: of asymmetric codes, the factor of column_sum
   int32_t ctas_of_row = 1;  // that put a row of them in order
   int32_t log2_of_rows = 0;  // of a CTA's product, where activations are matrices
-  int32_t counted = 0;       // counters of the product, which the first CTA of activations sets to 0
-  int32_t* counters = nullptr;
 };
 
 // Kernels of products are compiled for two groups of integers in a tile, and four of fp4_e2m1.
