@@ -12,6 +12,10 @@ struct BarrierState {  // as it lies in shared memory
 };
 static_assert(sizeof(BarrierState) == 8);
 
+inline void end_launch(const char* why) {
+  std::fprintf(stderr, "emulated CUDA: %s\n", why);
+  failed = true, wait(State::done);
+}
 inline BarrierState& state_of(const void* barrier) {
   return *static_cast<BarrierState*>(const_cast<void*>(barrier));
 }
@@ -31,7 +35,7 @@ inline void set_up(Barrier& barrier, int arrivals) {
 inline void show_barriers() {}
 inline void arrive(Barrier& barrier) {
   auto& state = on_host::state_of(&barrier);
-  if (state.missing-- == 0) std::fprintf(stderr, "more threads arrive than a barrier counts\n"), std::abort();
+  if (state.missing-- <= 0) on_host::end_launch("more threads arrive than a barrier counts");
   on_host::end_phase_if_over(state);
 }
 inline void arrive_expecting(Barrier& barrier, int bytes) {
@@ -55,8 +59,7 @@ inline void wait_for(const Barrier& barrier, int phase) {
       copies[i]();
       copies.erase(copies.begin() + static_cast<std::ptrdiff_t>(i));
     } else if (tries == 100000) {
-      std::fprintf(stderr, "emulated CUDA: a thread waits for a barrier for ever\n");
-      on_host::failed = true, on_host::wait(on_host::State::done);
+      on_host::end_launch("a thread waits for a barrier for ever");
     } else {
       on_host::wait(on_host::State::runs);
     }

@@ -2,8 +2,8 @@
 // Copies of many bytes by a unit of their own, and barriers in shared memory that know of them, from compute capability
 // 9.0 on. Tests give each instruction a meaning on the host.
 //
-// A barrier has phases 0, 1, 0 ... One is over when as many threads have arrived as the barrier counts, and the bytes that
-// they said to expect are there.
+// A barrier has phases 0, 1, 0 ... One is over when as many threads have arrived as the barrier counts, and the bytes
+// that they said to expect are there.
 #pragma once
 
 #include "cuda/device/tiles.cuh"

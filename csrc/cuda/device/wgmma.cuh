@@ -5,8 +5,8 @@
 // memory as matrices of 8 rows x 16 bytes of k, 128 bytes each: two beside each other along k, and the next 8 rows
 // kRowsStep bytes further. Sums of 8 columns each are dealt out as c of mma.cuh.
 //
-// A product runs on while its warps go on. Until they have waited for it, its sums and the registers of its first factor
-// are not to be touched, nor is the shared memory that it reads.
+// A product runs on while its warps go on. Until they have waited for it, its sums and the registers of its first
+// factor are not to be touched, nor is the shared memory that it reads.
 #pragma once
 
 #include "cuda/device/tiles.cuh"

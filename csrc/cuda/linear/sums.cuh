@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What becomes of the sums of a product: scales, where they are of codes; the sums of splits of k added in their order;
-// the last steps.
+// The end of a product: the scales of sums of codes, the sums of splits of k, which are added in their order, and the
+// last steps.
 #pragma once
 
 #include "cuda/linear/call.hpp"

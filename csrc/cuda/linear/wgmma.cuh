@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // linear of 17 rows and more on compute capability 9.0, by products of warpgroups: the weight is their first factor, in
 // registers, where each warp decodes the panel of 16 columns that is its own; activations are the second, in shared
-// memory, and all warps of a CTA share them. A ring of stages in shared memory has what some tiles need: its codes
-// each warp copies itself, and activations, which lie together, are one copy of the unit for that: small ones take it
-// too long (48 copies of 32 bytes to 1 KB a tile made a product of 1024 rows take twice the time on an H100). Warps wait for stages and not for each other: while one warpgroup decodes, the tensor cores have
-// products of the rest. A warp decodes 16 k of its columns while those before are multiplied.
+// memory, and all warps of a CTA share them. A ring of stages in shared memory has what some tiles need: its codes each
+// warp copies itself, and activations, which lie together, are one copy of the unit for that: small ones take it too
+// long (48 copies of 32 bytes to 1 KB a tile made a product of 1024 rows take twice the time on an H100). Warps wait
+// for stages and not for each other: while one warpgroup decodes, the tensor cores have products of the rest. A warp
+// decodes 16 k of its columns while those before are multiplied.
 //
 // Weights with scales by groups of k are rounded once to 16 bits, as those that cuBLAS multiplies (decoded.cuh).
 #pragma once
@@ -17,8 +18,8 @@
 
 namespace lowbit::cuda {
 
-// kCodes: int8 activations, with one scale a row, of a weight with one scale a column; else they are of kDtype. Codes of
-// other weights come as float16, in which they are exact.
+// kCodes: int8 activations, with one scale a row, of a weight with one scale a column; else they are of kDtype. Codes
+// of other weights come as float16, in which they are exact.
 template <Format kFormat, bool kCodes, DType kDtype, int kTileGroups, bool kAsymmetric, int kRows>
 struct WgmmaProduct {
   static_assert(kTileGroups > 0 || !kAsymmetric);
@@ -57,7 +58,7 @@ struct WgmmaProduct {
   using Sums = Sum[kRows / 8][4];
   Sums& sum;  // [j][i]: of row 8j + 2t + i % 2, column 2g + i / 2
 
-  // What this lane copies of the next tile of its panel, in global memory: pieces of 16 bytes.
+  // The pieces of 16 bytes that this lane copies of the next tile of its panel, in global memory.
   struct Source {
     int tile;
     const uint8_t *codes, *scales;  // scales: of group 0

@@ -57,8 +57,8 @@ LOWBIT_INLINE int64_t ordered_at(const LinearCall& call, int64_t row, int64_t wo
   return tile * count * 32 + row % kRowsAtOnce * 4 + word % 4;
 }
 
-// Where activations are matrices of 8 rows x 16 bytes for products of warpgroups (cuda/device/wgmma.cuh): the number of
-// the 8 rows x 64 k that hold this row and tile. All rows of a CTA's tile lie together.
+// Where activations are matrices of 8 rows x 16 bytes, for products of warpgroups: the number of the 8 rows x 64 k that
+// hold this row and tile. All rows of a CTA's tile lie together.
 LOWBIT_INLINE int64_t matrices_of(const LinearCall& call, int64_t row, int64_t tile) {
   const int64_t rows = int64_t{1} << call.log2_of_rows;
   return ((row >> call.log2_of_rows) * call.tiles + tile) * (rows / kRowsAtOnce) + row % rows / kRowsAtOnce;

@@ -28,7 +28,8 @@ struct PendingScales {
   float row_scale;
 };
 
-// What the steps need of a column. (Numbers of columns are 32 bits: in panels of a known width there is no division.)
+// The numbers of a column that the steps need. (Numbers of columns are 32 bits: in panels of a known width there
+// is no division.)
 struct ColumnEnds {
   float scale, sum, bias;
 
