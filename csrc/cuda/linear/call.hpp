@@ -59,7 +59,7 @@ struct WgmmaShape {
   bool asymmetric;
   int rows;
 
-  constexpr int warps() const { return rows > 128 ? 8 : 16; }  // of a multiprocessor: 256 rows are 128 registers of sums
+  constexpr int warps() const { return rows > 128 ? 8 : 16; }  // sums of 256 rows take 128 registers
   constexpr int columns() const { return warps() * 16; }
   constexpr int pitch() const { return columns() + 4; }  // of results: stores of a warp fall into different banks
   constexpr int stage_bytes() const {
