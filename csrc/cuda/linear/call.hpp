@@ -49,8 +49,6 @@ struct ProductShape {
 };
 
 // Products of warpgroups (wgmma.cuh): a CTA makes 16 columns a warp.
-template <int kRows>
-constexpr int kThreadsOf = (kRows > 128 ? 8 : 16) * 32;
 constexpr int kMostSharedOfHopper = 227 << 10;  // of a CTA
 struct WgmmaShape {
   int bits;
@@ -74,6 +72,9 @@ struct WgmmaShape {
     return (ring > results ? ring : results) + stages() * 16 + 64;  // and barriers, and the levels of a lookup format
   }
 };
+template <int kRows>
+constexpr int kThreadsOf =
+    WgmmaShape{.bits = 0, .codes = false, .tile_groups = 0, .asymmetric = false, .rows = kRows}.warps() * 32;
 struct WgmmaCall {
   static constexpr int kCtas = 1;
   ProductCall product;

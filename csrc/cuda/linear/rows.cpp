@@ -76,7 +76,8 @@ void run_ordered(const LinearArgs& args, const LinearKind& kind, int splits, Lau
                                .activation = args.activation, .bias = args.bias, .mul = args.mul, .add = args.add,
                                .y = args.y, .ordered = workspace.at(0),
                                .sums = static_cast<RowSum*>(workspace.at(layout.ordered)), .row_scale = row_scale,
-                               .row_offset = row_scale + (kind.coded ? args.m : 0), .ctas_of_row = ctas_of_row(args, kind),
+                               .row_offset = row_scale + (kind.coded ? args.m : 0),
+                               .ctas_of_row = ctas_of_row(args, kind),
                                .log2_of_rows = std::countr_zero(static_cast<uint32_t>(kind.rows))},
                       .splits = splits, .partial = workspace.at(layout.at_rows() + layout.rows)};
   LinearCall& call = product.call;
@@ -118,7 +119,8 @@ void add_splits(const LinearArgs& args, const LinearKind& kind, const ProductCal
   const SourceKey of_splits{static_cast<int64_t>(SourceKind::splits), static_cast<int64_t>(kind.format),
                             kind.x_parts == 0, kind.tile_groups > 0};
   program(args.place, of_splits, [&] { return splits_source(kind); })
-      .launch(args.place, "add_splits", ceil_div(args.m * ceil_div(args.weight_spec.n, 4), kLinearThreads), kLinearThreads, &product);
+      .launch(args.place, "add_splits", ceil_div(args.m * ceil_div(args.weight_spec.n, 4), kLinearThreads),
+              kLinearThreads, &product);
 }
 
 void run_linear(const LinearArgs& args) {

@@ -40,7 +40,7 @@ struct WgmmaProduct {
     uint8_t codes[kWarps][kTileBytes];
     uint16_t scales[kWarps][kScales][kPairs][kPanelColumns];  // and zero points
   };
-  static_assert(sizeof(Stage) == kShape.stage_bytes());
+  static_assert(sizeof(Stage) == kShape.stage_bytes() && kStages >= 3);
   struct Shared {
     union {
       Stage ring[kStages];
