@@ -35,7 +35,7 @@ std::vector<Source> common_sources(const std::string& architecture) {
   }
   // bfloat16 activations, and codes: 1, and many rows
   const auto add_linear = [&](Format format, int x_parts, int tile_groups) {
-    LinearKind kind{format, x_parts, tile_groups, false, 8, x_parts == 1 && significant_bits(format) <= 8};
+    LinearKind kind{format, x_parts, tile_groups, false, 8, x_parts == 1 && can_be_in_place(format)};
     add_once(all, activations_source(kind)), add_once(all, splits_source(kind));
     if (kind.in_place) kind.rows = 1, all.push_back(linear_source(kind)), kind.rows = 8;
     for (; kind.rows <= kind.most_rows(); kind.rows *= 2) all.push_back(linear_source(kind));

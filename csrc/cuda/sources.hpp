@@ -33,6 +33,9 @@ struct StepKind {
 Source step_source(const StepKind& kind);
 Source convert_source(StateFormat format, bool is_signed, int64_t block_size);
 
+// Whether products may read activations as they are given.
+constexpr bool can_be_in_place(Format format) { return significant_bits(format) <= 8 || is_table(format); }
+
 // How a call of linear is specialised. x_parts: of float activations; 0: codes.
 struct LinearKind {
   Format format;
@@ -55,7 +58,8 @@ struct LinearKind {
   }
   WgmmaShape wgmma_shape() const { return {bits(format), x_parts == 0, tile_groups, asymmetric, rows}; }
   ProductShape shape() const {
-    return {bits(format), (significant_bits(format) + 7) / 8, x_parts, tile_groups, asymmetric, rows, in_place};
+    return {bits(format), parts_of_product((significant_bits(format) + 7) / 8, in_place), x_parts, tile_groups,
+            asymmetric,   rows, in_place};
   }
 };
 Source activations_source(const LinearKind& kind);

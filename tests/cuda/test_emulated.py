@@ -68,17 +68,18 @@ library._ZN6lowbit7look_inESt6vectorINSt7__cxx1112basic_stringIcSt11char_traitsI
 """
 
 
-def waits() -> list[str]:
-    """The folder of each barrier and wait for copies, in the order in which the emulation counts them."""
+def waits() -> list[Path]:
+    """The file of each barrier and wait, in the order in which the emulation counts them."""
     files = sorted(path for room in ("cuda", "gpu") for path in (ROOT / "csrc" / room).rglob("*.cuh"))
-    return [path.parent.name for path in files for _ in re.findall(r"(?:__sync(?:threads|warp)\(|wait_for_(?:copies|(?:groups|products)<[^>]*>)\(|wait_for\([^;]*)\);", path.read_text())]
+    return [path for path in files for _ in re.findall(r"(?:__sync(?:threads|warp)\(|wait_for_(?:copies|(?:groups|products)<[^>]*>)\(|wait_for\([^;]*)\);", path.read_text())]
 
 
 @pytest.mark.parametrize("number", range(len(waits())))
 def test_without_a_barrier_or_a_wait_the_checks_fail(number: int, emulated: dict[str, str], nested: Callable[..., Run], tmp_path: Path) -> None:
-    op = {"device": "linear"}.get(waits()[number], waits()[number])
+    folder, file = waits()[number].parent.name, waits()[number].stem
+    op = {"device": "linear"}.get(folder, folder)
     check = f"{HERE / 'emulated' / f'check_{op}.py'}::test_barriers"
-    environment = emulated | {"LOWBIT_CACHE_DIR": str(tmp_path), "LOWBIT_EMULATED_WITHOUT_WAIT": str(number)}
+    environment = emulated | {"LOWBIT_CACHE_DIR": str(tmp_path), "LOWBIT_EMULATED_WITHOUT_WAIT": str(number), "LOWBIT_BARRIERS_OF": file}
     done = nested(check, share=1, **environment)
     assert done.code == 1 and "FAILED" in done.said, str(done)
     assert re.search(r"assert all\(torch.equal\(a, b\)|CUDA_ERROR_LAUNCH_FAILED|elements are|not close", done.said), str(done)

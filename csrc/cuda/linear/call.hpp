@@ -19,6 +19,8 @@ struct ProductCall {
 // How much shared memory a CTA of a product has (product.cuh).
 constexpr int kMostShared = 99 << 10;  // of a CTA, on every GPU from 8.0 on
 constexpr int kRowBytes = 160;  // from row to row of 64 bfloat16 in shared memory: lanes read different banks
+// Of activations in place, which are bfloat16, levels of a lookup format come in two parts: 16 bits.
+constexpr int parts_of_product(int parts, bool in_place) { return in_place && parts > 2 ? 2 : parts; }
 struct ProductShape {
   int bits, parts, x_parts, tile_groups;  // parts: of bfloat16 in a weight
   bool asymmetric;

@@ -144,7 +144,10 @@ struct LaneTile {
     }
   }
 
-  LOWBIT_INLINE void fragments(int q, int t, const LevelParts* levels, uint32_t (&a)[kParts][4]) const {
+  // kCount: parts, all that a format has, or the first ones of a lookup format.
+  template <int kCount>
+  LOWBIT_INLINE void fragments(int q, int t, const LevelParts* levels, uint32_t (&a)[kCount][4]) const {
+    static_assert(kCount == kParts || (is_table(kFormat) && kCount < kParts));
 #pragma unroll
     for (int column = 0; column < 2; column++) {
       if constexpr (!kCodes) {
@@ -184,24 +187,26 @@ struct LaneTile {
     }
   }
 
-  LOWBIT_INLINE void floats(int q, int column, uint32_t (&a)[kParts][4]) const {
+  template <int kCount>
+  LOWBIT_INLINE void floats(int q, int column, uint32_t (&a)[kCount][4]) const {
     if constexpr (kFormat == Format::bfloat16)
       a[0][column] = of_column(words.row[2 * q], column), a[0][2 + column] = of_column(words.row[2 * q + 1], column);
     else cut_four([&](int i) { return value(q, column, i); }, column, a);
   }
 
   // value(i): of four k of a column.
-  template <class Value>
-  LOWBIT_INLINE static void cut_four(Value&& value, int column, uint32_t (&a)[kParts][4]) {
-    float part[4][kParts];
+  template <class Value, int kCount>
+  LOWBIT_INLINE static void cut_four(Value&& value, int column, uint32_t (&a)[kCount][4]) {
+    float part[4][kCount];
 #pragma unroll
     for (int i = 0; i < 4; i++) cut(value(i), part[i]);
 #pragma unroll
-    for (int j = 0; j < kParts; j++)
+    for (int j = 0; j < kCount; j++)
       a[j][column] = upper_halves(part[0][j], part[1][j]), a[j][2 + column] = upper_halves(part[2][j], part[3][j]);
   }
 
-  LOWBIT_INLINE static void look_up(uint32_t bytes, int column, const LevelParts* levels, uint32_t (&a)[kParts][4]) {
+  template <int kCount>
+  LOWBIT_INLINE static void look_up(uint32_t bytes, int column, const LevelParts* levels, uint32_t (&a)[kCount][4]) {
     LevelParts of[4];
 #pragma unroll
     for (int i = 0; i < 4; i++) of[i] = levels[bytes >> 8 * i & 15];
@@ -209,8 +214,8 @@ struct LaneTile {
     for (int pair = 0; pair < 2; pair++) {
       const LevelParts &low = of[pair], &high = of[2 + pair];
       a[0][2 * pair + column] = __byte_perm(low.first, high.first, 0x5410);
-      if constexpr (kParts > 1) a[1][2 * pair + column] = __byte_perm(low.first, high.first, 0x7632);
-      if constexpr (kParts > 2) a[2][2 * pair + column] = __byte_perm(low.last, high.last, 0x5410);
+      if constexpr (kCount > 1) a[1][2 * pair + column] = __byte_perm(low.first, high.first, 0x7632);
+      if constexpr (kCount > 2) a[2][2 * pair + column] = __byte_perm(low.last, high.last, 0x5410);
     }
   }
 };

@@ -20,9 +20,11 @@ namespace lowbit::cuda {
 template <Format kFormat, int kXParts, int kTileGroups, bool kAsymmetric, int kRows, bool kInPlace>
 struct Product {
   static_assert(kTileGroups > 0 || !kAsymmetric);
-  static_assert(!kInPlace || (kXParts == 1 && kWeightParts<kFormat> == 1));
-  static constexpr ProductShape kShape{.bits = codec_of<kFormat>::bits, .parts = kWeightParts<kFormat>, .x_parts = kXParts,
-                                       .tile_groups = kTileGroups, .asymmetric = kAsymmetric, .rows = kRows, .in_place = kInPlace};
+  static_assert(!kInPlace || kXParts == 1);
+  static constexpr ProductShape kShape{.bits = codec_of<kFormat>::bits,
+                                       .parts = parts_of_product(kWeightParts<kFormat>, kInPlace),
+                                       .x_parts = kXParts, .tile_groups = kTileGroups, .asymmetric = kAsymmetric,
+                                       .rows = kRows, .in_place = kInPlace};
   static constexpr bool kCodes = kXParts == 0, kSumsOfRows = kCodes && kTileGroups > 0;
   // Of sums of integers in bfloat16 (mma.cuh).
   static constexpr float kUnit = !kCodes && is_integer(kFormat) ? kUnitOfIntegers : 1.0f;
@@ -170,7 +172,7 @@ struct Product {
   }
 
   static constexpr uint32_t kBf16Unit = 0x3f803f80u - (kUnit == 1.0f ? 0 : 6 * 0x800080u);  // 1 / kUnit, twice
-  static constexpr int kParts = kCodes ? 1 : kWeightParts<kFormat>;
+  static constexpr int kParts = kCodes ? 1 : kShape.parts;
 
   LOWBIT_INLINE void multiply(const Stage& stage, const LaneTile<kFormat> (&tiles)[kPanels], int step) {
     uint32_t a[kPanels][kParts][4];

@@ -20,11 +20,11 @@ int x_parts(const LinearArgs& args) {
   }
 }
 
-// Rows of bfloat16 at multiples of 16 bytes, of whole tiles, by a weight of one part: whatever they hold, no product of
-// parts is nan.
+// Rows of bfloat16 at multiples of 16 bytes, of whole tiles, by a weight of one part, or of levels: inf times any of those
+// may be nan, as 0 is one.
 bool is_read_in_place(const LinearArgs& args) {
   return args.x_format == XFormat::floating && args.dtype == DType::bfloat16 && args.weight_spec.k % kTileK == 0 &&
-         reinterpret_cast<std::uintptr_t>(args.x) % 16 == 0 && significant_bits(args.weight_spec.format) <= 8;
+         reinterpret_cast<std::uintptr_t>(args.x) % 16 == 0 && can_be_in_place(args.weight_spec.format);
 }
 
 LinearKind kind_of(const LinearArgs& args) {

@@ -114,7 +114,7 @@ std::vector<Source> linear_sources(const std::string& architecture) {
     add_once(all, activations_source(kind)), add_once(all, splits_source(kind));
     for (; kind.rows <= kind.most_rows(); kind.rows *= 2) {
       all.push_back(linear_source(kind));
-      if (kind.x_parts != 1 || parts_of(kind.format) > 1) continue;
+      if (kind.x_parts != 1 || !can_be_in_place(kind.format)) continue;
       LinearKind in_place = kind;
       in_place.in_place = true, all.push_back(linear_source(in_place));
       if (kind.rows == 8) in_place.rows = 1, all.push_back(linear_source(in_place));

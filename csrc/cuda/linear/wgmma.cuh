@@ -1,11 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // linear of 17 rows and more on compute capability 9.0, by products of warpgroups: the weight is their first factor, in
 // registers, where each warp decodes the panel of 16 columns that is its own; activations are the second, in shared
-// memory, and all warps of a CTA share them. A ring of stages in shared memory has what some tiles need: its codes each
-// warp copies itself, and activations, which lie together, are one copy of the unit for that: small ones take it too
-// long (48 copies of 32 bytes to 1 KB a tile made a product of 1024 rows take twice the time on an H100). Warps wait
-// for stages and not for each other: while one warpgroup decodes, the tensor cores have products of the rest. A warp
-// decodes 16 k of its columns while those before are multiplied.
+// memory, and all warps of a CTA share them. A ring of stages in shared memory has what some tiles need: each warp
+// copies its codes itself; activations, which lie together, are one bulk copy. (Bulk copies of panels too, 48 of 32
+// bytes to 1 KB a tile, doubled the time of 1024 rows on an H100.) Warps wait for stages and not for each other: while
+// one warpgroup decodes a tile, the tensor cores have products of the others.
 //
 // Weights with scales by groups of k are rounded once to 16 bits, as those that cuBLAS multiplies (decoded.cuh).
 #pragma once
@@ -53,8 +52,8 @@ struct WgmmaProduct {
 
   const LinearCall& call;
   Shared& shared;
-  int panel, lane, g, t;             // panel: of this warp in its CTA
-  const uint8_t *weight, *x;         // the panel, the rows of activations in order
+  int panel, lane, g, t;      // panel: of this warp in its CTA
+  const uint8_t *weight, *x;  // the panel, the rows of activations in order
   using Sums = Sum[kRows / 8][4];
   Sums& sum;  // [j][i]: of row 8j + 2t + i % 2, column 2g + i / 2
 
@@ -151,7 +150,7 @@ struct WgmmaProduct {
     }
   }
 
-  // a: registers of the first factor, which products of the tile before still read.
+  // a: registers of the first factor, which products of the tile before read until they are done.
   LOWBIT_INLINE void use(int at, bool first, uint32_t (&a)[kSteps][4]) {
     const Stage& stage = shared.ring[at];
     LaneTile<kFormat> tile;
