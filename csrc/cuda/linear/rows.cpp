@@ -20,8 +20,8 @@ int x_parts(const LinearArgs& args) {
   }
 }
 
-// Rows of bfloat16 at multiples of 16 bytes, of whole tiles, by a weight of one part, or of levels: inf times any of those
-// may be nan, as 0 is one.
+// Rows of bfloat16 at multiples of 16 bytes, of whole tiles, by a weight of one part, or of levels: inf times any of
+// those may be nan, as 0 is one.
 bool is_read_in_place(const LinearArgs& args) {
   return args.x_format == XFormat::floating && args.dtype == DType::bfloat16 && args.weight_spec.k % kTileK == 0 &&
          reinterpret_cast<std::uintptr_t>(args.x) % 16 == 0 && can_be_in_place(args.weight_spec.format);
@@ -213,14 +213,15 @@ std::string_view refuses_code_tiles(const LinearArgs& args) {
 }
 
 // On an H100, at 8192 x 8192. 32 rows: int4 28 us by the other row and 33 by this one, nf4 63 and 43, W4A8 80 and 62.
-// 512 rows: int4 154 us by cuBLAS and 131; 1024: int4 237 and 266, int8 281 and 227. 4096 rows of W8A8: 679 us and 667.
+// 512 rows: int4 154 us by cuBLAS and 131, nf4 152 and 158; 1024: int4 237 and 266, int8 281 and 227. 4096 rows of
+// W8A8: 679 us and 667.
 std::string_view refuses_rows(const LinearArgs& args, bool exact) {
   const WeightSpec& spec = args.weight_spec;
   const bool floats = stays_float(args.x_format), slow = floats ? significant_bits(spec.format) > 8 : !exact;
   if (args.m < 17) return "fewer than 17 rows";
   if (args.m < 33 && !slow) return "fewer than 33 rows, which take less time by another row";
   if (exact && args.m > 4096) return "more than 4096 rows, which cuBLAS takes less time for";
-  if (floats && args.m > (spec.group_size || spec.asymmetric ? 512 : 1024))
+  if (floats && args.m > (slow ? 256 : spec.group_size || spec.asymmetric ? 512 : 1024))
     return "so many rows that cuBLAS takes less time";
   return "";
 }
