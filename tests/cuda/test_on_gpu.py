@@ -97,7 +97,7 @@ def test_linear_is_within_budget_of_the_float64_reference(case: LinearCase) -> N
     assert_within(run(case, "cuda", row_of(case, "cuda")), data.wanted, data.allowed, str(case))
 
 
-@pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="no GPU of compute capability 9.0")
+@pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="no NVIDIA GPU of compute capability 9.0")
 @pytest.mark.parametrize("case", [replace(case, n=case.n + 2112) for case in BY_WARPGROUPS], ids=str)
 def test_products_of_warpgroups_are_within_budget_of_the_float64_reference(case: LinearCase) -> None:
     data = cached_data(case)
