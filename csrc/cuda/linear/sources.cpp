@@ -70,8 +70,8 @@ Source code_tiles_source(const LinearKind& kind) {
 Source wgmma_source(const LinearKind& kind) {
   const bool codes = kind.x_parts == 0;
   return {concat("linear by warpgroups of ", name_of(kind.format), kind.asymmetric ? " with zero points" : "", ", ",
-                 kind.tile_groups, " scales a tile, ", codes ? "int8" : name_of(kind.dtype), " activations, ", kind.rows,
-                 " rows"),
+                 kind.tile_groups, " scales a tile, ", codes ? "int8" : name_of(kind.dtype), " activations, ",
+                 kind.rows, " rows"),
           concat("#include \"cuda/linear/wgmma.cuh\"\n",
                  kernel_text("linear_wgmma", concat("kThreadsOf<", kind.rows, ">"),
                              "WgmmaCall",
