@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// cuda/device/barrier.cuh on the host. A copy is made while some thread waits for a barrier, as a coin falls. Included by
-// cuda_on_host.hpp.
+// cuda/device/barrier.cuh on the host. A copy is made while some thread waits for a barrier, as a coin falls.
+// Included by cuda_on_host.hpp.
 #pragma once
 
 namespace on_host {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The instructions of cuda/device/wgmma.cuh on the host. A product is made at the worst of times: when its warp waits for
-// it, from what its registers and shared memory hold then, or at once, as a coin falls. Included by cuda_on_host.hpp.
+// The instructions of cuda/device/wgmma.cuh on the host. A product is made at the worst of times: when its warp waits
+// for it, from what its registers and shared memory hold then, or at once, as a coin falls. Included by cuda_on_host.hpp.
 #pragma once
 
 namespace on_host {
@@ -69,7 +69,8 @@ void multiply_by_shared(float (&c)[kCount][4], const uint32_t (&a)[4], const voi
   on_host::multiply_by_shared<double, 2, kRowsStep>(
       c, a, second, adds,
       [](uint32_t word, int i, bool) {
-        return dtype == decltype(dtype)::bfloat16 ? on_host::bf16(word, i) : static_cast<double>(float_of_half(word >> 16 * i));
+        return dtype == decltype(dtype)::bfloat16 ? on_host::bf16(word, i)
+                                                  : static_cast<double>(float_of_half(word >> 16 * i));
       },
       [](float before, double sum) { return on_host::toward_zero(before + sum); });
 }
