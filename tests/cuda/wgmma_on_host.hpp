@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The instructions of cuda/device/wgmma.cuh on the host. A product is made at the worst of times: when its warp waits
-// for it, from what its registers and shared memory hold then, or at once, as a coin falls. Included by cuda_on_host.hpp.
+// for it, from what its registers and shared memory hold then, or at once, as a coin falls.
+// Included by cuda_on_host.hpp.
 #pragma once
 
 namespace on_host {
