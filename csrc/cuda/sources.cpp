@@ -43,7 +43,7 @@ std::vector<Source> common_sources(const std::string& architecture) {
     if (!x_parts && !tile_groups) all.push_back(decoded_source(format, true));
     if (x_parts) all.push_back(dequantize_source(format)), all.push_back(decoded_source(format, false));
     if (architecture == kHopper && (format == Format::int4 || !x_parts))
-      add_wgmma_sources(all, format, x_parts, tile_groups);
+      add_wgmma_sources(all, kind);
   };
   add_linear(Format::int4, 1, 1), add_linear(Format::int8, 1, 0), add_linear(Format::nf4, 1, 1);
   add_linear(Format::fp8_e4m3, 1, 0), add_linear(Format::int8, 0, 0), add_linear(Format::int4, 0, 2);

@@ -41,7 +41,7 @@ struct LinearKind {
   Format format;
   int x_parts, tile_groups;
   bool asymmetric;
-  int rows;  // that a CTA makes: 1, if activations are in place, or 8, 16, 32, 64
+  int rows;  // that a CTA makes: 1, if activations are in place, or 8, 16, 32, 64; 128, 256 by warpgroups
   bool in_place = false;  // activations of bfloat16, which the product reads as they are given
   bool matrices = false;  // activations as products of warpgroups take them, of `dtype`
   bool coded = false;     // they are int8 codes in float16
@@ -56,6 +56,17 @@ struct LinearKind {
     for (ProductShape of = shape();; most /= 2)
       if (of.rows = most; of.bytes() <= kMostShared) return most;
   }
+  // The same by products of warpgroups, of activations of `of`. Codes of weights without groups are multiplied as they
+  // are, those of others as float16.
+  LinearKind by_warpgroups(DType of) const {
+    LinearKind kind = *this;
+    kind.matrices = true, kind.in_place = false, kind.coded = x_parts == 0 && tile_groups > 0;
+    kind.x_parts = x_parts || kind.coded ? 1 : 0;
+    kind.dtype = kind.coded || (x_parts && of == DType::float16) ? DType::float16 : DType::bfloat16;
+    return kind;
+  }
+  // A weight is decoded once for all rows of a CTA; codes need no decoding, and more columns share their activations.
+  int most_wgmma_rows() const { return x_parts ? 256 : 128; }
   WgmmaShape wgmma_shape() const { return {bits(format), x_parts == 0, tile_groups, asymmetric, rows}; }
   ProductShape shape() const {
     return {bits(format), parts_of_product((significant_bits(format) + 7) / 8, in_place), x_parts, tile_groups,
@@ -75,9 +86,10 @@ Source decoded_source(Format format, bool codes);
 void add_once(std::vector<Source>& all, Source source);  // unless one of its name is there
 void add_attention_sources(std::vector<Source>& all);  // without mods, of the usual head dims
 void add_decode_sources(std::vector<Source>& all);
-// Products of warpgroups, which kHopper alone has. x_parts: 1, or 0 for int8 activations.
+// Products of warpgroups, which kHopper alone has, of bfloat16 or int8 activations; of 64 rows and more, of
+// levels of 32.
 inline constexpr char kHopper[] = "sm_90a";
-void add_wgmma_sources(std::vector<Source>& all, Format format, int x_parts, int tile_groups, bool asymmetric = false);
+void add_wgmma_sources(std::vector<Source>& all, const LinearKind& kind);
 // The sources of the optimizers' defaults, and of linear and attention with the configurations that are used most.
 LOWBIT_API std::vector<Source> common_sources(const std::string& architecture);
 // Every specialisation of linear that a call can ask for, of bfloat16 where warpgroups multiply.

@@ -24,7 +24,7 @@ py::dict facts_of(const cuda::Source& source, const std::string& architecture) {
 py::list prebuild(const std::string& architecture, std::string_view only, bool every_linear) {
   py::list all;
   for (const cuda::Source& source : every_linear ? cuda::linear_sources(architecture)
-                                                   : cuda::common_sources(architecture))
+                                                 : cuda::common_sources(architecture))
     if (source.name.starts_with(only)) all.append(facts_of(source, architecture));
   return all;
 }

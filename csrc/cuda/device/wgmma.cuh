@@ -19,7 +19,9 @@ LOWBIT_INLINE void begin_products() { asm volatile("wgmma.fence.sync.aligned;" :
 // Products since the last call become a group. Waits for all groups but the last kPending.
 LOWBIT_INLINE void commit_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int kPending>
-LOWBIT_INLINE void wait_for_products() { asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(kPending) : "memory"); }
+LOWBIT_INLINE void wait_for_products() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(kPending) : "memory");
+}
 
 // Sums do not move across this place in the program.
 template <class Sum, int kCount>
@@ -43,29 +45,30 @@ LOWBIT_INLINE uint64_t matrices_at(const void* p) {
 #define LOWBIT_SUMS_32(X) LOWBIT_SIXTEEN(X, 0)
 #define LOWBIT_SUMS_64(X) LOWBIT_SUMS_32(X), LOWBIT_SIXTEEN(X, 4)
 #define LOWBIT_SUMS_128(X) LOWBIT_SUMS_64(X), LOWBIT_SIXTEEN(X, 8), LOWBIT_SIXTEEN(X, 12)
-#define LOWBIT_SUMS_256(X)                                                                               \
+#define LOWBIT_SUMS_256(X) \
   LOWBIT_SUMS_128(X), LOWBIT_SIXTEEN(X, 16), LOWBIT_SIXTEEN(X, 20), LOWBIT_SIXTEEN(X, 24), LOWBIT_SIXTEEN(X, 28)
 #define LOWBIT_NAMES_32 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
 #define LOWBIT_NAMES_64 LOWBIT_NAMES_32 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
-#define LOWBIT_NAMES_128                                                                           \
+#define LOWBIT_NAMES_128                                                                          \
   LOWBIT_NAMES_64 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50," \
                   "%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
-#define LOWBIT_NAMES_256                                                                                         \
-  LOWBIT_NAMES_128 ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81," \
-                   "%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95,%96,%97,%98,%99,%100,%101," \
-                   "%102,%103,%104,%105,%106,%107,%108,%109,%110,%111,%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
+#define LOWBIT_NAMES_256                                                               \
+  LOWBIT_NAMES_128 ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79," \
+  "%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95,%96,%97,"           \
+  "%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111,%112,%113,"     \
+  "%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
 #define LOWBIT_FLOAT_SUM(c) "+f"(c)
 #define LOWBIT_WHOLE_SUM(c) "+r"(c)
 // rest: what comes behind the second factor.
-#define LOWBIT_WGMMA(columns, types, SUM, first, b_name, adds_name, rest)                                                     \
-  asm volatile("{.reg .pred p; setp.ne.b32 p, " adds_name ", 0; wgmma.mma_async.sync.aligned.m64n" #columns types                \
-               " {" LOWBIT_NAMES_##columns "}, {" first "}, " b_name ", p" rest ";}"                                 \
-               : LOWBIT_SUMS_##columns(SUM)                                                                          \
+#define LOWBIT_WGMMA(columns, types, SUM, first, b_name, adds_name, rest)                                         \
+  asm volatile("{.reg .pred p; setp.ne.b32 p, " adds_name ", 0; wgmma.mma_async.sync.aligned.m64n" #columns types \
+               " {" LOWBIT_NAMES_##columns "}, {" first "}, " b_name ", p" rest ";}"                              \
+               : LOWBIT_SUMS_##columns(SUM)                                                                       \
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(adds)))
-#define LOWBIT_WGMMA_OF(types, SUM, rest)                                                                       \
-  if constexpr (kCount == 4) LOWBIT_WGMMA(32, types, SUM, "%16,%17,%18,%19", "%20", "%21", rest);                      \
-  else if constexpr (kCount == 8) LOWBIT_WGMMA(64, types, SUM, "%32,%33,%34,%35", "%36", "%37", rest);                 \
-  else if constexpr (kCount == 16) LOWBIT_WGMMA(128, types, SUM, "%64,%65,%66,%67", "%68", "%69", rest);        \
+#define LOWBIT_WGMMA_OF(types, SUM, rest)                                                                \
+  if constexpr (kCount == 4) LOWBIT_WGMMA(32, types, SUM, "%16,%17,%18,%19", "%20", "%21", rest);        \
+  else if constexpr (kCount == 8) LOWBIT_WGMMA(64, types, SUM, "%32,%33,%34,%35", "%36", "%37", rest);   \
+  else if constexpr (kCount == 16) LOWBIT_WGMMA(128, types, SUM, "%64,%65,%66,%67", "%68", "%69", rest); \
   else LOWBIT_WGMMA(256, types, SUM, "%128,%129,%130,%131", "%132", "%133", rest)
 
 // c += a b of 16-bit floats, or c = a b, unless it adds: 64 rows of a warpgroup, 8 kCount columns, 16 k. (Zeros that
@@ -108,7 +111,8 @@ LOWBIT_INLINE uint32_t scale_bf16x2(uint32_t a, uint32_t high, uint32_t low) {
 // (a - less) * scale of each half, the difference exact.
 LOWBIT_INLINE uint32_t scale_f16x2(uint32_t a, uint32_t less, uint32_t scale) {
   uint32_t d;
-  asm("{.reg .b32 rest; sub.rn.f16x2 rest, %1, %2; mul.rn.f16x2 %0, rest, %3;}" : "=r"(d) : "r"(a), "r"(less), "r"(scale));
+  asm("{.reg .b32 rest; sub.rn.f16x2 rest, %1, %2; mul.rn.f16x2 %0, rest, %3;}"
+      : "=r"(d) : "r"(a), "r"(less), "r"(scale));
   return d;
 }
 

@@ -91,9 +91,7 @@ LOWBIT_INLINE void code_rows(const DecodedCall& part) {
   LOWBIT_SHARED(int32_t, warps, [kLinearWarps]);
   const LinearCall& call = part.call;
   const int64_t row = blockIdx.x;
-  const Range range = call.x_format == XFormat::int8_row_asymmetric
-                          ? asymmetric_range(call, row, warps)
-                          : Range::symmetric(largest_of_row(call, row, warps), 127.0f);
+  const Range range = range_of_row(call, row, warps);
   if (threadIdx.x == 0) call.row_scale[row] = range.scale, call.row_offset[row] = -range.scale * range.zero_point;
   for (int64_t word = threadIdx.x; word < part.padded_k / 4; word += kLinearThreads) {
     float x[4];

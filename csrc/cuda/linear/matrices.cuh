@@ -47,9 +47,7 @@ LOWBIT_INLINE void order_codes(const LinearCall& call) {
   const int64_t row = blockIdx.x / static_cast<unsigned>(call.ctas_of_row),
                 part_of_row = blockIdx.x % static_cast<unsigned>(call.ctas_of_row), padded = call.tiles * kTileK;
   const bool per_row = call.x_format != XFormat::int8_group || spec.group_size == 0;
-  const Range of_row = call.x_format == XFormat::int8_row_asymmetric
-                           ? asymmetric_range(call, row, warps)
-                           : Range::symmetric(largest_of_row(call, row, warps), 127.0f);
+  const Range of_row = range_of_row(call, row, warps);
   if (threadIdx.x == 0) call.row_scale[row] = of_row.scale, call.row_offset[row] = -of_row.scale * of_row.zero_point;
   // A warp takes the 32 words of one large group at a time, or of several small ones.
   const int64_t span = larger(per_row ? 0 : spec.group_size, 128), lane = threadIdx.x % 32;
@@ -59,12 +57,7 @@ LOWBIT_INLINE void order_codes(const LinearCall& call) {
     Range range = of_row;
     float factor = 1.0f;
     if (!per_row) {
-      int32_t most = 0;
-      for (int64_t word = begin / 4 + lane; word < end / 4; word += 32) {
-        float x[4];
-        load_word(call, row, word, x);
-        for (const float v : x) most = Largest{}(most, __float_as_int(v) & INT32_MAX);
-      }
+      int32_t most = largest_of_words(call, row, begin / 4 + lane, end / 4, 32);
       for (int apart = 1; apart < 32 && apart * 4 < spec.group_size; apart *= 2)
         most = Largest{}(most, __shfl_xor_sync(kWarp, most, apart));
       range = Range::symmetric(most, 127.0f);

@@ -35,9 +35,11 @@ LinearKind kind_of(const LinearArgs& args) {
   return kind;
 }
 
-// The memory that a call needs besides its tensors: activations in order, and the sums and scales of their rows.
+// Whether activations as matrices have the values that were given, so that no row of them has a scale.
 bool as_they_are(const LinearKind& kind) { return kind.matrices && kind.x_parts && !kind.coded; }
 bool has_row_scale(const LinearKind& kind) { return !kind.in_place && !as_they_are(kind); }
+
+// The memory that a call needs besides its tensors: activations in order, and the sums and scales of their rows.
 struct WorkspaceLayout {
   int64_t ordered, sums, rows, partial;  // bytes
   WorkspaceLayout(const LinearArgs& args, const LinearKind& kind, int splits)
@@ -88,7 +90,7 @@ void run_ordered(const LinearArgs& args, const LinearKind& kind, int splits, Lau
                                  static_cast<int64_t>(kind.format), kind.tile_groups,
                                  kind.matrices + 2 * kind.coded};
   const int64_t ctas = as_they_are(kind) ? ceil_div(args.m * spec.tiles() * kChunks, kLinearThreads)
-                                                     : args.m * call.ctas_of_row;
+                                         : args.m * call.ctas_of_row;
   program(args.place, of_activations, [&] { return activations_source(kind); })
       .launch(args.place, "activations", ctas, kLinearThreads, &call);
   launch(product);
@@ -134,16 +136,9 @@ void run_linear(const LinearArgs& args) {
   });
 }
 
-// By products of warpgroups: which kind, and how many rows at once. Codes of weights without groups are multiplied as
-// they are; those of others as float16.
 LinearKind wgmma_kind(const LinearArgs& args) {
-  LinearKind kind = kind_of(args);
-  kind.coded = kind.x_parts == 0 && (args.weight_spec.group_size || args.weight_spec.asymmetric);
-  kind.x_parts = kind.x_parts || kind.coded ? 1 : 0, kind.in_place = false, kind.matrices = true;
-  if (kind.x_parts && (args.dtype == DType::float16 || kind.coded)) kind.dtype = DType::float16;
-  // A weight is decoded once for all rows of a CTA; codes need no decoding, and more columns share their activations.
-  const int most = kind.x_parts ? 256 : 128;
-  for (kind.rows = 32; kind.rows < most && kind.rows < args.m;) kind.rows *= 2;
+  LinearKind kind = kind_of(args).by_warpgroups(args.dtype);
+  for (kind.rows = 32; kind.rows < kind.most_wgmma_rows() && kind.rows < args.m;) kind.rows *= 2;
   return kind;
 }
 int64_t columns_of_wgmma(const LinearArgs& args, const LinearKind& kind) {  // in CTAs
@@ -221,14 +216,14 @@ std::string_view refuses_rows(const LinearArgs& args, bool exact) {
   if (args.m < 17) return "fewer than 17 rows";
   if (args.m < 33 && !slow) return "fewer than 33 rows, which take less time by another row";
   if (exact && args.m > 4096) return "more than 4096 rows, which cuBLAS takes less time for";
-  if (floats && args.m > (slow ? 256 : spec.group_size || spec.asymmetric ? 512 : 1024))
+  if (floats && args.m > (slow ? 256 : tile_groups(spec) ? 512 : 1024))
     return "so many rows that cuBLAS takes less time";
   return "";
 }
 
 std::string_view refuses_wgmma(const LinearArgs& args) {
   const WeightSpec& spec = args.weight_spec;
-  const bool exact = !stays_float(args.x_format) && !spec.group_size && !spec.asymmetric;
+  const bool exact = !stays_float(args.x_format) && tile_groups(spec) == 0;
   if (const std::string_view reason = refuses_weight(args); !reason.empty()) return reason;
   if (const std::string_view reason = refuses_rows(args, exact); !reason.empty()) return reason;
   if (capability(args.place.device) != 90) return "a GPU of another compute capability than 9.0";

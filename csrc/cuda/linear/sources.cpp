@@ -89,23 +89,11 @@ Source decoded_source(Format format, bool codes) {
                  kernel_text("finish_products", "kLinearThreads", "DecodedCall", "finish_products" + specialised))};
 }
 
-namespace {
-
-// Those of 64, 128 and 256 rows, and of lookup formats of 32.
-void add_wgmma_sources(std::vector<Source>& all, LinearKind kind) {
-  kind.matrices = true, kind.in_place = false;
-  add_once(all, activations_source(kind));
-  const bool codes = kind.x_parts == 0;
-  for (kind.rows = parts_of(kind.format) > 1 ? 32 : 64; kind.rows <= (codes ? 128 : 256); kind.rows *= 2)
-    all.push_back(wgmma_source(kind));
-}
-
-}  // namespace
-
-void add_wgmma_sources(std::vector<Source>& all, Format format, int x_parts, int tile_groups, bool asymmetric) {
-  LinearKind kind{format, x_parts, tile_groups, asymmetric, 64};
-  if (x_parts == 0 && tile_groups) kind.coded = true, kind.x_parts = 1, kind.dtype = DType::float16;
-  add_wgmma_sources(all, kind);
+void add_wgmma_sources(std::vector<Source>& all, const LinearKind& kind) {
+  LinearKind made = kind.by_warpgroups(DType::bfloat16);
+  add_once(all, activations_source(made));
+  for (made.rows = parts_of(made.format) > 1 ? 32 : 64; made.rows <= made.most_wgmma_rows(); made.rows *= 2)
+    all.push_back(wgmma_source(made));
 }
 
 std::vector<Source> linear_sources(const std::string& architecture) {
@@ -131,14 +119,14 @@ std::vector<Source> linear_sources(const std::string& architecture) {
     for (int x_parts = integer ? 0 : 1; x_parts <= 3; x_parts++) {
       if (is_float(format)) {
         add({format, x_parts, 0, false, 8});
-        if (has_wgmma && x_parts == 1) add_wgmma_sources(all, format, 1, 0, false);
+        if (has_wgmma && x_parts == 1) add_wgmma_sources(all, {format, 1, 0, false, 8});
         continue;
       }
       const int most = !integer && smallest_group(format) == 16 ? 4 : 2;
       for (int groups = 0; groups <= most; groups = groups ? 2 * groups : 1)
         for (int asymmetric = 0; asymmetric <= (integer && groups); asymmetric++) {
           add({format, x_parts, groups, asymmetric == 1, 8});
-          if (has_wgmma && x_parts < 2) add_wgmma_sources(all, format, x_parts, groups, asymmetric == 1);
+          if (has_wgmma && x_parts < 2) add_wgmma_sources(all, {format, x_parts, groups, asymmetric == 1, 8});
         }
     }
   }

@@ -209,9 +209,9 @@ struct WgmmaProduct {
     for (int j = 0; j < kRows / 8; j++)
 #pragma unroll
       for (int i = 0; i < 2; i++) {
-        alignas(8) const Sum pair[2] = {sum[j][i], sum[j][2 + i]};  // of two columns
-        *reinterpret_cast<uint2*>(&shared.results[8 * j + 2 * t + i][panel * kPanelColumns + 2 * g]) =
-            *reinterpret_cast<const uint2*>(pair);
+        // of two columns
+        *reinterpret_cast<uint2*>(&shared.results[8 * j + 2 * t + i][panel * kPanelColumns + 2 * g]) = {
+            __builtin_bit_cast(uint32_t, sum[j][i]), __builtin_bit_cast(uint32_t, sum[j][2 + i])};
       }
   }
 };

@@ -46,8 +46,8 @@ std::string reason_of(Device device) {
     int count = 0;
     ensure(driver().device_count(&count), "cuDeviceGetCount");
     if (device.index >= count) return concat("there is no ", name_of(device), ", the driver has ", count, " devices");
-    const int major = attribute(kComputeMajor, device), minor = attribute(kComputeMinor, device);
-    if (major < 8) return concat("compute capability ", major, ".", minor, ", wanted 8.0 or later");
+    const int number = capability(device);
+    if (number < 80) return concat("compute capability ", number / 10, ".", number % 10, ", wanted 8.0 or later");
     return "";
   } catch (const Error& error) {
     return error.what();

@@ -64,16 +64,20 @@ LOWBIT_INLINE int64_t matrices_of(const LinearCall& call, int64_t row, int64_t t
   return ((row >> call.log2_of_rows) * call.tiles + tile) * (rows / kRowsAtOnce) + row % rows / kRowsAtOnce;
 }
 
-// The bits of the largest |x| of a row. Those of inf and nan are above all others.
-LOWBIT_INLINE int32_t largest_of_row(const LinearCall& call, int64_t row, int32_t (&warps)[kLinearWarps]) {
+// The bits of the largest |x| of words first, first + step ... before end of a row. Those of inf and nan are
+// above all others.
+LOWBIT_INLINE int32_t largest_of_words(const LinearCall& call, int64_t row, int64_t first, int64_t end, int step) {
   int32_t most = 0;
 #pragma unroll 4  // loads of a row on their way together: one CTA has it
-  for (int64_t word = threadIdx.x; word < ceil_div(call.spec.k, 4); word += kLinearThreads) {
+  for (int64_t word = first; word < end; word += step) {
     float x[4];
     load_word(call, row, word, x);
     for (const float v : x) most = Largest{}(most, __float_as_int(v) & INT32_MAX);
   }
-  return of_cta(Largest{}, most, warps);
+  return most;
+}
+LOWBIT_INLINE int32_t largest_of_row(const LinearCall& call, int64_t row, int32_t (&warps)[kLinearWarps]) {
+  return of_cta(Largest{}, largest_of_words(call, row, threadIdx.x, ceil_div(call.spec.k, 4), kLinearThreads), warps);
 }
 
 constexpr int32_t kInfinityBits = 0x7f800000;
@@ -157,6 +161,12 @@ LOWBIT_INLINE Range asymmetric_range(const LinearCall& call, int64_t row, int32_
   return {scale, __fdiv_rn(1.0f, scale), rintf(-127.0f - __fdiv_rn(lowest, scale))};
 }
 
+// The range of int8 codes of a whole row.
+LOWBIT_INLINE Range range_of_row(const LinearCall& call, int64_t row, int32_t (&warps)[kLinearWarps]) {
+  return call.x_format == XFormat::int8_row_asymmetric ? asymmetric_range(call, row, warps)
+                                                       : Range::symmetric(largest_of_row(call, row, warps), 127.0f);
+}
+
 // Four codes as the bytes of a word, and their sum. Elements behind the end of x have the code 0.
 struct WordOfCodes {
   uint32_t codes;
@@ -216,8 +226,7 @@ LOWBIT_INLINE void quantize_rows(const LinearCall& call, int tile_groups, int co
   const int64_t padded = call.tiles * kTileK, part = kParts ? kTileK / tile_groups : padded;
   const bool per_row = call.x_format != XFormat::int8_group || spec.group_size == 0;
   Range range{};
-  if (call.x_format == XFormat::int8_row_asymmetric) range = asymmetric_range(call, row, warps);
-  else if (per_row) range = Range::symmetric(largest_of_row(call, row, warps), 127.0f);
+  if (per_row) range = range_of_row(call, row, warps);
   if (threadIdx.x == 0) call.row_offset[row] = -range.scale * range.zero_point;
   const int64_t span = per_row ? part : larger(part, spec.group_size);  // of one scale
   const int64_t step = kParts ? call.ctas_of_row * kLinearWarps * span : span;
