@@ -19,7 +19,9 @@ bool is_emulated();
 
 void add_cudnn_rows(Backend& backend);  // before the others of attention
 void add_attention_rows(Backend& backend);
+void add_prompt_rows(Backend& backend);  // before the others of decode
 void add_decode_rows(Backend& backend);
+void add_cache_rows(Backend& backend);
 void add_linear_rows(Backend& backend);
 void add_linear_rows_of_warpgroups(Backend& backend);  // before all others, of many rows second
 void add_linear_rows_of_many(Backend& backend);

@@ -2,7 +2,8 @@
 """Calls of decode that together use every option of the rows for CUDA, and what they must give, in
 float64 with budgets.
 
-Queries and probabilities are cut to two parts of 16 bits (2^-16 and less), scores and sums are float32.
+Queries and probabilities are cut to two parts of 16 bits (2^-16 and less), scores and sums are float32. The row of
+prompts rounds probabilities to 16 bits; its keys and values are those of kv_dequantize.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ class DecodeCase:
     score_mod: Callable[..., Tensor] | None = None  # 1-Lipschitz in the score; after (score, b, h, q, k) takes what it captures
     mask_mod: Callable[..., Tensor] | None = None
     captured: Sequence[tuple[int, ...]] = ()  # shapes of what score_mod captures
+    prompt: bool = False  # by the row that decodes keys and values first
 
     def __str__(self) -> str:
         return self.name
@@ -65,6 +67,18 @@ CASES = [
                mask_mod=lambda b, h, q, k: (k // 64 == q // 64) | (k % 3 == b)),
     DecodeCase("bfloat16, a softcap, a window", (1, 4, 1, 5, 140, 64, 64), BF16, BF16, {"position": 135}, sink=True,
                score_mod=lambda s, b, h, q, k: 3 * torch.tanh(s / 3), mask_mod=lambda b, h, q, k: (k <= q) & (k > q - 90)),
+    DecodeCase("int8, decoded, a group of 4", (2, 8, 2, 70, 150, 64, 64), "int8", BF16, {"causal": True, "position": 80}, prompt=True),
+    DecodeCase("int8, decoded, a window, a sink", (1, 2, 2, 200, 400, 64, 32), "int8", FP16, {"causal": True, "position": 199, "window": 50}, sink=True,
+               token_major=True, prompt=True),
+    DecodeCase("int8, decoded, rotated, a window", (1, 3, 1, 130, 250, 80, 48), "int8", BF16, {"rotated": True, "position": 100, "window": 90}, prompt=True),
+    DecodeCase("int4, decoded, a window after many tiles", (1, 2, 1, 70, 620, 128, 128), "int4", BF16, {"causal": True, "position": 540, "window": 60}, prompt=True),
+    DecodeCase("int8, decoded, before the keys", (1, 2, 1, 100, 90, 128, 64), "int8", FP16, {"causal": True, "position": -20}, FP32, prompt=True),
+    DecodeCase("int4, decoded, rotated, a mask", (2, 4, 2, 67, 131, 128, 128), "int4", BF16, {"rotated": True, "position": 64}, torch.bool, prompt=True),
+    DecodeCase("int4, decoded, 256, a window behind all keys", (1, 1, 1, 140, 100, 256, 256), "int4", FP16, {"position": 60, "window": 70}, FP16, prompt=True),
+    DecodeCase("int4, decoded, a captured bias of distances", (2, 4, 2, 80, 200, 64, 64), "int4", BF16, {"position": 120},
+               score_mod=lambda s, b, h, q, k, t: s + t[h, q - k], captured=((4, 200),), prompt=True),
+    DecodeCase("int8, decoded, a softcap, documents, a window", (2, 4, 1, 90, 300, 64, 64), "int8", BF16, {"position": 205, "window": 130}, sink=True,
+               score_mod=lambda s, b, h, q, k: 3 * torch.tanh(s / 3), mask_mod=lambda b, h, q, k: (k // 64 == q // 64) | (k % 3 == b), prompt=True),
     DecodeCase("one key, 1 column", (1, 1, 1, 1, 1, 1, 1), "int8", FP32),
     DecodeCase("tiny queries", (1, 2, 1, 1, 150, 64, 64), "int8", FP32, factor=1e-30),
     DecodeCase("huge queries", (1, 2, 1, 1, 150, 64, 64), "int8", FP32, {"scale": 1e-37}, factor=1e36),
@@ -89,6 +103,12 @@ def quantized(x: Tensor, format: str, rotate: bool) -> tuple[Tensor, Tensor]:
     return stored[0], stored[1]
 
 
+def dequantized(codes: Tensor, scale: Tensor, columns: int, dtype: torch.dtype, rotated: bool) -> Tensor:
+    rows = torch.empty(*codes.shape[:3], columns, dtype=dtype)
+    torch.ops.lowbit.kv_dequantize_(codes, scale, rows, rotated)
+    return rows.double()
+
+
 def make_data(case: DecodeCase) -> DecodeData:
     torch.manual_seed(0)
     b, hq, hkv, length, s, e, ev = case.shape
@@ -97,8 +117,11 @@ def make_data(case: DecodeCase) -> DecodeData:
     rotated = options.get("rotated", False)
     if isinstance(case.cache, str):
         stored = [*quantized(k, case.cache, rotated), *quantized(v, case.cache, False)]
-        k, v = reference.decoded(*stored[:2]), reference.decoded(*stored[2:])[..., :ev]
-        exact_q = reference.rotate(q) if rotated else reference.pad(q.double())
+        if case.prompt:
+            k, v, exact_q = dequantized(*stored[:2], e, case.dtype, rotated), dequantized(*stored[2:], ev, case.dtype, False), q.double()
+        else:
+            k, v = reference.decoded(*stored[:2]), reference.decoded(*stored[2:])[..., :ev]
+            exact_q = reference.rotate(q) if rotated else reference.pad(q.double())
     else:
         stored, exact_q = [k.to(case.cache), v.to(case.cache)], q.double()
         k, v = stored[0].double(), stored[1].double()
@@ -118,7 +141,7 @@ def make_data(case: DecodeCase) -> DecodeData:
     group = hq // hkv
     k, v = k.double().abs().repeat_interleave(group, 1), v.double().abs().repeat_interleave(group, 1)
     off = PARTS * ((exact_q.abs() @ k.transpose(-1, -2)).amax(-1) * options["scale"] + 1 + 2.0**-8 * lse.abs().nan_to_num(posinf=0.0))
-    allowed = (2 * off[..., None] + PARTS) * (p @ v)
+    allowed = (2 * off[..., None] + PARTS + 2 * HALF_ULP[case.dtype] * case.prompt) * (p @ v)
     return DecodeData(q, call, out, lse, allowed + HALF_ULP[case.dtype] * (out.abs() + allowed) * 2, off)
 
 
@@ -138,6 +161,10 @@ def with_mods(case: DecodeCase, call: dict[str, Any], scores: Tensor) -> Tensor:
     return added
 
 
+def row_of(case: DecodeCase) -> str:
+    return f"decode_prompt_{case.cache}_cuda" if case.prompt else ROW[case.cache]
+
+
 def run(case: DecodeCase, data: DecodeData, device: str, suffix: str = "") -> tuple[Tensor, Tensor]:
     """The op on a device by the row for CUDA: out and lse on the CPU."""
     call = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in data.call.items()}
@@ -146,7 +173,7 @@ def run(case: DecodeCase, data: DecodeData, device: str, suffix: str = "") -> tu
             bound = call.pop(name)
             call |= {name: bound.code, name.replace("_mod", "_captured"): [t.to(device) for t in bound.captured]}
     out, lse = torch.full(data.out.shape, 7.0, dtype=case.dtype).to(device), torch.full(data.lse.shape, 7.0).to(device)
-    with forced(ROW[case.cache] + suffix):
+    with forced(row_of(case) + suffix):
         internals.decode(data.q.to(device), call.pop("k"), call.pop("v"), out, call.pop("scale"), lse=lse, **call)
     return out.cpu(), lse.cpu()
 

@@ -10,8 +10,7 @@ from dataclasses import replace
 
 import torch
 from attention_calls import AttentionCase
-from decode_calls import ROW as DECODE_ROW
-from decode_calls import DecodeCase
+from decode_calls import DecodeCase, row_of
 
 from lowbit import _C, testing
 from lowbit.testing import LinearCase, LinearData
@@ -38,6 +37,9 @@ DECODE = [
         DecodeCase(f"{cache}, a step", (2, 32, 8, 1, 16384, 128, 128), cache, dtype, {"causal": True, "position": 16383}),
         DecodeCase(f"{cache}, a prompt", (1, 8, 2, 512, 2560, 128, 128), cache, dtype, {"causal": True, "position": 2048}),
     )
+] + [
+    DecodeCase(f"{cache}, a prompt, decoded", (1, 8, 2, 512, 2560, 128, 128), cache, BF16, {"causal": True, "position": 2048, "window": window}, prompt=True)
+    for cache, window in (("int8", 0), ("int4", 1024))
 ]
 
 
@@ -66,4 +68,4 @@ def rows(op: str) -> list[str]:
 
 
 def decode_rows() -> set[str]:
-    return {DECODE_ROW[case.cache] for case in DECODE}
+    return {row_of(case) for case in DECODE}

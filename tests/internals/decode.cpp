@@ -4,7 +4,10 @@
 
 #include <pybind11/stl.h>
 
+#include <utility>
+
 #include "bindings/tensor_caster.hpp"
+#include "cuda/decode/prompt.hpp"
 #include "ops/attention_mods.hpp"
 
 namespace lowbit {
@@ -56,6 +59,8 @@ void register_decode(py::module_& m) {
         arg("mask_captured") = py::list(),
         "Write into ``out`` what lowbit::decode returns, and into ``lse`` the log-sum-exp of each row; mods are score "
         "programs and their tensors, whose q is ``position + i``.");
+  m.def("most_decoded_bytes", [](int64_t bytes) { return std::exchange(cuda::most_decoded_bytes, bytes); },
+        arg("bytes"), "Set how much of a cache a prompt on an NVIDIA GPU decodes at a time; return what it was.");
 }
 
 }  // namespace lowbit

@@ -3,6 +3,7 @@
 // mods are checked on the device, where one that is out of range ends the launch with an error.
 #include <cmath>
 
+#include "cuda/attention/forward.hpp"
 #include "cuda/attention/kind.hpp"
 #include "cuda/attention/mods.hpp"
 #include "cuda/backend.hpp"
@@ -48,16 +49,23 @@ void prepare(const AttentionForwardArgs& args, const Launcher& launch) {
     launch(AttentionKernel::prepare, "prepare", args.lists.kv_num_blocks ? args.lists.kv_num_blocks.numel() : 1);
 }
 
-void run_forward(const AttentionForwardArgs& args) {
+}  // namespace
+
+void run_forward(const AttentionForwardArgs& args, const ForwardPart& part) {
   const AttentionKind kind = kind_of(args);
   const ForwardShape shape = kind.forward();
   const Workspace workspace("attention_forward", args.place, WorkspaceLayout{.classes = class_count(args)}.all());
-  const AttentionCall call = call_of(args, workspace, shape.q_tile(), shape.kv_tile);
+  AttentionCall call = call_of(args, workspace, shape.q_tile(), shape.kv_tile);
+  call.position = static_cast<int32_t>(part.position), call.window = static_cast<int32_t>(part.window);
+  call.first_head = static_cast<int32_t>(part.first_head), call.launched_heads = static_cast<int32_t>(part.heads);
   const Launcher launch{args.place, kind, call};
   prepare(args, launch);
-  launch(AttentionKernel::forward, "attention_forward", args.batch() * args.heads() * call.q_tiles.count,
-         shape.bytes());
+  launch(AttentionKernel::forward, "attention_forward", part.heads * call.q_tiles.count, shape.bytes());
 }
+
+namespace {
+
+void run_all(const AttentionForwardArgs& args) { run_forward(args, {.heads = args.batch() * args.heads()}); }
 
 AttentionCall backward_call(const AttentionBackwardArgs& args, const Workspace& workspace,
                             const WorkspaceLayout& layout, int q_tile, int kv_tile) {
@@ -141,7 +149,9 @@ bool fits_head_dim(int64_t e) { return e % 16 == 0 && e <= kMostHeadDim; }
 // Rows are copied 16 bytes at a time.
 bool is_aligned(const TensorView& tensor) { return has_aligned_rows(tensor, 16); }
 
-std::string_view refuses(const AttentionForwardArgs& args) {
+}  // namespace
+
+std::string_view refuses_forward(const AttentionForwardArgs& args) {
   if (args.q.dtype != DType::bfloat16 && args.q.dtype != DType::float16)
     return "inputs are neither bfloat16 nor float16";
   if (!fits_head_dim(args.q.size(3)) || !fits_head_dim(args.ev()))
@@ -154,14 +164,16 @@ std::string_view refuses(const AttentionForwardArgs& args) {
   return "";
 }
 
+namespace {
+
 std::string_view refuses_backward(const AttentionBackwardArgs& args) {
   if (args.grad_mask) return "a gradient of mask is wanted";
   for (const TensorView& tensor : {args.grad_out, args.grad_q, args.grad_k, args.grad_v})
     if (!is_aligned(tensor)) return "rows of gradients must begin at multiples of 16 bytes";
-  return refuses(args.forward);
+  return refuses_forward(args.forward);
 }
 
-constexpr Kernel<AttentionForwardArgs> kForward[] = {{"attention_forward_tiles_cuda", refuses, run_forward}};
+constexpr Kernel<AttentionForwardArgs> kForward[] = {{"attention_forward_tiles_cuda", refuses_forward, run_all}};
 constexpr Kernel<AttentionBackwardArgs> kBackward[] = {
     {"attention_backward_tiles_cuda", refuses_backward, run_backward}};
 

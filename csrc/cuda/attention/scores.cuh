@@ -18,8 +18,8 @@ LOWBIT_INLINE void refuse(const AttentionCall&) { fail(); }
 
 template <DType dtype>
 LOWBIT_INLINE float bias_of(const AttentionCall& call, int b, int h, int q, int k) {
-  const int64_t at = b * call.bias_stride[0] + h * call.bias_stride[1] + q * call.bias_stride[2] +
-                     k * call.bias_stride[3];
+  const int64_t at = b * call.bias_stride[0] + h * call.bias_stride[1] +
+                     (q - call.position) * call.bias_stride[2] + k * call.bias_stride[3];
   if constexpr (dtype == DType::boolean) return static_cast<const uint8_t*>(call.bias)[at] ? 0.0f : minus_infinity();
   else if constexpr (dtype == DType::float32) return static_cast<const float*>(call.bias)[at];
   else if constexpr (dtype == DType::float64) return static_cast<float>(static_cast<const double*>(call.bias)[at]);
@@ -91,7 +91,7 @@ LOWBIT_INLINE void for_each_with(const Mod& mod, const TilePlace& at, Each each)
     }
 }
 
-// Scores of queries and keys that do not exist, or of keys behind a query under causality, become -inf.
+// Scores of queries and keys that do not exist, or that causality or the window hides, become -inf.
 template <bool kKeysStay, int kM, int kScores>
 LOWBIT_INLINE void hide(const AttentionCall& call, const TilePlace& at, float (&s)[kM][kScores][4]) {
   const int rows = kKeysStay ? at.cols : at.rows, columns = kKeysStay ? at.rows : at.cols;
@@ -112,6 +112,10 @@ LOWBIT_INLINE void hide(const AttentionCall& call, const TilePlace& at, float (&
           if (column >= end || (kKeysStay && column < begin)) s[m][n][i] = minus_infinity();
         }
     }
+  if (!kKeysStay && call.window > 0)
+    for_each_score<false>(at, s, [&](float& score, int q, int k) {
+      if (k <= q - call.window) score = minus_infinity();
+    });
 }
 
 // Whether the queries and keys of scores are asked for, also where there are none.

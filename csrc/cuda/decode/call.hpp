@@ -93,7 +93,7 @@ struct DecodeCall {
 struct KvConvertCall {
   HeadRows x, codes, scale;
   DType x_dtype, scale_dtype;
-  int64_t rows, heads, length;
+  int64_t first = 0, rows = 0, heads, length;  // rows: from `first` on, of the rows of all heads one after the other
   int32_t columns;
   bool rotated;
 };

@@ -11,8 +11,8 @@ struct RowPlace {
   int64_t b, h, l;
   bool is_there;
   LOWBIT_INLINE explicit RowPlace(const KvConvertCall& call) {
-    const int64_t row = static_cast<int64_t>(blockIdx.x) * kDecodeWarps + warp_of_cta();
-    is_there = row < call.rows, l = row % call.length, h = row / call.length % call.heads,
+    const int64_t i = static_cast<int64_t>(blockIdx.x) * kDecodeWarps + warp_of_cta(), row = call.first + i;
+    is_there = i < call.rows, l = row % call.length, h = row / call.length % call.heads,
     b = row / call.length / call.heads;
   }
   LOWBIT_INLINE int64_t in(const HeadRows& rows) const { return b * rows.batch + h * rows.head + l * rows.row; }

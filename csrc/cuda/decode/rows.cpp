@@ -1,19 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows of the ops decode, kv_quantize and kv_dequantize, and of attention with few queries. Nothing is read on the host
-// or waited for.
+// Rows of the op decode, and of attention with few queries. Nothing is read on the host or waited for.
 #include "cuda/attention/mods.hpp"
 #include "cuda/backend.hpp"
 #include "cuda/decode/kind.hpp"
+#include "gpu/attention/make_call.hpp"
 #include "ops/aligned_rows.hpp"
-#include "ops/attention.hpp"
 #include "ops/decode.hpp"
 
 namespace lowbit::cuda {
 namespace {
-
-HeadRows rows_of(const TensorView& tensor) {
-  return {tensor.data, tensor.stride[0], tensor.stride[1], tensor.stride[2]};
-}
 
 CacheRows cache_of(const TensorView& tensor, const TensorView& scale) {
   CacheRows rows{.data = tensor.data, .batch = tensor.stride[0], .head = tensor.stride[1], .row = tensor.stride[2],
@@ -112,29 +107,6 @@ std::string_view refuses_attention(const AttentionForwardArgs& args) {
   return refuses_decode<kDtype>(decode_args(args));
 }
 
-KvConvertCall call_of(const TensorView& x, const TensorView& codes, const TensorView& scale, bool rotated) {
-  return {rows_of(x), rows_of(codes), rows_of(scale), x.dtype, scale.dtype, x.size(0) * x.size(1) * x.size(2),
-          x.size(1), x.size(2), static_cast<int32_t>(x.size(3)), rotated};
-}
-
-void launch_convert(const Place& place, KvFormat format, const KvConvertCall& call, const char* kernel) {
-  const auto groups = static_cast<int>(kv_padded(call.columns) / kKvGroup);
-  program(place, {static_cast<int64_t>(SourceKind::kv_convert), static_cast<int64_t>(format), groups},
-          [&] { return kv_convert_source(format, groups); })
-      .launch(place, kernel, ceil_div(call.rows, kDecodeWarps), kDecodeThreads, &call);
-}
-void run_quantize(const KvQuantizeArgs& args) {
-  launch_convert(args.place, args.format(), call_of(args.x, args.codes, args.scale, args.rotate), "kv_quantize");
-}
-void run_dequantize(const KvDequantizeArgs& args) {
-  launch_convert(args.place, args.format(), call_of(args.x, args.codes, args.scale, args.rotated), "kv_dequantize");
-}
-
-template <class Args>
-std::string_view refuses_convert(const Args& args) {
-  return ceil_div(args.x.numel(), args.x.size(3)) >= INT32_MAX ? "more than 2^31 rows" : "";
-}
-
 constexpr Kernel<DecodeArgs> kDecode[] = {
     {"decode_int8_cuda", refuses_decode<DType::int8>, run_decode},
     {"decode_int4_cuda", refuses_decode<DType::uint8>, run_decode},
@@ -145,15 +117,11 @@ constexpr Kernel<AttentionForwardArgs> kAttention[] = {
     {"attention_forward_decode_bfloat16_cuda", refuses_attention<DType::bfloat16>, run_attention},
     {"attention_forward_decode_float16_cuda", refuses_attention<DType::float16>, run_attention},
 };
-constexpr Kernel<KvQuantizeArgs> kQuantize[] = {{"kv_quantize_cuda", refuses_convert<KvQuantizeArgs>, run_quantize}};
-constexpr Kernel<KvDequantizeArgs> kDequantize[] = {
-    {"kv_dequantize_cuda", refuses_convert<KvDequantizeArgs>, run_dequantize}};
 
 }  // namespace
 
 void add_decode_rows(Backend& backend) {
   add_rows(backend, kDecode, std::size(kDecode)), add_rows(backend, kAttention, std::size(kAttention));
-  add_rows(backend, kQuantize, std::size(kQuantize)), add_rows(backend, kDequantize, std::size(kDequantize));
 }
 
 }  // namespace lowbit::cuda

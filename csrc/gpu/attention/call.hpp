@@ -50,6 +50,9 @@ struct AttentionCallOf {
   HeadRows q{}, k{}, v{}, out{}, grad_out{}, grad_q{}, grad_k{}, grad_v{};
   Tiling q_tiles, kv_tiles;
   int32_t batch = 0, heads = 0, group = 0;
+  int32_t first_head = 0, launched_heads = 0;  // of B times Hq: a launch of the forward may be of some
+  // Of the forward alone: query i stands at position + i, and sees no key that is `window` (> 0) or more before it.
+  int32_t position = 0, window = 0;
   bool causal = false;
   DType out_dtype = DType::other;  // of out and given
   float scale = 0;

@@ -34,9 +34,10 @@ AttentionCallOf<Captured> attention_call(const AttentionForwardArgs& args, int q
                                  .q_tiles = Tiling(args.q_length(), blocks ? lists.q_block : 0, q_tile),
                                  .kv_tiles = Tiling(args.kv_length(), blocks ? lists.kv_block : 0, kv_tile)};
   call.batch = static_cast<int32_t>(args.batch()), call.heads = static_cast<int32_t>(args.heads()),
-  call.group = static_cast<int32_t>(args.group()), call.causal = args.causal, call.out_dtype = args.out.dtype,
-  call.scale = static_cast<float>(args.scale), call.lse = args.lse.as<float>(),
-  call.max_scores = args.max_scores.as<float>(), call.sink = args.sink.as<const float>(), call.bias = args.mask.data;
+  call.launched_heads = call.batch * call.heads, call.group = static_cast<int32_t>(args.group()),
+  call.causal = args.causal, call.out_dtype = args.out.dtype, call.scale = static_cast<float>(args.scale),
+  call.lse = args.lse.as<float>(), call.max_scores = args.max_scores.as<float>(),
+  call.sink = args.sink.as<const float>(), call.bias = args.mask.data;
   for (int d = 0; d < 4; d++) call.bias_stride[d] = args.mask ? args.mask.stride[d] : 0;
   call.seed = args.seed.as<const int64_t>(), call.dropped = static_cast<uint64_t>(args.dropout_p * 0x1p32),
   call.kept = args.dropout_p < 1 ? static_cast<float>(1 / (1 - args.dropout_p)) : 0.0f;

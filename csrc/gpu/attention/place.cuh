@@ -40,17 +40,17 @@ struct QueryTile {
 };
 template <class Call>
 LOWBIT_INLINE QueryTile query_tile(const Call& call) {
-  const int heads = call.batch * call.heads, head = static_cast<int>(blockIdx.x) % heads;
+  const int heads = call.launched_heads, head = call.first_head + static_cast<int>(blockIdx.x) % heads;
   const auto step =
       TileStep::at(call.q_tiles, static_cast<int>(call.q_tiles.count) - 1 - static_cast<int>(blockIdx.x) / heads);
   return {head / call.heads, head % call.heads, step, step.begin(call.q_tiles), step.size(call.q_tiles)};
 }
 
-// The place of a tile of scores.
+// The place of a tile of scores. q0: the position of its first query.
 struct TilePlace {
   int b, h, q0, rows, k0, cols;
   bool partial;  // mask_mod has to be asked
-  bool cut;      // by the ends of q and k, or by causality
+  bool cut;      // by the ends of q and k, by causality or by the window
 };
 
 constexpr uint8_t kEmptyBlock = 0, kPartialBlock = 1;
@@ -64,11 +64,14 @@ LOWBIT_INLINE uint8_t class_of(const Call& call, int b, int h, int64_t q_block, 
 // False if no score of the tile is visible.
 template <class Call>
 LOWBIT_INLINE bool find_tile(const Call& call, int b, int h, const TileStep& q, const TileStep& k, TilePlace& at) {
-  at = {b, h, q.begin(call.q_tiles), q.size(call.q_tiles), k.begin(call.kv_tiles), k.size(call.kv_tiles), false, false};
+  at = {b, h, q.begin(call.q_tiles) + call.position, q.size(call.q_tiles), k.begin(call.kv_tiles),
+        k.size(call.kv_tiles), false, false};
   if (call.causal && at.k0 >= at.q0 + at.rows) return false;
+  if (call.window > 0 && at.k0 + at.cols <= at.q0 - call.window + 1) return false;
   const uint8_t block = class_of(call, b, h, q.block, k.block);
   at.partial = block == kPartialBlock;
-  at.cut = call.causal && at.k0 + at.cols > at.q0 + 1;
+  at.cut = (call.causal && at.k0 + at.cols > at.q0 + 1) ||
+           (call.window > 0 && at.k0 < at.q0 + at.rows - call.window);
   return block != kEmptyBlock;
 }
 
@@ -94,7 +97,8 @@ LOWBIT_INLINE void pass_empty(const Call& call, int b, int h, const TileStep& st
 
 template <class Call>
 LOWBIT_INLINE bool is_hidden(const Call& call, const TilePlace& at, int q, int k) {
-  return k >= at.k0 + at.cols || q >= at.q0 + at.rows || (call.causal && k > q);
+  return k >= at.k0 + at.cols || q >= at.q0 + at.rows || (call.causal && k > q) ||
+         (call.window > 0 && k <= q - call.window);
 }
 
 // The random number of a probability, which is dropped where the number is below `dropped` of 2^32.

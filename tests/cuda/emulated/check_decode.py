@@ -11,11 +11,13 @@ import attention_calls
 import pytest
 import torch
 from attention_calls import FEW_QUERIES, AttentionCase
-from decode_calls import CASES, DecodeCase, assert_right, make_data, run
+from decode_calls import BF16, CASES, DecodeCase, assert_right, make_data, run
 from settings import forced
+from tests import internals
 from torch import Tensor
 
 import lowbit
+from lowbit import _C
 from lowbit.devices import simulated
 from lowbit.score.program_cache import bind
 
@@ -82,8 +84,45 @@ def test_a_block_of_queries_reads_no_key_behind_its_last_or_before_its_window() 
         assert finite[:32].all() == first and finite[32:].all() == second
 
 
-def test_an_empty_cache_and_keys_that_are_all_hidden_give_zeros() -> None:
-    case = DecodeCase("nothing", (1, 2, 1, 2, 70, 32, 32), "int8", options={"causal": True, "position": -5})
+def test_a_prompt_decodes_what_its_queries_see_and_a_tile_of_them_reads_no_more() -> None:
+    """Two tiles of 128 queries, over tiles of 64 keys: those from 64 to 448 are decoded."""
+    case = DecodeCase("prompt", (1, 1, 1, 248, 600, 32, 32), "int8", options={"causal": True, "position": 200, "window": 100}, prompt=True)
+    for keys, first, second in ((slice(0, 64), True, True), (slice(64, 128), False, True), (slice(384, 448), True, False), (slice(448, 600), True, True)):
+        data = make_data(case)
+        for name in ("k_scale", "v_scale"):
+            data.call[name][:, :, keys] = torch.nan
+        finite = run(case, data, DEVICE, "_sim")[0].isfinite().all(-1)[0, 0]
+        assert finite[:128].all() == first and finite[128:].all() == second
+
+
+@pytest.mark.parametrize("position, window", [(120, 0), (-100, 0), (0, 30)])
+def test_a_prompt_in_pieces_of_heads_has_the_bits_of_the_whole(position: int, window: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = {"causal": True, "position": position, "window": window}
+    case = DecodeCase("pieces", (2, 6, 3, 70, 190, 64, 32), "int4", options=options, mask=BF16, sink=True, prompt=True,
+                      score_mod=lambda s, b, h, q, k: s + 0.01 * (k - q) * (h + 1) * (b + 1))  # fmt: skip
+    data = make_data(case)
+    whole = run(case, data, DEVICE, "_sim")
+    assert_right(case, data, *whole)
+    log = tmp_path / "log"
+    monkeypatch.setenv("LOWBIT_EMULATED_LOG", str(log))
+    for heads, ctas in ((4, ["8", "4"]), (0, ["2"] * 6)):
+        before = internals.most_decoded_bytes(2 * heads * 190 * (64 + 32))
+        try:
+            parts = run(case, data, DEVICE, "_sim")
+        finally:
+            internals.most_decoded_bytes(before)
+        launches = [line.split()[1:3] for line in log.read_text().splitlines() if line.startswith("launch")]
+        assert all(torch.equal(a, b) for a, b in zip(parts, whole, strict=True))
+        if position == 120:
+            assert [count for name, count in launches if name == "attention_forward"] == ctas
+            assert [name for name, _ in launches].count("kv_dequantize") == 2 * len(ctas)
+        log.unlink()
+
+
+@pytest.mark.parametrize("prompt", [False, True])
+def test_an_empty_cache_and_keys_that_are_all_hidden_give_zeros(prompt: bool) -> None:
+    length = 70 if prompt else 2
+    case = DecodeCase("nothing", (1, 2, 1, length, 70, 32, 32), "int8", options={"causal": True, "position": -length}, prompt=prompt)
     data = make_data(case)
     for keys in (70, 0):
         data.call |= {name: data.call[name][:, :, :keys] for name in ("k", "v", "k_scale", "v_scale")}
@@ -148,6 +187,11 @@ def test_a_cache_on_the_device_attends_as_on_the_cpu() -> None:
         torch.testing.assert_close(results[1], results[0], rtol=1e-3, atol=1e-4)
 
 
+def test_a_prompt_is_offered_to_the_rows_that_decode_it_first() -> None:
+    names = [row["name"] for row in _C.kernels("decode") if row["name"].endswith("_cuda_sim")]
+    assert names[:3] == ["decode_prompt_int8_cuda_sim", "decode_prompt_int4_cuda_sim", "decode_int8_cuda_sim"]
+
+
 def test_a_call_is_two_launches_and_leaves_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = make_data(CASES[0])
     run(CASES[0], data, DEVICE, "_sim")
@@ -180,6 +224,14 @@ def test_a_gather_out_of_range_ends_the_launch(size: int, fails: bool) -> None:
     [
         (DecodeCase("", (1, 1, 1, 1, 3, 264, 64), "int8"), "a head dimension above 256"),
         (DecodeCase("", (1, 1, 1, 1, 3, 36, 32), torch.bfloat16), "multiples of 8"),
+        (DecodeCase("", (1, 1, 1, 64, 3, 32, 32), "int8", prompt=True), "64 queries or less"),
+        (DecodeCase("", (1, 1, 1, 65, 3, 32, 32), "int4", torch.float32, prompt=True), "neither bfloat16 nor float16"),
+        (DecodeCase("", (1, 1, 1, 65, 3, 40, 32), "int8", prompt=True), "multiples of 16, at most 256"),
+        (DecodeCase("", (1, 1, 1, 65, 3, 32, 32), "int8", options={"position": 2**30}, prompt=True), "positions beyond 2.30"),
+        (
+            DecodeCase("", (1, 1, 1, 65, 3, 32, 32), "int4", options={"window": 9}, prompt=True, score_mod=lambda s, b, h, q, k, t: s + t[k], captured=((3,),)),
+            "a mod that gathers",
+        ),
         (DecodeCase("", (1, 1, 1, 1, 3, 32, 32), torch.bfloat16, torch.float32), "q has another dtype than keys and values"),
     ],
 )

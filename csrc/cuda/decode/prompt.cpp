@@ -1,0 +1,105 @@
+// SPDX-License-Identifier: Apache-2.0
+// Rows of the op decode for a prompt over a cache of codes. Keys and values that some query sees are decoded to the
+// queries' 16 bits first, with their rotation undone, and the tiles of attention pass over them: the kernel of few
+// queries would read the codes again for each 8 or 16 rows of a kv head, and decode them each time.
+#include "cuda/decode/prompt.hpp"
+
+#include <algorithm>
+
+#include "cuda/attention/forward.hpp"
+#include "cuda/attention/kind.hpp"
+#include "cuda/backend.hpp"
+#include "cuda/decode/call.hpp"
+#include "cuda/decode/convert.hpp"
+#include "score/program.hpp"
+
+namespace lowbit::cuda {
+
+// 64 heads of 32k keys of 128 columns: more at a time would not fill a GPU better.
+int64_t most_decoded_bytes = int64_t{1} << 30;
+
+namespace {
+
+// A tile of attention has 64 or 128 queries of one head. Of fewer queries, as a step with speculation has them, it is
+// mostly empty, and the codes are read a few times only.
+constexpr int64_t kMostOfStep = 64;
+constexpr int64_t kFarthest = int64_t{1} << 30;  // tiles count in 32 bits
+
+// Rows [B, Hkv, keys, columns] of floats, one head after the other. Of them only some heads may be there: memory is of
+// `first_head` and those behind it.
+TensorView decoded_rows(const DecodeArgs& args, int64_t keys, int64_t columns, void* memory, int64_t first_head) {
+  const int64_t of_head = keys * columns;
+  TensorView rows{.data = static_cast<uint16_t*>(memory) - first_head * of_head, .dtype = args.q.dtype,
+                  .device = args.q.device, .rank = 4};
+  rows.shape = {args.batch(), args.kv_heads(), keys, columns};
+  rows.stride = {args.kv_heads() * of_head, of_head, columns, 1};
+  return rows;
+}
+
+AttentionForwardArgs forward_args(const DecodeArgs& args, const TensorView& k, const TensorView& v) {
+  return {.place = args.place, .q = args.q, .k = k, .v = v, .out = args.out, .lse = args.lse, .mask = args.mask,
+          .sink = args.sink, .scale = args.scale, .causal = args.causal, .score_mod = args.score_mod,
+          .mask_mod = args.mask_mod};
+}
+
+// The same with keys numbered from `first` less, of which those before 0 are not there, or from as many more.
+TensorView numbered_from(TensorView rows, int64_t first) {
+  rows.data = static_cast<char*>(rows.data) - first * rows.stride[2] * static_cast<int64_t>(size_of(rows.dtype));
+  rows.shape[2] += first;
+  return rows;
+}
+
+void run_prompt(const DecodeArgs& args) {
+  const auto rows_of = [&](int64_t keys, int64_t columns, void* memory, int64_t first_head) {
+    return decoded_rows(args, keys, columns, memory, first_head);
+  };
+  const int64_t e = args.q.size(3), ev = args.out.size(3);
+  const KeyRange seen = DecodeCall{.causal = args.causal, .position = args.position, .window = args.window}.seen(
+      args.kv_length(), 0, args.q_length() - 1);
+  const int64_t tile = kind_of(forward_args(args, args.k, args.v)).forward().kv_tile,
+                first_key = seen.first / tile * tile, keys = seen.end - first_key;  // tiles are read whole
+  const int64_t all = args.batch() * args.kv_heads(), bytes = 2 * keys * (e + ev),
+                most = larger(1, smaller(all, most_decoded_bytes / larger(1, bytes)));
+  const Workspace workspace("decode", args.place, most * bytes);
+  for (int64_t first = 0; first < all; first += most) {
+    const int64_t heads = smaller(most, all - first);
+    const TensorView k = rows_of(keys, e, workspace.at(0), first),
+                     v = rows_of(keys, ev, workspace.at(2 * most * keys * e), first);
+    const auto dequantize = [&](const TensorView& codes, const TensorView& scale, const TensorView& x, bool rotated) {
+      run_dequantize({.place = args.place, .codes = numbered_from(codes, -first_key),
+                      .scale = numbered_from(scale, -first_key), .x = x, .rotated = rotated}, first, heads);
+    };
+    dequantize(args.k, args.k_scale, k, args.rotated), dequantize(args.v, args.v_scale, v, false);
+    run_forward(forward_args(args, numbered_from(k, first_key), numbered_from(v, first_key)),
+                {.position = args.position, .window = smaller(args.window, kFarthest),
+                 .first_head = first * args.group(), .heads = heads * args.group()});
+  }
+}
+
+bool gathers(const ScoreCall* mod) {
+  if (!mod) return false;
+  const auto& steps = mod->program().forward.steps;
+  return std::any_of(steps.begin(), steps.end(),
+                     [](const auto& step) { return step.op == number_of<score::Gather>(); });
+}
+
+template <DType kCache>
+std::string_view refuses_prompt(const DecodeArgs& args) {
+  if (args.k.dtype != kCache) return "keys and values of another type";
+  if (args.q_length() <= kMostOfStep) return "64 queries or less: codes are decoded as they are read";
+  if (larger(args.kv_length(), args.position + args.q_length()) > kFarthest || args.position < -kFarthest)
+    return "keys or positions beyond 2^30";
+  if ((args.causal || args.window > 0) && (gathers(args.score_mod) || gathers(args.mask_mod)))
+    return "a mod that gathers, which tiles ask about keys that causality or the window hides too";
+  const auto of = [&](int64_t columns) { return decoded_rows(args, args.kv_length(), columns, nullptr, 0); };
+  return refuses_forward(forward_args(args, of(args.q.size(3)), of(args.out.size(3))));
+}
+
+constexpr Kernel<DecodeArgs> kPrompt[] = {{"decode_prompt_int8_cuda", refuses_prompt<DType::int8>, run_prompt},
+                                          {"decode_prompt_int4_cuda", refuses_prompt<DType::uint8>, run_prompt}};
+
+}  // namespace
+
+void add_prompt_rows(Backend& backend) { add_rows(backend, kPrompt, std::size(kPrompt)); }
+
+}  // namespace lowbit::cuda

@@ -1,0 +1,13 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstdint>
+
+#include "core/error.hpp"
+
+namespace lowbit::cuda {
+
+// The most bytes of decoded keys and values that a call has at a time, unless one head needs more; tests set less.
+LOWBIT_API extern int64_t most_decoded_bytes;
+
+}  // namespace lowbit::cuda
