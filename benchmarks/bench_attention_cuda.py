@@ -26,6 +26,7 @@ from torch.nn.functional import scaled_dot_product_attention
 import lowbit
 from lowbit import _C
 
+OWN = ("attention_forward_tiles_cuda", "attention_forward_wgmma_cuda")  # also where cuDNN serves the call
 BACKENDS = {"torch flash": SDPBackend.FLASH_ATTENTION, "torch cudnn": SDPBackend.CUDNN_ATTENTION}
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -92,11 +93,9 @@ def by_backend(backend: SDPBackend, q: Tensor, k: Tensor, v: Tensor, options: di
         return scaled_dot_product_attention(q, k, v, **options)
 
 
-def own_row(call: Attention) -> Attention:
-    """The same by our own kernels, also where cuDNN serves the call."""
-
+def by_row(row: str, call: Attention) -> Attention:
     def forced(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        previous = _C.force_kernel("attention_forward_tiles_cuda")
+        previous = _C.force_kernel(row)
         try:
             return call(q, k, v)
         finally:
@@ -111,20 +110,20 @@ def measure(args: argparse.Namespace, shape: tuple[int, ...], what: str) -> list
     grad = torch.randn_like(q)
     everyone = candidates(args, what, shape)
     if args.device == "cuda":
-        everyone["lowbit, own kernels"] = own_row(everyone["lowbit"])
+        everyone |= {row: by_row(row, everyone["lowbit"]) for row in OWN}
     forward, backward = {}, {}
     for name, call in everyone.items():
         try:
             forward[name] = sample(args, lambda call=call: call(q, k, v))
-            if "own" not in name and args.device == "cuda":  # which row a backward takes is not this thread's to say
+            if name not in OWN and args.device == "cuda":  # which row a backward takes is not this thread's to say
                 leaves = [t.detach().clone().requires_grad_() for t in (q, k, v)]
                 out = call(*leaves)
                 backward[name] = lambda out=out, leaves=leaves: torch.autograd.grad(
                     out, leaves, grad, retain_graph=True
                 )
                 backward[name]()
-        except Exception as error:  # a peer that is not here, or cannot
-            if name.startswith("lowbit"):
+        except Exception as error:  # a peer that is not here, or a row that refuses the call
+            if name == "lowbit":
                 raise
             print(f"left out: {name}: {type(error).__name__}: {str(error).splitlines()[0]}")
             forward.pop(name, None)

@@ -49,7 +49,7 @@ std::vector<Source> common_sources(const std::string& architecture) {
   add_linear(Format::fp8_e4m3, 1, 0), add_linear(Format::int8, 0, 0), add_linear(Format::int4, 0, 2);
   for (const Format format : {Format::int8, Format::nf4, Format::fp8_e4m3}) all.push_back(pack_source(format, false));
   all.push_back(pack_source(Format::int8, true)), all.push_back(all_finite_source());
-  add_attention_sources(all), add_decode_sources(all);
+  add_attention_sources(all, architecture), add_decode_sources(all);
   return all;
 }
 

@@ -84,7 +84,8 @@ Source all_finite_source();
 Source decoded_source(Format format, bool codes);
 
 void add_once(std::vector<Source>& all, Source source);  // unless one of its name is there
-void add_attention_sources(std::vector<Source>& all);  // without mods, of the usual head dims
+// Without mods, of the usual head dims.
+void add_attention_sources(std::vector<Source>& all, const std::string& architecture);
 void add_decode_sources(std::vector<Source>& all);
 // Products of warpgroups, which kHopper alone has, of bfloat16 or int8 activations; of 64 rows and more, of
 // levels of 32.

@@ -42,6 +42,14 @@ inline void arrive_expecting(Barrier& barrier, int bytes) {
   on_host::state_of(&barrier).bytes += bytes;
   arrive(barrier);
 }
+inline void arrive_with_copies(Barrier& barrier) {
+  auto& copies = on_host::fibers[on_host::current].copies;
+  on_host::bulk_copies.push_back([copies, &barrier] {
+    for (const auto& copy : copies) make(copy);
+    arrive(barrier);
+  });
+  copies.clear();
+}
 inline void copy_bulk(void* to, const void* from, int bytes, Barrier& barrier) {
   check_aligned(to, "copy to shared memory"), check_aligned(from, "copy from global memory");
   if (bytes % 16) std::fprintf(stderr, "a copy of %d bytes\n", bytes), std::abort();

@@ -8,8 +8,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from attention_calls import BY_WARPGROUPS as ATTENTION_BY_WARPGROUPS
 from attention_calls import CASES as ATTENTION
-from attention_calls import AttentionCase, assert_right, expected, make_data
+from attention_calls import WGMMA, AttentionCase, assert_right, expected, make_data
 from attention_calls import run as run_attention
 from decode_calls import CASES as DECODE
 from decode_calls import DecodeCase
@@ -97,7 +98,12 @@ def test_linear_is_within_budget_of_the_float64_reference(case: LinearCase) -> N
     assert_within(run(case, "cuda", row_of(case, "cuda")), data.wanted, data.allowed, str(case))
 
 
-@pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="no NVIDIA GPU of compute capability 9.0")
+of_hopper = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="no NVIDIA GPU of compute capability 9.0"
+)
+
+
+@of_hopper
 @pytest.mark.parametrize("case", [replace(case, n=case.n + 2112) for case in BY_WARPGROUPS], ids=str)
 def test_products_of_warpgroups_are_within_budget_of_the_float64_reference(case: LinearCase) -> None:
     data = cached_data(case)
@@ -136,6 +142,15 @@ def test_attention_is_within_budget_of_float64(case: AttentionCase) -> None:
     first, second = (run_attention(case, data, "cuda") for _ in range(2))
     assert_right(case, first, expected(case, data))
     assert all(torch.equal(first[name], second[name]) for name in first)  # the same bits
+
+
+@of_hopper
+@pytest.mark.parametrize("case", ATTENTION_BY_WARPGROUPS, ids=str)
+def test_attention_by_warpgroups_is_within_budget_of_float64(case: AttentionCase) -> None:
+    data = make_data(case)
+    first, second = (run_attention(case, data, "cuda", rows=(WGMMA, None)) for _ in range(2))
+    assert_right(case, first, expected(case, data))
+    assert all(torch.equal(first[name], second[name]) for name in first)
 
 
 def test_flex_attention_in_a_graph_and_with_gradients() -> None:

@@ -12,27 +12,25 @@ inline const uint32_t* registers_of(const Exchanged& all, unsigned lane) {
   return reinterpret_cast<const uint32_t*>(uint64_t{words[1]} << 32 | words[0]);
 }
 
-// element(word, i) of a word of either factor as a number of type Wide; kEach of them in a word.
-template <class Wide, int kEach, int kRowsStep, int kCount, class C, class Of, class Kept>
-void multiply_by_shared(C (&c)[kCount][4], const uint32_t (&a)[4], const void* second, bool adds, Of of, Kept kept) {
-  if (reinterpret_cast<uintptr_t>(second) % 16) std::fprintf(stderr, "matrices are not aligned\n"), std::abort();
-  const auto at = reinterpret_cast<uint64_t>(&a[0]);
-  const Exchanged all = exchange({static_cast<uint32_t>(at), static_cast<uint32_t>(at >> 32)});
+// second(column, word): of the matrices of the second factor, word of 8 along k. of(word, i): a word of a factor as a
+// number of type Wide; kEach of them in a word.
+template <class Wide, int kEach, int kCount, class C, class Second, class Of, class Kept>
+void multiply_by_shared(C (&c)[kCount][4], const uint32_t (&a)[4], const void* at, bool adds, Second second, Of of,
+                        Kept kept) {
+  if (reinterpret_cast<uintptr_t>(at) % 16) std::fprintf(stderr, "matrices are not aligned\n"), std::abort();
+  const auto mine = reinterpret_cast<uint64_t>(&a[0]);
+  const Exchanged all = exchange({static_cast<uint32_t>(mine), static_cast<uint32_t>(mine >> 32)});
   const unsigned g = current % 32 / 4, t = current % 4;
   std::array<const uint32_t*, 4> rows;  // of the lanes of g, two rows each
   for (unsigned i = 0; i < 4; i++) rows[i] = registers_of(all, g * 4 + i);
   auto make = [=, &c] {
-    const auto* bytes = static_cast<const unsigned char*>(second);
-    for (int j = 0; j < kCount; j++)
+    for (unsigned j = 0; j < kCount; j++)
       for (unsigned i = 0; i < 4; i++) {
         Wide sum{};
-        for (unsigned half = 0; half < 2; half++)
-          for (unsigned word = 0; word < 4; word++) {
-            uint32_t y;
-            std::memcpy(&y, bytes + j * kRowsStep + half * 128 + (2 * t + i % 2) * 16 + word * 4, 4);
-            const uint32_t x = rows[word][2 * half + i / 2];
-            for (int each = 0; each < kEach; each++) sum += of(x, each, false) * of(y, each, true);
-          }
+        for (unsigned word = 0; word < 8; word++) {
+          const uint32_t x = rows[word % 4][word / 4 * 2 + i / 2], y = second(8 * j + 2 * t + i % 2, word);
+          for (int each = 0; each < kEach; each++) sum += of(x, each, false) * of(y, each, true);
+        }
         c[j][i] = kept(adds ? c[j][i] : C{}, sum);
       }
   };
@@ -46,11 +44,36 @@ void multiply_by_shared(C (&c)[kCount][4], const uint32_t (&a)[4], const void* s
   exchange({});
 }
 
+// Rows of the second factor are columns of the result: a word lies in one of them.
+template <int kRowsStep>
+auto words_along_rows(const void* matrices) {
+  return [bytes = static_cast<const unsigned char*>(matrices)](unsigned column, unsigned word) {
+    uint32_t y;
+    std::memcpy(&y, bytes + column / 8 * kRowsStep + word / 4 * 128 + column % 8 * 16 + word % 4 * 4, 4);
+    return y;
+  };
+}
+// Rows are k: a word has 16 bits each of two of them.
+template <int kRowsStep>
+auto words_across_rows(const void* matrices) {
+  return [bytes = static_cast<const unsigned char*>(matrices)](unsigned column, unsigned word) {
+    uint16_t y[2];
+    for (unsigned i = 0; i < 2; i++) {
+      const unsigned k = 2 * word + i;
+      std::memcpy(&y[i], bytes + k / 8 * kRowsStep + column / 8 * 128 + k % 8 * 16 + column % 8 * 2, 2);
+    }
+    return uint32_t{y[1]} << 16 | y[0];
+  };
+}
+
 }  // namespace on_host
 
 namespace lowbit::cuda {
 
 inline void begin_products() {}
+inline void show_to_products() {}
+template <bool kMore, int kCount>
+void set_registers() {}
 inline void commit_products() { on_host::fibers[on_host::current].groups_of_products++; }
 template <int kPending>
 void wait_for_products() {
@@ -65,20 +88,29 @@ void wait_for_products() {
 template <class Sum, int kCount>
 void hold(Sum (&)[kCount][4]) {}
 
-template <auto dtype, int kRowsStep, int kCount>  // dtype: a DType
-void multiply_by_shared(float (&c)[kCount][4], const uint32_t (&a)[4], const void* second, bool adds) {
-  on_host::multiply_by_shared<double, 2, kRowsStep>(
-      c, a, second, adds,
+// dtype: a DType
+template <auto dtype, int kCount, class Second>
+void multiply_16_by_shared(float (&c)[kCount][4], const uint32_t (&a)[4], const void* at, bool adds, Second second) {
+  on_host::multiply_by_shared<double, 2>(
+      c, a, at, adds, second,
       [](uint32_t word, int i, bool) {
         return dtype == decltype(dtype)::bfloat16 ? on_host::bf16(word, i)
                                                   : static_cast<double>(float_of_half(word >> 16 * i));
       },
       [](float before, double sum) { return on_host::toward_zero(before + sum); });
 }
+template <auto dtype, int kRowsStep, int kCount>
+void multiply_by_shared(float (&c)[kCount][4], const uint32_t (&a)[4], const void* second, bool adds) {
+  multiply_16_by_shared<dtype>(c, a, second, adds, on_host::words_along_rows<kRowsStep>(second));
+}
+template <auto dtype, int kRowsStep, int kCount>
+void multiply_by_rows_of_k(float (&c)[kCount][4], const uint32_t (&a)[4], const void* second, bool adds) {
+  multiply_16_by_shared<dtype>(c, a, second, adds, on_host::words_across_rows<kRowsStep>(second));
+}
 template <int kRowsStep, int kCount>
 void multiply_by_shared(int32_t (&c)[kCount][4], const uint32_t (&a)[4], const void* second, bool adds) {
-  on_host::multiply_by_shared<uint32_t, 4, kRowsStep>(
-      c, a, second, adds,
+  on_host::multiply_by_shared<uint32_t, 4>(
+      c, a, second, adds, on_host::words_along_rows<kRowsStep>(second),
       [](uint32_t word, int i, bool is_signed) {
         return is_signed ? static_cast<uint32_t>(static_cast<int8_t>(word >> 8 * i)) : word >> 8 * i & 0xff;
       },

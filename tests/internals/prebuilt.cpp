@@ -62,9 +62,9 @@ py::list prebuild_attention(const std::string& architecture, const std::string& 
   const DType type = dtype == "float16" ? DType::float16 : DType::bfloat16;
   const cuda::AttentionKind kind{.dtype = type, .e = e, .ev = ev, .score = mods.score_mod(), .mask = mods.mask_mod()};
   py::list all;
-  for (const auto kernel : {cuda::AttentionKernel::forward, cuda::AttentionKernel::backward,
-                            cuda::AttentionKernel::captured})
-    if (kernel != cuda::AttentionKernel::captured || kind.score)
+  using enum cuda::AttentionKernel;
+  for (const auto kernel : {forward, backward, captured, forward_wgmma})
+    if ((kernel != captured || kind.score) && (kernel != forward_wgmma || architecture == cuda::kHopper))
       all.append(facts_of(cuda::attention_source(kind, kernel), architecture));
   return all;
 }

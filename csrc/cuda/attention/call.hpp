@@ -2,6 +2,7 @@
 // The mods as the kernels of attention get them, the same text for host and device, and the sizes of their tiles.
 #pragma once
 
+#include "cuda/device/limits.hpp"
 #include "gpu/attention/call.hpp"
 
 namespace lowbit::cuda {
@@ -20,7 +21,7 @@ enum class Gathers : uint8_t { none, by_mask, by_score };
 struct ForwardShape {
   int e, ev, row_tiles, kv_tile;
   bool keeps_q;  // in registers
-  static constexpr int kStages = 2;
+  static constexpr int kStages = 2, kThreads = kAttentionThreads;
   constexpr int q_tile() const { return 16 * row_tiles * kAttentionWarps; }
   constexpr int bytes() const {
     return 2 * (q_tile() * (e + kRowPad) + kStages * kv_tile * (e + ev + 2 * kRowPad));
@@ -31,6 +32,22 @@ constexpr ForwardShape forward_shape(int e, int ev, Gathers gathers) {
   if (most > 128 || gathers == Gathers::by_score) return {e, ev, 1, 32, e <= 128};
   if (gathers == Gathers::by_mask) return {e, ev, most <= 64 ? 2 : 1, most <= 64 ? 32 : 64, most > 64};
   return {e, ev, 2, most <= 64 ? 64 : 32, most <= 64};
+}
+
+// The shape of the forward by warpgroups (wgmma.cuh): each has 64 queries, in registers, with scores of a tile of keys,
+// 232 registers in all. One more warpgroup copies tiles of keys and values.
+struct WgmmaForwardShape {
+  int e, ev, kv_tile, stages;
+  static constexpr int kWarpgroups = 2, kThreads = 128 * (kWarpgroups + 1);
+  static constexpr int q_tile() { return 64 * kWarpgroups; }
+  constexpr int stage_bytes() const { return 2 * kv_tile * (e + ev) + 16; }  // and two barriers
+  constexpr int bytes() const { return stages * stage_bytes(); }
+};
+constexpr WgmmaForwardShape wgmma_forward_shape(int e, int ev, Gathers gathers) {
+  WgmmaForwardShape shape{e, ev, gathers == Gathers::none ? 128 : gathers == Gathers::by_mask ? 64 : 32, 0};
+  const int room = kMostSharedOfHopper / shape.stage_bytes();
+  shape.stages = room < 4 ? room : 4;
+  return shape;
 }
 
 // The shape of the backward: 64 rows stay, and tiles of `passing` rows of the other side pass. Head dims above 128 are
@@ -53,5 +70,11 @@ struct CapturedCall {
 };
 
 using AttentionCall = AttentionCallOf<CapturedCall>;
+
+constexpr int kWgmmaAttentionThreads = WgmmaForwardShape::kThreads;
+struct WgmmaAttentionCall : AttentionCall {
+  static constexpr int kCtas = 1;                      // of a multiprocessor
+  static constexpr int32_t position = 0, window = 0;  // of all its calls: to look would cost registers
+};
 
 }  // namespace lowbit::cuda

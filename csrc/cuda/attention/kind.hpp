@@ -12,7 +12,9 @@ struct ScoreCall;
 
 namespace lowbit::cuda {
 
-enum class AttentionKernel : int64_t { prepare, statistics, sink, captured_ends, forward, backward, captured };
+enum class AttentionKernel : int64_t {
+  prepare, statistics, sink, captured_ends, forward, backward, captured, forward_wgmma
+};
 
 struct AttentionKind {
   DType dtype;
@@ -24,6 +26,7 @@ struct AttentionKind {
   bool folds() const { return !score && (bias == DType::other || bias == DType::boolean) && !scales; }
   Gathers gathers() const;
   ForwardShape forward() const { return forward_shape(e, ev, gathers()); }
+  WgmmaForwardShape forward_wgmma() const { return wgmma_forward_shape(e, ev, gathers()); }
   BackwardShape backward() const { return backward_shape(e, ev, gathers()); }
   SourceKey key(AttentionKernel kernel) const;
 };

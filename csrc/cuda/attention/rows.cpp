@@ -7,6 +7,7 @@
 #include "cuda/attention/kind.hpp"
 #include "cuda/attention/mods.hpp"
 #include "cuda/backend.hpp"
+#include "cuda/runtime/driver.hpp"
 #include "gpu/attention/make_call.hpp"
 #include "ops/aligned_rows.hpp"
 
@@ -37,10 +38,11 @@ struct Launcher {
   const AttentionKind& kind;
   const AttentionCall& call;
 
-  void operator()(AttentionKernel kernel, const char* name, int64_t ctas, int shared_bytes = 0) const {
+  void operator()(AttentionKernel kernel, const char* name, int64_t ctas, int shared_bytes = 0,
+                  int threads = kAttentionThreads) const {
     if (ctas == 0) return;
     program(place, kind.key(kernel), [&] { return attention_source(kind, kernel); })
-        .launch(place, name, ctas, kAttentionThreads, &call, shared_bytes);
+        .launch(place, name, ctas, threads, &call, shared_bytes);
   }
 };
 
@@ -49,23 +51,34 @@ void prepare(const AttentionForwardArgs& args, const Launcher& launch) {
     launch(AttentionKernel::prepare, "prepare", args.lists.kv_num_blocks ? args.lists.kv_num_blocks.numel() : 1);
 }
 
-}  // namespace
-
-void run_forward(const AttentionForwardArgs& args, const ForwardPart& part) {
-  const AttentionKind kind = kind_of(args);
-  const ForwardShape shape = kind.forward();
+template <class Shape>
+void launch_forward(const AttentionForwardArgs& args, const ForwardPart& part, const AttentionKind& kind,
+                    const Shape& shape, AttentionKernel kernel, const char* name) {
   const Workspace workspace("attention_forward", args.place, WorkspaceLayout{.classes = class_count(args)}.all());
   AttentionCall call = call_of(args, workspace, shape.q_tile(), shape.kv_tile);
   call.position = static_cast<int32_t>(part.position), call.window = static_cast<int32_t>(part.window);
   call.first_head = static_cast<int32_t>(part.first_head), call.launched_heads = static_cast<int32_t>(part.heads);
   const Launcher launch{args.place, kind, call};
   prepare(args, launch);
-  launch(AttentionKernel::forward, "attention_forward", part.heads * call.q_tiles.count, shape.bytes());
+  launch(kernel, name, part.heads * call.q_tiles.count, shape.bytes(), shape.kThreads);
+}
+
+}  // namespace
+
+void run_forward(const AttentionForwardArgs& args, const ForwardPart& part) {
+  const AttentionKind kind = kind_of(args);
+  launch_forward(args, part, kind, kind.forward(), AttentionKernel::forward, "attention_forward");
 }
 
 namespace {
 
-void run_all(const AttentionForwardArgs& args) { run_forward(args, {.heads = args.batch() * args.heads()}); }
+ForwardPart whole(const AttentionForwardArgs& args) { return {.heads = args.batch() * args.heads()}; }
+void run_tiles(const AttentionForwardArgs& args) { run_forward(args, whole(args)); }
+void run_wgmma(const AttentionForwardArgs& args) {
+  const AttentionKind kind = kind_of(args);
+  launch_forward(args, whole(args), kind, kind.forward_wgmma(), AttentionKernel::forward_wgmma,
+                 "attention_forward_wgmma");
+}
 
 AttentionCall backward_call(const AttentionBackwardArgs& args, const Workspace& workspace,
                             const WorkspaceLayout& layout, int q_tile, int kv_tile) {
@@ -166,6 +179,18 @@ std::string_view refuses_forward(const AttentionForwardArgs& args) {
 
 namespace {
 
+std::string_view refuses_wgmma(const AttentionForwardArgs& args) {
+  if (const std::string_view reason = refuses_forward(args); !reason.empty()) return reason;
+  if (capability(args.place.device) != 90) return "a GPU of another compute capability than 9.0";
+  if (args.q.size(3) > 128) return "head dims of queries above 128";
+  if (args.ev() != 64 && args.ev() != 128) return "head dims of values that are neither 64 nor 128";
+  const BlockLists& lists = args.lists;
+  if (lists.kv_num_blocks &&
+      (lists.q_block < WgmmaForwardShape::q_tile() || lists.kv_block < kind_of(args).forward_wgmma().kv_tile))
+    return "blocks smaller than its tiles";
+  return "";
+}
+
 std::string_view refuses_backward(const AttentionBackwardArgs& args) {
   if (args.grad_mask) return "a gradient of mask is wanted";
   for (const TensorView& tensor : {args.grad_out, args.grad_q, args.grad_k, args.grad_v})
@@ -173,7 +198,10 @@ std::string_view refuses_backward(const AttentionBackwardArgs& args) {
   return refuses_forward(args.forward);
 }
 
-constexpr Kernel<AttentionForwardArgs> kForward[] = {{"attention_forward_tiles_cuda", refuses_forward, run_all}};
+constexpr Kernel<AttentionForwardArgs> kForward[] = {
+    {"attention_forward_tiles_cuda", refuses_forward, run_tiles},
+    {"attention_forward_wgmma_cuda", refuses_wgmma, run_wgmma},
+};
 constexpr Kernel<AttentionBackwardArgs> kBackward[] = {
     {"attention_backward_tiles_cuda", refuses_backward, run_backward}};
 

@@ -16,8 +16,8 @@ namespace lowbit::cuda {
 
 LOWBIT_INLINE void refuse(const AttentionCall&) { fail(); }
 
-template <DType dtype>
-LOWBIT_INLINE float bias_of(const AttentionCall& call, int b, int h, int q, int k) {
+template <DType dtype, class Call>
+LOWBIT_INLINE float bias_of(const Call& call, int b, int h, int q, int k) {
   const int64_t at = b * call.bias_stride[0] + h * call.bias_stride[1] +
                      (q - call.position) * call.bias_stride[2] + k * call.bias_stride[3];
   if constexpr (dtype == DType::boolean) return static_cast<const uint8_t*>(call.bias)[at] ? 0.0f : minus_infinity();
@@ -92,8 +92,8 @@ LOWBIT_INLINE void for_each_with(const Mod& mod, const TilePlace& at, Each each)
 }
 
 // Scores of queries and keys that do not exist, or that causality or the window hides, become -inf.
-template <bool kKeysStay, int kM, int kScores>
-LOWBIT_INLINE void hide(const AttentionCall& call, const TilePlace& at, float (&s)[kM][kScores][4]) {
+template <bool kKeysStay, class Call, int kM, int kScores>
+LOWBIT_INLINE void hide(const Call& call, const TilePlace& at, float (&s)[kM][kScores][4]) {
   const int rows = kKeysStay ? at.cols : at.rows, columns = kKeysStay ? at.rows : at.cols;
   const int diagonal = kKeysStay ? at.k0 - at.q0 : at.q0 - at.k0;  // the column of row 0
 #pragma unroll
@@ -130,8 +130,8 @@ LOWBIT_INLINE void modify_by(const Mod& mod, const TilePlace& at, float (&s)[kM]
 }
 
 // Scores, where Mods folds perhaps without the scale, to those of the softmax.
-template <class Mods, bool kKeysStay, bool kCut, int kM, int kScores>
-LOWBIT_INLINE void modify(const AttentionCall& call, const TilePlace& at, float (&s)[kM][kScores][4]) {
+template <class Mods, bool kKeysStay, bool kCut, class Call, int kM, int kScores>
+LOWBIT_INLINE void modify(const Call& call, const TilePlace& at, float (&s)[kM][kScores][4]) {
   if constexpr (Mods::kScore) modify_by<kKeysStay, kCut>(Mods::score(call, at.b, at.h), at, s);
   if constexpr (Mods::kMask)
     if (at.partial) modify_by<kKeysStay, kCut>(Mods::mask(call, at.b, at.h), at, s);

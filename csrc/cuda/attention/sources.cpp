@@ -73,6 +73,11 @@ Source attention_source(const AttentionKind& kind, AttentionKernel kernel) {
       return {concat("attention forward of ", what),
               concat("#include \"cuda/attention/forward.cuh\"\n", mods_text(kind, Gradient::none),
                      attention_kernel("attention_forward", concat("attention_forward<", sizes, ", Mods>")))};
+    case AttentionKernel::forward_wgmma:
+      return {concat("attention forward by warpgroups of ", what),
+              concat("#include \"cuda/attention/wgmma.cuh\"\n", mods_text(kind, Gradient::none),
+                     kernel_text("attention_forward_wgmma", "kWgmmaAttentionThreads", "WgmmaAttentionCall",
+                                 concat("attention_forward_wgmma<", sizes, ", Mods>")))};
     case AttentionKernel::captured_ends:
       return {"gradients of captured tensors",
               concat("#include \"cuda/attention/captured.cuh\"\n", attention_kernel("captured_start", "captured_start"),
@@ -91,11 +96,12 @@ Source attention_source(const AttentionKind& kind, AttentionKernel kernel) {
                  attention_kernel("attention_queries", concat("attention_backward<", sizes, ", Mods, false>")))};
 }
 
-void add_attention_sources(std::vector<Source>& all) {
+void add_attention_sources(std::vector<Source>& all, const std::string& architecture) {
   for (const int e : {64, 128}) {
     const AttentionKind kind{DType::bfloat16, e, e};
     for (const auto kernel : {AttentionKernel::forward, AttentionKernel::statistics, AttentionKernel::backward})
       all.push_back(attention_source(kind, kernel));
+    if (architecture == kHopper) all.push_back(attention_source(kind, AttentionKernel::forward_wgmma));
   }
 }
 

@@ -30,6 +30,10 @@ LOWBIT_INLINE void arrive_expecting(Barrier& barrier, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
                :: "r"(shared_address(&barrier)), "r"(bytes) : "memory");
 }
+// Arrives when all copies (copy_async) that this thread has begun are there.
+LOWBIT_INLINE void arrive_with_copies(Barrier& barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" :: "r"(shared_address(&barrier)) : "memory");
+}
 // Both begin at multiples of 16 bytes, and so many are copied.
 LOWBIT_INLINE void copy_bulk(void* to, const void* from, int bytes, Barrier& barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"

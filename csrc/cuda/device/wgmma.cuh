@@ -2,8 +2,9 @@
 // Products of a warpgroup, 4 warps, on compute capability 9.0. Tests give each instruction a meaning on the host.
 //
 // A warp has 16 rows of the first factor in registers, as mma.cuh deals them out. The second factor lies in shared
-// memory as matrices of 8 rows x 16 bytes of k, 128 bytes each: two beside each other along k, and the next 8 rows
-// kRowsStep bytes further. Sums of 8 columns each are dealt out as c of mma.cuh.
+// memory as matrices of 8 rows x 16 bytes, 128 bytes each: those of the same rows are beside each other, and the next 8
+// rows kRowsStep bytes further. A row is a column of the result, and k goes along it; or, of 16-bit floats, a row is a
+// k, and columns go along it. Sums of 8 columns each are dealt out as c of mma.cuh.
 //
 // A product runs on while its warps go on. Until they have waited for it, its sums and the registers of its first
 // factor are not to be touched, nor is the shared memory that it reads.
@@ -23,6 +24,17 @@ LOWBIT_INLINE void wait_for_products() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(kPending) : "memory");
 }
 
+// Shared memory that copies of other threads have filled is there for the products of this one, which reads it by
+// another way than loads; behind the wait for the copies.
+LOWBIT_INLINE void show_to_products() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// Gives registers of this warpgroup to others, or takes more: kCount a thread, a multiple of 8.
+template <bool kMore, int kCount>
+LOWBIT_INLINE void set_registers() {
+  if constexpr (kMore) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(kCount));
+  else asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(kCount));
+}
+
 // Sums do not move across this place in the program.
 template <class Sum, int kCount>
 LOWBIT_INLINE void hold(Sum (&c)[kCount][4]) {
@@ -34,10 +46,10 @@ LOWBIT_INLINE void hold(Sum (&c)[kCount][4]) {
       else asm volatile("" : "+r"(sum) :: "memory");
 }
 
-template <int kRowsStep>
+// kAlongK: from 16 bytes, or 8 rows, of k to the next; kAlongColumns: from 8 columns to the next.
+template <int kAlongK, int kAlongColumns>
 LOWBIT_INLINE uint64_t matrices_at(const void* p) {
-  constexpr uint64_t kAlongK = 128 >> 4;
-  return (shared_address(p) & 0x3ffff) >> 4 | kAlongK << 16 | uint64_t{kRowsStep >> 4} << 32;
+  return (shared_address(p) & 0x3ffff) >> 4 | uint64_t{kAlongK >> 4} << 16 | uint64_t{kAlongColumns >> 4} << 32;
 }
 
 #define LOWBIT_FOUR(X, i) X(c[i][0]), X(c[i][1]), X(c[i][2]), X(c[i][3])
@@ -76,7 +88,7 @@ LOWBIT_INLINE uint64_t matrices_at(const void* p) {
 template <DType dtype, int kRowsStep, int kCount>
 LOWBIT_INLINE void multiply_by_shared(float (&c)[kCount][4], const uint32_t (&a)[4], const void* second, bool adds) {
   static_assert(kCount == 4 || kCount == 8 || kCount == 16 || kCount == 32);
-  const uint64_t b = matrices_at<kRowsStep>(second);
+  const uint64_t b = matrices_at<128, kRowsStep>(second);
   if constexpr (dtype == DType::bfloat16) {
     LOWBIT_WGMMA_OF("k16.f32.bf16.bf16", LOWBIT_FLOAT_SUM, ", 1, 1, 0");
   } else {
@@ -84,11 +96,23 @@ LOWBIT_INLINE void multiply_by_shared(float (&c)[kCount][4], const uint32_t (&a)
   }
 }
 
+// The same where rows of the second factor are k.
+template <DType dtype, int kRowsStep, int kCount>
+LOWBIT_INLINE void multiply_by_rows_of_k(float (&c)[kCount][4], const uint32_t (&a)[4], const void* second, bool adds) {
+  static_assert(kCount == 4 || kCount == 8 || kCount == 16 || kCount == 32);
+  const uint64_t b = matrices_at<kRowsStep, 128>(second);
+  if constexpr (dtype == DType::bfloat16) {
+    LOWBIT_WGMMA_OF("k16.f32.bf16.bf16", LOWBIT_FLOAT_SUM, ", 1, 1, 1");
+  } else {
+    LOWBIT_WGMMA_OF("k16.f32.f16.f16", LOWBIT_FLOAT_SUM, ", 1, 1, 1");
+  }
+}
+
 // c += a b of unsigned bytes by signed ones: 32 k.
 template <int kRowsStep, int kCount>
 LOWBIT_INLINE void multiply_by_shared(int32_t (&c)[kCount][4], const uint32_t (&a)[4], const void* second, bool adds) {
   static_assert(kCount == 4 || kCount == 8 || kCount == 16 || kCount == 32);
-  const uint64_t b = matrices_at<kRowsStep>(second);
+  const uint64_t b = matrices_at<128, kRowsStep>(second);
   LOWBIT_WGMMA_OF("k32.s32.u8.s8", LOWBIT_WHOLE_SUM, "");
 }
 

@@ -2,6 +2,7 @@
 // The arguments of the kernels of linear besides a LinearCall, the same text for host and device.
 #pragma once
 
+#include "cuda/device/limits.hpp"
 #include "gpu/linear/call.hpp"
 
 namespace lowbit::cuda {
@@ -17,7 +18,6 @@ struct ProductCall {
 };
 
 // How much shared memory a CTA of a product has (product.cuh).
-constexpr int kMostShared = 99 << 10;  // of a CTA, on every GPU from 8.0 on
 constexpr int kRowBytes = 160;  // from row to row of 64 bfloat16 in shared memory: lanes read different banks
 // Of activations in place, which are bfloat16, levels of a lookup format come in two parts: 16 bits.
 constexpr int parts_of_product(int parts, bool in_place) { return in_place && parts > 2 ? 2 : parts; }
@@ -51,7 +51,6 @@ struct ProductShape {
 };
 
 // Products of warpgroups (wgmma.cuh): a CTA makes 16 columns a warp.
-constexpr int kMostSharedOfHopper = 227 << 10;  // of a CTA
 struct WgmmaShape {
   int bits;
   bool codes;  // activations are int8

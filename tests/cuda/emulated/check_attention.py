@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from attention_calls import CASES, ROWS, AttentionCase, assert_right, expected, make_data, run
+from attention_calls import BY_WARPGROUPS, CASES, ROWS, WGMMA, AttentionCase, assert_right, expected, make_data, run
 from settings import forced
 
 import lowbit
@@ -43,6 +44,26 @@ def heads(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 def test_calls_are_within_budget_of_float64(case: AttentionCase) -> None:
     data = make_data(case)
     assert_right(case, run(case, data, DEVICE, "_sim"), expected(case, data))
+
+
+@pytest.mark.parametrize("case", BY_WARPGROUPS, ids=str)
+def test_products_of_warpgroups_are_within_budget_of_float64(case: AttentionCase) -> None:
+    data = make_data(case)
+    assert_right(case, run(case, data, DEVICE, "_sim", (WGMMA, None)), expected(case, data))
+
+
+@pytest.mark.parametrize(
+    "case, words",
+    [
+        (CASES[5], "head dims of queries above 128"),
+        (CASES[6], "head dims of values that are neither 64 nor 128"),
+        (CASES[13], "blocks smaller than its tiles"),
+    ],
+    ids=str,
+)
+def test_what_warpgroups_do_not_serve_is_refused_by_name(case: AttentionCase, words: str) -> None:
+    with pytest.raises(NotImplementedError, match=words):
+        run(case, make_data(case), DEVICE, "_sim", (WGMMA, None))
 
 
 @pytest.mark.parametrize("case", [CASES[i] for i in (0, 3, 13, 16)], ids=str)
@@ -215,11 +236,14 @@ def test_launches_of_a_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_barriers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run by test_emulated.py once as it is and once without each barrier."""
-    case = replace(CASES[11], sink=True)
-    data = make_data(case)
-    wanted = expected(case, data)
-    for seed in ("0", "1", "2", "3"):
-        monkeypatch.setenv("LOWBIT_EMULATED_SEED", seed)
-        assert_right(case, run(case, data, DEVICE, "_sim"), wanted)
-        test_a_block_of_both_lists_is_full()
+    """Run by test_emulated.py once as it is, and for each barrier without it, what its file is for."""
+    of = os.environ.get("LOWBIT_BARRIERS_OF")
+    by_tiles, by_warpgroups = (replace(CASES[11], sink=True), None), (BY_WARPGROUPS[-2], (WGMMA, None))
+    for case, rows in [by_warpgroups] if of == "wgmma" else [by_tiles] if of else [by_tiles, by_warpgroups]:
+        data = make_data(case)
+        wanted = expected(case, data)
+        for seed in ("0", "1", "2", "3"):
+            monkeypatch.setenv("LOWBIT_EMULATED_SEED", seed)
+            assert_right(case, run(case, data, DEVICE, "_sim", rows), wanted)
+            if of != "wgmma":
+                test_a_block_of_both_lists_is_full()

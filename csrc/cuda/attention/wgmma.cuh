@@ -1,0 +1,215 @@
+// SPDX-License-Identifier: Apache-2.0
+// Forward on compute capability 9.0, by products of warpgroups. A CTA has 128 queries of one head, 64 a warpgroup,
+// whose scores are dealt out as those of mma.sync, so that mods and the softmax are the same. One more warp copies
+// tiles of keys and values to a ring in shared memory, as matrices of 8 rows x 16 bytes; warpgroups wait for its stages
+// and not for each other. The products of a tile of queries and keys, and those of the probabilities of the tile before
+// and its values, are asked for together: while the softmax of one tile is made, the tensor cores have values to
+// multiply, and all of the other warpgroup.
+#pragma once
+
+#include "cuda/attention/softmax.cuh"
+#include "cuda/device/barrier.cuh"
+#include "cuda/device/wgmma.cuh"
+
+namespace lowbit::cuda {
+
+// Rows as the second factor of a product, by columns or by rows of k.
+template <int kRows, int kColumns>
+struct SharedMatrices {
+  static constexpr int kRowsStep = 16 * kColumns;  // bytes of 8 rows
+  alignas(16) uint16_t data[kRows / 8][kColumns / 8][8][8];
+
+  // By a warpgroup: `rows` of them, zeros behind. Eight lanes have a matrix.
+  LOWBIT_INLINE void copy(const uint16_t* from, int64_t stride, int rows) {
+    const int row = lane_of_warp() % 8, first = lane_of_warp() / 8;
+#pragma unroll
+    for (int i = 0; i < kRows / 32; i++) {
+      const int of_matrix = warp_of_cta() % 4 + 4 * i, at = of_matrix * 8 + row;
+      const uint16_t* of_row = from + (at < rows ? at : 0) * stride + first * 8;
+#pragma unroll
+      for (int j = 0; j < kColumns / 8; j += 4)
+        if (j + 4 <= kColumns / 8 || j + first < kColumns / 8)
+          copy_async(data[of_matrix][j + first][row], of_row + j * 8, at < rows);
+    }
+  }
+  LOWBIT_INLINE const void* at(int row, int column) const { return data[row / 8][column / 8]; }
+};
+
+template <DType dtype, int kE, int kEv, class Mods>
+struct WgmmaForward {
+  static constexpr WgmmaForwardShape kShape = wgmma_forward_shape(kE, kEv, Mods::kGathers);
+  static constexpr int kKvTile = kShape.kv_tile, kScores = kKvTile / 8, kStages = kShape.stages;
+  using Keys = SharedMatrices<kKvTile, kE>;
+  using Values = SharedMatrices<kKvTile, kEv>;
+  using Softmax = RunningSoftmax<dtype, kEv, 1, kScores, Mods, WgmmaAttentionCall>;
+
+  struct Shared {
+    struct Stage {
+      Keys keys;
+      Values values;
+    } ring[kStages];
+    Barrier full[kStages], empty[kStages];  // of a stage: all is there; all warps are done with it
+  };
+  static_assert(sizeof(Shared) == kShape.bytes() && kStages >= 2);
+
+  const WgmmaAttentionCall& call;
+  Shared& shared;
+  int b, h;
+  TileStep q_step;
+
+  // The tiles of keys that a warp passes, and the stage of the next.
+  struct Passing {
+    TileStep step{};
+    TilePlace at{};
+    int stage = 0, phase = 0;
+    bool more = false;
+  };
+  LOWBIT_INLINE void find(Passing& tile) const {
+    tile.more = find_next_tile<Mods, kShape.q_tile(), kKvTile>(call, b, h, q_step, tile.step, tile.at);
+  }
+  LOWBIT_INLINE void go_on(Passing& tile) const {
+    if (++tile.stage == kStages) tile.stage = 0, tile.phase ^= 1;
+    tile.step.next(call.kv_tiles);
+    find(tile);
+  }
+
+  LOWBIT_INLINE void copy_all() const {
+    const int kv_head = h / call.group;
+    const uint16_t *keys = head_rows(call.k, b, kv_head), *values = head_rows(call.v, b, kv_head);
+    Passing tile;
+    for (find(tile); tile.more; go_on(tile)) {
+      wait_for(shared.empty[tile.stage], tile.phase ^ 1);
+      shared.ring[tile.stage].keys.copy(keys + tile.at.k0 * call.k.row, call.k.row, tile.at.cols);
+      shared.ring[tile.stage].values.copy(values + tile.at.k0 * call.v.row, call.v.row, tile.at.cols);
+      arrive_with_copies(shared.full[tile.stage]);
+    }
+  }
+
+  using Queries = uint32_t[kE / 16][4];
+  using Powers = uint32_t[kKvTile / 16][4];
+
+  // Queries as the first factor; rows behind the last are the last again, and are not stored.
+  LOWBIT_INLINE void load(int q0, int rows, Queries& q) const {
+    const uint16_t* from = head_rows(call.q, b, h) + q0 * call.q.row + lane_of_warp() % 4 * 2;
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      const int row = warp_of_cta() * 16 + half * 8 + lane_of_warp() / 4;
+      const uint16_t* of_row = from + (row < rows ? row : rows - 1) * call.q.row;
+#pragma unroll
+      for (int k = 0; k < kE / 16; k++)
+#pragma unroll
+        for (int i = 0; i < 2; i++)
+          q[k][2 * i + half] = computed(*reinterpret_cast<const uint32_t*>(of_row + k * 16 + i * 8));
+    }
+  }
+
+  LOWBIT_INLINE void wait_for_tile(const Passing& tile) const {
+    wait_for(shared.full[tile.stage], tile.phase);
+    show_to_products();
+  }
+  LOWBIT_INLINE void begin_scores(const Passing& tile, const Queries& q, float (&s)[1][kScores][4]) const {
+    const Keys& keys = shared.ring[tile.stage].keys;
+    begin_products();
+#pragma unroll
+    for (int k = 0; k < kE / 16; k++)
+      multiply_by_shared<dtype, Keys::kRowsStep>(s[0], q[k], keys.at(0, k * 16), k > 0);
+    commit_products();
+  }
+  LOWBIT_INLINE void begin_result(int stage, const Powers& p, bool adds, Softmax& softmax) const {
+    const Values& values = shared.ring[stage].values;
+    begin_products();
+#pragma unroll
+    for (int k = 0; k < kKvTile / 16; k++)
+      multiply_by_rows_of_k<dtype, Values::kRowsStep>(softmax.out[0], p[k], values.at(k * 16, 0), k > 0 || adds);
+    commit_products();
+  }
+
+  // Products of queries and keys to powers; whether the result so far has to shrink.
+  LOWBIT_INLINE bool make_powers(const TilePlace& at, Softmax& softmax, float (&s)[1][kScores][4],
+                                 float (&shrink)[2]) const {
+    hold(s[0]);
+    softmax.modify_scores(at, s);
+    float largest[1][2];
+    const bool moves = softmax.exceeds(s, largest);
+    if (moves) softmax.rebase(largest, [&](int, int half, float by) { shrink[half] = by; });
+    softmax.powers(s);
+    softmax.drop(at, s);
+    return moves;
+  }
+  LOWBIT_INLINE void round_powers(const float (&s)[1][kScores][4], Powers& p) const {
+#pragma unroll
+    for (int k = 0; k < kKvTile / 16; k++)
+#pragma unroll
+      for (int i = 0; i < 4; i++)
+        p[k][i] = pair_of<dtype>(s[0][2 * k + i / 2][i % 2 * 2], s[0][2 * k + i / 2][i % 2 * 2 + 1]);
+  }
+
+  LOWBIT_INLINE void run(const Queries& q, Softmax& softmax) const {
+    Passing tile;
+    find(tile);
+    if (!tile.more) return clear(softmax.out);
+    float s[1][kScores][4];
+    Powers p;
+    float shrink[2] = {1, 1};
+    wait_for_tile(tile);
+    begin_scores(tile, q, s);
+    TilePlace now = tile.at;
+    int stage = tile.stage;
+    go_on(tile);
+    wait_for_products<0>();
+    make_powers(now, softmax, s, shrink);
+    round_powers(s, p);
+    if (tile.more) wait_for_tile(tile);
+    bool adds = false;
+    for (; tile.more; adds = true) {
+      begin_scores(tile, q, s);
+      begin_result(stage, p, adds, softmax);
+      const int before = stage;
+      now = tile.at, stage = tile.stage;
+      go_on(tile);
+      wait_for_products<1>();
+      shrink[0] = shrink[1] = 1;
+      const bool moves = make_powers(now, softmax, s, shrink);
+      hold(s[0]);
+      if (tile.more) wait_for_tile(tile);
+      wait_for_products<0>();
+      hold(softmax.out[0]);
+      if (lane_of_warp() == 0) arrive(shared.empty[before]);
+      if (moves)
+#pragma unroll
+        for (int half = 0; half < 2; half++) softmax.shrink_result(0, half, shrink[half]);
+      round_powers(s, p);
+    }
+    begin_result(stage, p, adds, softmax);
+    wait_for_products<0>();
+    hold(softmax.out[0]);
+  }
+};
+
+template <DType dtype, int kE, int kEv, class Mods>
+LOWBIT_INLINE void attention_forward_wgmma(const WgmmaAttentionCall& call) {
+  using F = WgmmaForward<dtype, kE, kEv, Mods>;
+  LOWBIT_DYNAMIC_SHARED(typename F::Shared, shared);
+  if (threadIdx.x < F::kStages) {
+    set_up(shared.full[threadIdx.x], 128), set_up(shared.empty[threadIdx.x], WgmmaForwardShape::q_tile() / 16);
+    show_barriers();
+  }
+  __syncthreads();
+  const auto [b, h, q_step, q0, rows] = query_tile(call);
+  const F forward{.call = call, .shared = shared, .b = b, .h = h, .q_step = q_step};
+  if (warp_of_cta() >= WgmmaForwardShape::q_tile() / 16) {
+    set_registers<false, 40>();
+    forward.copy_all();
+  } else {
+    set_registers<true, 232>();
+    typename F::Queries q;
+    forward.load(q0, rows, q);
+    typename F::Softmax softmax{.call = call, .factor = exponent_factor<Mods>(call)};
+    softmax.start_rows();
+    forward.run(q, softmax);
+    softmax.finish(b, h, q0, q0 + rows);
+  }
+  check_fault<Mods>(call);  // not in a branch: one with a trap gets no more registers from ptxas
+}
+
+}  // namespace lowbit::cuda
