@@ -101,11 +101,11 @@ class Call:
         classes = [columns * counts[2] * counts[1] if counts[0] > 1 else 0, columns * counts[2] if counts[1] > 1 else 0, columns, counts[2], counts[1]]
         heads = [n for t in (data.q, data.k, data.v, self.out, self.grad_out, *self.grads) for n in rows_of(t)]
         return struct.pack(
-            CALL, *heads, *tiling(length, blocks[0], q_tile), *tiling(s, blocks[1], kv_tile), b, hq, hq // hkv, 0, b * hq, 0, 0,
-            case.causal, DTYPES[self.out.dtype], scale, at(self.lse), at(self.largest), at(data.sink), at(data.grad_lse), at(bias), *([0] * 4 if bias is None else bias.stride()), at(data.seed),
-            int(case.dropout_p * 2**32), 1 / (1 - case.dropout_p), self.mods.table(0), self.mods.table(1), at(self.mods.faults[0]), at(self.classes), *classes,
-            *lists, *rows_of(self.grad_out), at(self.statistics), at(self.unit), at(self.grad_sink), 0, 0, 0, 0, 9, 0, 0, False, e, ev, DTYPES[case.dtype],
-            DTYPES[case.bias],
+            CALL, *heads, *tiling(length, blocks[0], q_tile), *tiling(s, blocks[1], kv_tile), b, hq, hq // hkv, 0, b * hq, 0, 0, case.causal,
+            DTYPES[self.out.dtype], scale, at(self.lse), at(self.largest), at(data.sink), at(data.grad_lse), at(bias),
+            *([0] * 4 if bias is None else bias.stride()), at(data.seed), int(case.dropout_p * 2**32), 1 / (1 - case.dropout_p), self.mods.table(0),
+            self.mods.table(1), at(self.mods.faults[0]), at(self.classes), *classes, *lists, *rows_of(self.grad_out), at(self.statistics), at(self.unit),
+            at(self.grad_sink), 0, 0, 0, 0, 9, 0, 0, False, e, ev, DTYPES[case.dtype], DTYPES[case.bias],
         )  # fmt: skip
 
     def run(self, module: str, kernel: str, groups: int, argument: bytes) -> None:
