@@ -28,7 +28,7 @@ ATTENTION = {  # forward and backward -> a call; of one query, and of whole prom
     ("attention_forward_decode_bfloat16_cuda", "attention_backward_tiles_cuda"): AttentionCase("one query", (2, 32, 8, 1, 8192, 128, 128)),
     ("attention_forward_decode_float16_cuda", "attention_backward_tiles_cuda"): AttentionCase("one query", (2, 32, 8, 1, 8192, 64, 64), FP16),
     ("attention_forward_tiles_cuda", "attention_backward_tiles_cuda"): AttentionCase("a prompt", (1, 4, 2, 2048, 2048, 128, 128), causal=True),
-    ("attention_forward_wgmma_cuda", "attention_backward_tiles_cuda"): AttentionCase("a prompt", (1, 4, 2, 2048, 2048, 128, 128), causal=True),
+    ("attention_forward_wgmma_cuda", "attention_backward_wgmma_cuda"): AttentionCase("a prompt", (1, 4, 2, 2048, 2048, 128, 128), causal=True),
     ("attention_forward_cudnn", "attention_backward_cudnn"): AttentionCase("a prompt", (1, 4, 2, 2048, 2048, 128, 128), causal=True),
 }
 DECODE = [

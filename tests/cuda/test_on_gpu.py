@@ -10,7 +10,7 @@ import pytest
 import torch
 from attention_calls import BY_WARPGROUPS as ATTENTION_BY_WARPGROUPS
 from attention_calls import CASES as ATTENTION
-from attention_calls import WGMMA, AttentionCase, assert_right, expected, make_data
+from attention_calls import AttentionCase, assert_right, expected, make_data, rows_of_warpgroups
 from attention_calls import run as run_attention
 from decode_calls import CASES as DECODE
 from decode_calls import DecodeCase
@@ -148,7 +148,7 @@ def test_attention_is_within_budget_of_float64(case: AttentionCase) -> None:
 @pytest.mark.parametrize("case", ATTENTION_BY_WARPGROUPS, ids=str)
 def test_attention_by_warpgroups_is_within_budget_of_float64(case: AttentionCase) -> None:
     data = make_data(case)
-    first, second = (run_attention(case, data, "cuda", rows=(WGMMA, None)) for _ in range(2))
+    first, second = (run_attention(case, data, "cuda", rows=rows_of_warpgroups(case)) for _ in range(2))
     assert_right(case, first, expected(case, data))
     assert all(torch.equal(first[name], second[name]) for name in first)
 

@@ -12,23 +12,17 @@ inline const uint32_t* registers_of(const Exchanged& all, unsigned lane) {
   return reinterpret_cast<const uint32_t*>(uint64_t{words[1]} << 32 | words[0]);
 }
 
-// second(column, word): of the matrices of the second factor, word of 8 along k. of(word, i): a word of a factor as a
-// number of type Wide; kEach of them in a word.
-template <class Wide, int kEach, int kCount, class C, class Second, class Of, class Kept>
-void multiply_by_shared(C (&c)[kCount][4], const uint32_t (&a)[4], const void* at, bool adds, Second second, Of of,
-                        Kept kept) {
-  if (reinterpret_cast<uintptr_t>(at) % 16) std::fprintf(stderr, "matrices are not aligned\n"), std::abort();
-  const auto mine = reinterpret_cast<uint64_t>(&a[0]);
-  const Exchanged all = exchange({static_cast<uint32_t>(mine), static_cast<uint32_t>(mine >> 32)});
-  const unsigned g = current % 32 / 4, t = current % 4;
-  std::array<const uint32_t*, 4> rows;  // of the lanes of g, two rows each
-  for (unsigned i = 0; i < 4; i++) rows[i] = registers_of(all, g * 4 + i);
+// first(half, word), second(column, word): words of 8 along k; of the first factor of rows g and g + 8 of this lane.
+// of(word, i): a word as a number of type Wide; kEach of them in a word.
+template <class Wide, int kEach, int kCount, class C, class First, class Second, class Of, class Kept>
+void multiply_later(C (&c)[kCount][4], bool adds, First first, Second second, Of of, Kept kept) {
+  const unsigned t = current % 4;
   auto make = [=, &c] {
     for (unsigned j = 0; j < kCount; j++)
       for (unsigned i = 0; i < 4; i++) {
         Wide sum{};
         for (unsigned word = 0; word < 8; word++) {
-          const uint32_t x = rows[word % 4][word / 4 * 2 + i / 2], y = second(8 * j + 2 * t + i % 2, word);
+          const uint32_t x = first(i / 2, word), y = second(8 * j + 2 * t + i % 2, word);
           for (int each = 0; each < kEach; each++) sum += of(x, each, false) * of(y, each, true);
         }
         c[j][i] = kept(adds ? c[j][i] : C{}, sum);
@@ -44,19 +38,37 @@ void multiply_by_shared(C (&c)[kCount][4], const uint32_t (&a)[4], const void* a
   exchange({});
 }
 
+inline const unsigned char* matrices(const void* at) {
+  if (reinterpret_cast<uintptr_t>(at) % 16) std::fprintf(stderr, "matrices are not aligned\n"), std::abort();
+  return static_cast<const unsigned char*>(at);
+}
+// A first factor in registers: of the lanes of g, two rows each.
+inline auto words_of_registers(const uint32_t (&a)[4]) {
+  const auto mine = reinterpret_cast<uint64_t>(&a[0]);
+  const Exchanged all = exchange({static_cast<uint32_t>(mine), static_cast<uint32_t>(mine >> 32)});
+  std::array<const uint32_t*, 4> rows;
+  for (unsigned i = 0; i < 4; i++) rows[i] = registers_of(all, current % 32 / 4 * 4 + i);
+  return [rows](unsigned half, unsigned word) { return rows[word % 4][word / 4 * 2 + half]; };
+}
 // Rows of the second factor are columns of the result: a word lies in one of them.
 template <int kRowsStep>
-auto words_along_rows(const void* matrices) {
-  return [bytes = static_cast<const unsigned char*>(matrices)](unsigned column, unsigned word) {
+auto words_along_rows(const void* at) {
+  return [bytes = matrices(at)](unsigned column, unsigned word) {
     uint32_t y;
     std::memcpy(&y, bytes + column / 8 * kRowsStep + word / 4 * 128 + column % 8 * 16 + word % 4 * 4, 4);
     return y;
   };
 }
+// Likewise those of a first factor: a warp has 16 of 64.
+template <int kRowsStep>
+auto words_of_rows(const void* at) {
+  return [words = words_along_rows<kRowsStep>(at), first = current / 32 % 4 * 16 + current % 32 / 4](
+             unsigned half, unsigned word) { return words(first + 8 * half, word); };
+}
 // Rows are k: a word has 16 bits each of two of them.
 template <int kRowsStep>
-auto words_across_rows(const void* matrices) {
-  return [bytes = static_cast<const unsigned char*>(matrices)](unsigned column, unsigned word) {
+auto words_across_rows(const void* at) {
+  return [bytes = matrices(at)](unsigned column, unsigned word) {
     uint16_t y[2];
     for (unsigned i = 0; i < 2; i++) {
       const unsigned k = 2 * word + i;
@@ -89,10 +101,10 @@ template <class Sum, int kCount>
 void hold(Sum (&)[kCount][4]) {}
 
 // dtype: a DType
-template <auto dtype, int kCount, class Second>
-void multiply_16_by_shared(float (&c)[kCount][4], const uint32_t (&a)[4], const void* at, bool adds, Second second) {
-  on_host::multiply_by_shared<double, 2>(
-      c, a, at, adds, second,
+template <auto dtype, int kCount, class First, class Second>
+void multiply_16_later(float (&c)[kCount][4], bool adds, First first, Second second) {
+  on_host::multiply_later<double, 2>(
+      c, adds, first, second,
       [](uint32_t word, int i, bool) {
         return dtype == decltype(dtype)::bfloat16 ? on_host::bf16(word, i)
                                                   : static_cast<double>(float_of_half(word >> 16 * i));
@@ -101,16 +113,24 @@ void multiply_16_by_shared(float (&c)[kCount][4], const uint32_t (&a)[4], const 
 }
 template <auto dtype, int kRowsStep, int kCount>
 void multiply_by_shared(float (&c)[kCount][4], const uint32_t (&a)[4], const void* second, bool adds) {
-  multiply_16_by_shared<dtype>(c, a, second, adds, on_host::words_along_rows<kRowsStep>(second));
+  const auto first = on_host::words_of_registers(a);
+  multiply_16_later<dtype>(c, adds, first, on_host::words_along_rows<kRowsStep>(second));
 }
 template <auto dtype, int kRowsStep, int kCount>
 void multiply_by_rows_of_k(float (&c)[kCount][4], const uint32_t (&a)[4], const void* second, bool adds) {
-  multiply_16_by_shared<dtype>(c, a, second, adds, on_host::words_across_rows<kRowsStep>(second));
+  const auto first = on_host::words_of_registers(a);
+  multiply_16_later<dtype>(c, adds, first, on_host::words_across_rows<kRowsStep>(second));
+}
+template <auto dtype, int kFirstStep, int kSecondStep, int kCount>
+void multiply_shared(float (&c)[kCount][4], const void* first, const void* second, bool adds) {
+  multiply_16_later<dtype>(c, adds, on_host::words_of_rows<kFirstStep>(first),
+                           on_host::words_along_rows<kSecondStep>(second));
 }
 template <int kRowsStep, int kCount>
 void multiply_by_shared(int32_t (&c)[kCount][4], const uint32_t (&a)[4], const void* second, bool adds) {
-  on_host::multiply_by_shared<uint32_t, 4>(
-      c, a, second, adds, on_host::words_along_rows<kRowsStep>(second),
+  const auto first = on_host::words_of_registers(a);
+  on_host::multiply_later<uint32_t, 4>(
+      c, adds, first, on_host::words_along_rows<kRowsStep>(second),
       [](uint32_t word, int i, bool is_signed) {
         return is_signed ? static_cast<uint32_t>(static_cast<int8_t>(word >> 8 * i)) : word >> 8 * i & 0xff;
       },

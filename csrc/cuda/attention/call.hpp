@@ -34,8 +34,8 @@ constexpr ForwardShape forward_shape(int e, int ev, Gathers gathers) {
   return {e, ev, 2, most <= 64 ? 64 : 32, most <= 64};
 }
 
-// The shape of the forward by warpgroups (wgmma.cuh): each has 64 queries, in registers, with scores of a tile of keys,
-// 232 registers in all. One more warpgroup copies tiles of keys and values.
+// The shape of the forward by warpgroups (forward_wgmma.cuh): each has 64 queries, in registers, with scores of a tile
+// of keys, 232 registers in all. One more warpgroup copies tiles of keys and values.
 struct WgmmaForwardShape {
   int e, ev, kv_tile, stages;
   static constexpr int kWarpgroups = 2, kThreads = 128 * (kWarpgroups + 1);
@@ -54,13 +54,24 @@ constexpr WgmmaForwardShape wgmma_forward_shape(int e, int ev, Gathers gathers) 
 // made by `parts` CTAs.
 struct BackwardShape {
   int e, ev, passing, stages, parts;
-  static constexpr int kStaying = 16 * kAttentionWarps;
+  static constexpr int kStaying = 16 * kAttentionWarps, kThreads = kAttentionThreads;
   constexpr int bytes() const { return 2 * (kStaying + stages * passing) * (e + ev + 2 * kRowPad); }
 };
 constexpr BackwardShape backward_shape(int e, int ev, Gathers gathers) {
   const int most = e > ev ? e : ev;
   return {e, ev, most <= 128 && gathers != Gathers::by_score ? 32 : 16, 2, most <= 128 ? 1 : 2};
 }
+
+// The shape of the backward by warpgroups (backward_wgmma.cuh): rows that stay in shared memory, 64 a warpgroup, and a
+// ring of rows that pass.
+struct WgmmaBackwardShape {
+  int e, ev, stages;
+  static constexpr int kWarpgroups = 2, kThreads = 128 * (kWarpgroups + 1), kStaying = 64 * kWarpgroups;
+  static constexpr int passing = 32, parts = 1;
+  constexpr int bytes_of(int rows) const { return 2 * rows * (e + ev); }
+  constexpr int bytes() const { return bytes_of(kStaying) + stages * (bytes_of(passing) + 16); }  // and barriers
+};
+constexpr WgmmaBackwardShape wgmma_backward_shape(int e, int ev) { return {e, ev, 4}; }
 
 // The captured tensors of a mod, then per tensor sizes and strides.
 struct CapturedCall {

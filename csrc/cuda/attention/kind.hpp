@@ -13,7 +13,7 @@ struct ScoreCall;
 namespace lowbit::cuda {
 
 enum class AttentionKernel : int64_t {
-  prepare, statistics, sink, captured_ends, forward, backward, captured, forward_wgmma
+  prepare, statistics, sink, captured_ends, forward, backward, captured, forward_wgmma, backward_wgmma
 };
 
 struct AttentionKind {
@@ -28,6 +28,7 @@ struct AttentionKind {
   ForwardShape forward() const { return forward_shape(e, ev, gathers()); }
   WgmmaForwardShape forward_wgmma() const { return wgmma_forward_shape(e, ev, gathers()); }
   BackwardShape backward() const { return backward_shape(e, ev, gathers()); }
+  WgmmaBackwardShape backward_wgmma() const { return wgmma_backward_shape(e, ev); }
   SourceKey key(AttentionKernel kernel) const;
 };
 

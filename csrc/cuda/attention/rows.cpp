@@ -131,10 +131,11 @@ void differentiate_captured(const AttentionBackwardArgs& args, const AttentionKi
   launch(AttentionKernel::captured_ends, "captured_finish", larger(1, ceil_div(most, kAttentionThreads)));
 }
 
-void run_backward(const AttentionBackwardArgs& args) {
+template <class Shape>
+void launch_backward(const AttentionBackwardArgs& args, const AttentionKind& kind, const Shape& shape,
+                     AttentionKernel kernel, const char* queries, const char* keys) {
   const AttentionForwardArgs& forward = args.forward;
-  const AttentionKind kind = kind_of(forward);
-  const BackwardShape shape = kind.backward();
+  const BackwardShape tiles = kind.backward();
   const int64_t heads = forward.batch() * forward.heads(), kv_heads = forward.batch() * forward.kv_heads(),
                 rows = heads * forward.q_length();
   const WorkspaceLayout layout{.classes = class_count(forward),
@@ -144,17 +145,27 @@ void run_backward(const AttentionBackwardArgs& args) {
                                .captured = captured_bytes(args)};
   const Workspace workspace("attention_backward", args.place, layout.all());
   const AttentionCall by_keys = backward_call(args, workspace, layout, shape.passing, shape.kStaying),
-                      by_queries = backward_call(args, workspace, layout, shape.kStaying, shape.passing);
+                      by_queries = backward_call(args, workspace, layout, shape.kStaying, shape.passing),
+                      by_tiles = backward_call(args, workspace, layout, tiles.kStaying, tiles.passing);
   const Launcher launch_keys{args.place, kind, by_keys}, launch_queries{args.place, kind, by_queries};
   prepare(forward, launch_queries);
   launch_queries(AttentionKernel::statistics, "row_statistics", ceil_div(rows, kAttentionWarps));
-  launch_queries(AttentionKernel::backward, "attention_queries", heads * by_queries.q_tiles.count * shape.parts,
-                 shape.bytes());  // finds units for the others
-  launch_keys(AttentionKernel::backward, "attention_keys", kv_heads * by_keys.kv_tiles.count * shape.parts,
-              shape.bytes());
+  if (kernel == AttentionKernel::backward_wgmma)
+    Launcher{args.place, kind, by_tiles}(kernel, "attention_units", heads * by_tiles.q_tiles.count, tiles.bytes());
+  launch_queries(kernel, queries, heads * by_queries.q_tiles.count * shape.parts, shape.bytes(), shape.kThreads);
+  launch_keys(kernel, keys, kv_heads * by_keys.kv_tiles.count * shape.parts, shape.bytes(), shape.kThreads);
   if (args.grad_sink) launch_queries(AttentionKernel::sink, "sink_gradient", forward.heads());
   if (args.wants_captured())
-    differentiate_captured(args, kind, by_queries, static_cast<char*>(workspace.at(layout.at_captured())));
+    differentiate_captured(args, kind, by_tiles, static_cast<char*>(workspace.at(layout.at_captured())));
+}
+void run_backward(const AttentionBackwardArgs& args) {
+  const AttentionKind kind = kind_of(args.forward);
+  launch_backward(args, kind, kind.backward(), AttentionKernel::backward, "attention_queries", "attention_keys");
+}
+void run_backward_wgmma(const AttentionBackwardArgs& args) {
+  const AttentionKind kind = kind_of(args.forward);
+  launch_backward(args, kind, kind.backward_wgmma(), AttentionKernel::backward_wgmma, "attention_queries_wgmma",
+                  "attention_keys_wgmma");
 }
 
 bool fits_head_dim(int64_t e) { return e % 16 == 0 && e <= kMostHeadDim; }
@@ -198,12 +209,28 @@ std::string_view refuses_backward(const AttentionBackwardArgs& args) {
   return refuses_forward(args.forward);
 }
 
+std::string_view refuses_backward_wgmma(const AttentionBackwardArgs& args) {
+  if (const std::string_view reason = refuses_backward(args); !reason.empty()) return reason;
+  const AttentionForwardArgs& forward = args.forward;
+  if (capability(args.place.device) != 90) return "a GPU of another compute capability than 9.0";
+  for (const int64_t e : {forward.q.size(3), forward.ev()})
+    if (e != 64 && e != 128) return "head dims that are neither 64 nor 128";
+  if (kind_of(forward).gathers() == Gathers::by_score) return "a score_mod that gathers: its tiles take all registers";
+  constexpr int kStaying = WgmmaBackwardShape::kStaying;
+  const BlockLists& lists = forward.lists;
+  if (lists.kv_num_blocks && (lists.q_block < kStaying || lists.kv_block < kStaying))
+    return "blocks smaller than its tiles";
+  return "";
+}
+
 constexpr Kernel<AttentionForwardArgs> kForward[] = {
     {"attention_forward_tiles_cuda", refuses_forward, run_tiles},
     {"attention_forward_wgmma_cuda", refuses_wgmma, run_wgmma},
 };
 constexpr Kernel<AttentionBackwardArgs> kBackward[] = {
-    {"attention_backward_tiles_cuda", refuses_backward, run_backward}};
+    {"attention_backward_tiles_cuda", refuses_backward, run_backward},
+    {"attention_backward_wgmma_cuda", refuses_backward_wgmma, run_backward_wgmma},
+};
 
 }  // namespace
 

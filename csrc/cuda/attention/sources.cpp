@@ -30,6 +30,9 @@ bool gathers(const ScoreCall* mod) {
 std::string attention_kernel(std::string_view name, std::string_view body) {
   return kernel_text(name, "kAttentionThreads", "AttentionCall", body);
 }
+std::string wgmma_kernel(std::string_view name, std::string_view body) {
+  return kernel_text(name, "kWgmmaAttentionThreads", "WgmmaAttentionCall", body);
+}
 
 }  // namespace
 
@@ -75,9 +78,15 @@ Source attention_source(const AttentionKind& kind, AttentionKernel kernel) {
                      attention_kernel("attention_forward", concat("attention_forward<", sizes, ", Mods>")))};
     case AttentionKernel::forward_wgmma:
       return {concat("attention forward by warpgroups of ", what),
-              concat("#include \"cuda/attention/wgmma.cuh\"\n", mods_text(kind, Gradient::none),
-                     kernel_text("attention_forward_wgmma", "kWgmmaAttentionThreads", "WgmmaAttentionCall",
-                                 concat("attention_forward_wgmma<", sizes, ", Mods>")))};
+              concat("#include \"cuda/attention/forward_wgmma.cuh\"\n", mods_text(kind, Gradient::none),
+                     wgmma_kernel("attention_forward_wgmma", concat("attention_forward_wgmma<", sizes, ", Mods>")))};
+    case AttentionKernel::backward_wgmma:
+      return {concat("attention backward by warpgroups of ", what),
+              concat("#include \"cuda/attention/backward_wgmma.cuh\"\n", mods_text(kind, Gradient::of_score),
+                     attention_kernel("attention_units", concat("attention_units<", sizes, ", Mods>")),
+                     wgmma_kernel("attention_keys_wgmma", concat("attention_backward_wgmma<", sizes, ", Mods, true>")),
+                     wgmma_kernel("attention_queries_wgmma",
+                                  concat("attention_backward_wgmma<", sizes, ", Mods, false>")))};
     case AttentionKernel::captured_ends:
       return {"gradients of captured tensors",
               concat("#include \"cuda/attention/captured.cuh\"\n", attention_kernel("captured_start", "captured_start"),
@@ -101,7 +110,9 @@ void add_attention_sources(std::vector<Source>& all, const std::string& architec
     const AttentionKind kind{DType::bfloat16, e, e};
     for (const auto kernel : {AttentionKernel::forward, AttentionKernel::statistics, AttentionKernel::backward})
       all.push_back(attention_source(kind, kernel));
-    if (architecture == kHopper) all.push_back(attention_source(kind, AttentionKernel::forward_wgmma));
+    if (architecture != kHopper) continue;
+    for (const auto kernel : {AttentionKernel::forward_wgmma, AttentionKernel::backward_wgmma})
+      all.push_back(attention_source(kind, kernel));
   }
 }
 

@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // Products of a warpgroup, 4 warps, on compute capability 9.0. Tests give each instruction a meaning on the host.
 //
-// A warp has 16 rows of the first factor in registers, as mma.cuh deals them out. The second factor lies in shared
-// memory as matrices of 8 rows x 16 bytes, 128 bytes each: those of the same rows are beside each other, and the next 8
-// rows kRowsStep bytes further. A row is a column of the result, and k goes along it; or, of 16-bit floats, a row is a
-// k, and columns go along it. Sums of 8 columns each are dealt out as c of mma.cuh.
+// A warp has 16 rows of the first factor in registers, as mma.cuh deals them out, or they lie in shared memory as
+// those of the second. The second factor lies in shared memory as matrices of 8 rows x 16 bytes, 128 bytes each: those
+// of the same rows are beside each other, and the next 8 rows kRowsStep bytes further. A row is a column of the
+// result, and k goes along it; or, of 16-bit floats, a row is a k, and columns go along it. Sums of 8 columns each are
+// dealt out as c of mma.cuh.
 //
 // A product runs on while its warps go on. Until they have waited for it, its sums and the registers of its first
 // factor are not to be touched, nor is the shared memory that it reads.
@@ -105,6 +106,26 @@ LOWBIT_INLINE void multiply_by_rows_of_k(float (&c)[kCount][4], const uint32_t (
     LOWBIT_WGMMA_OF("k16.f32.bf16.bf16", LOWBIT_FLOAT_SUM, ", 1, 1, 1");
   } else {
     LOWBIT_WGMMA_OF("k16.f32.f16.f16", LOWBIT_FLOAT_SUM, ", 1, 1, 1");
+  }
+}
+
+// The same where the first factor lies in shared memory: 64 rows, and k goes along them.
+#define LOWBIT_WGMMA_SHARED(columns, types, a_name, b_name, adds_name)                                            \
+  asm volatile("{.reg .pred p; setp.ne.b32 p, " adds_name ", 0; wgmma.mma_async.sync.aligned.m64n" #columns types \
+               " {" LOWBIT_NAMES_##columns "}, " a_name ", " b_name ", p, 1, 1, 0, 0;}"                           \
+               : LOWBIT_SUMS_##columns(LOWBIT_FLOAT_SUM) : "l"(a), "l"(b), "r"(static_cast<int>(adds)))
+#define LOWBIT_WGMMA_SHARED_OF(types)                                                        \
+  if constexpr (kCount == 4) LOWBIT_WGMMA_SHARED(32, types, "%16", "%17", "%18");            \
+  else if constexpr (kCount == 8) LOWBIT_WGMMA_SHARED(64, types, "%32", "%33", "%34");       \
+  else LOWBIT_WGMMA_SHARED(128, types, "%64", "%65", "%66")
+template <DType dtype, int kFirstStep, int kSecondStep, int kCount>
+LOWBIT_INLINE void multiply_shared(float (&c)[kCount][4], const void* first, const void* second, bool adds) {
+  static_assert(kCount == 4 || kCount == 8 || kCount == 16);
+  const uint64_t a = matrices_at<128, kFirstStep>(first), b = matrices_at<128, kSecondStep>(second);
+  if constexpr (dtype == DType::bfloat16) {
+    LOWBIT_WGMMA_SHARED_OF("k16.f32.bf16.bf16");
+  } else {
+    LOWBIT_WGMMA_SHARED_OF("k16.f32.f16.f16");
   }
 }
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from attention_calls import BY_WARPGROUPS, CASES, ROWS, WGMMA, AttentionCase, assert_right, expected, make_data, run
+from attention_calls import BY_WARPGROUPS, CASES, ROWS, WGMMA, AttentionCase, assert_right, expected, make_data, rows_of_warpgroups, run
 from settings import forced
 
 import lowbit
@@ -49,7 +49,7 @@ def test_calls_are_within_budget_of_float64(case: AttentionCase) -> None:
 @pytest.mark.parametrize("case", BY_WARPGROUPS, ids=str)
 def test_products_of_warpgroups_are_within_budget_of_float64(case: AttentionCase) -> None:
     data = make_data(case)
-    assert_right(case, run(case, data, DEVICE, "_sim", (WGMMA, None)), expected(case, data))
+    assert_right(case, run(case, data, DEVICE, "_sim", rows_of_warpgroups(case)), expected(case, data))
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,21 @@ def test_products_of_warpgroups_are_within_budget_of_float64(case: AttentionCase
 )
 def test_what_warpgroups_do_not_serve_is_refused_by_name(case: AttentionCase, words: str) -> None:
     with pytest.raises(NotImplementedError, match=words):
-        run(case, make_data(case), DEVICE, "_sim", (WGMMA, None))
+        run(case, make_data(case), DEVICE, "_sim", (WGMMA[0], None))
+
+
+@pytest.mark.parametrize(
+    "case, words",
+    [
+        (CASES[6], "head dims that are neither 64 nor 128"),
+        (CASES[13], "blocks smaller than its tiles"),
+        (CASES[14], "a score_mod that gathers"),
+    ],
+    ids=str,
+)
+def test_backwards_that_warpgroups_do_not_serve_are_refused_by_name(case: AttentionCase, words: str) -> None:
+    with pytest.raises(NotImplementedError, match=words):
+        run(case, make_data(case), DEVICE, "_sim", (ROWS[0], WGMMA[1]))
 
 
 @pytest.mark.parametrize("case", [CASES[i] for i in (0, 3, 13, 16)], ids=str)
@@ -238,12 +252,13 @@ def test_launches_of_a_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def test_barriers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Run by test_emulated.py once as it is, and for each barrier without it, what its file is for."""
     of = os.environ.get("LOWBIT_BARRIERS_OF")
-    by_tiles, by_warpgroups = (replace(CASES[11], sink=True), None), (BY_WARPGROUPS[-2], (WGMMA, None))
-    for case, rows in [by_warpgroups] if of == "wgmma" else [by_tiles] if of else [by_tiles, by_warpgroups]:
+    more_tiles = BY_WARPGROUPS[-2]
+    calls = {"forward_wgmma": (more_tiles, (WGMMA[0], None)), "backward_wgmma": (more_tiles, (ROWS[0], WGMMA[1])), "others": (replace(CASES[11], sink=True), None)}
+    for case, rows in calls.values() if of is None else [calls.get(of, calls["others"])]:
         data = make_data(case)
         wanted = expected(case, data)
         for seed in ("0", "1", "2", "3"):
             monkeypatch.setenv("LOWBIT_EMULATED_SEED", seed)
             assert_right(case, run(case, data, DEVICE, "_sim", rows), wanted)
-            if of != "wgmma":
+            if rows is None:
                 test_a_block_of_both_lists_is_full()

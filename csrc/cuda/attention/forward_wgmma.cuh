@@ -7,33 +7,11 @@
 // multiply, and all of the other warpgroup.
 #pragma once
 
+#include "cuda/attention/matrices.cuh"
 #include "cuda/attention/softmax.cuh"
 #include "cuda/device/barrier.cuh"
-#include "cuda/device/wgmma.cuh"
 
 namespace lowbit::cuda {
-
-// Rows as the second factor of a product, by columns or by rows of k.
-template <int kRows, int kColumns>
-struct SharedMatrices {
-  static constexpr int kRowsStep = 16 * kColumns;  // bytes of 8 rows
-  alignas(16) uint16_t data[kRows / 8][kColumns / 8][8][8];
-
-  // By a warpgroup: `rows` of them, zeros behind. Eight lanes have a matrix.
-  LOWBIT_INLINE void copy(const uint16_t* from, int64_t stride, int rows) {
-    const int row = lane_of_warp() % 8, first = lane_of_warp() / 8;
-#pragma unroll
-    for (int i = 0; i < kRows / 32; i++) {
-      const int of_matrix = warp_of_cta() % 4 + 4 * i, at = of_matrix * 8 + row;
-      const uint16_t* of_row = from + (at < rows ? at : 0) * stride + first * 8;
-#pragma unroll
-      for (int j = 0; j < kColumns / 8; j += 4)
-        if (j + 4 <= kColumns / 8 || j + first < kColumns / 8)
-          copy_async(data[of_matrix][j + first][row], of_row + j * 8, at < rows);
-    }
-  }
-  LOWBIT_INLINE const void* at(int row, int column) const { return data[row / 8][column / 8]; }
-};
 
 template <DType dtype, int kE, int kEv, class Mods>
 struct WgmmaForward {
@@ -136,14 +114,6 @@ struct WgmmaForward {
     softmax.drop(at, s);
     return moves;
   }
-  LOWBIT_INLINE void round_powers(const float (&s)[1][kScores][4], Powers& p) const {
-#pragma unroll
-    for (int k = 0; k < kKvTile / 16; k++)
-#pragma unroll
-      for (int i = 0; i < 4; i++)
-        p[k][i] = pair_of<dtype>(s[0][2 * k + i / 2][i % 2 * 2], s[0][2 * k + i / 2][i % 2 * 2 + 1]);
-  }
-
   LOWBIT_INLINE void run(const Queries& q, Softmax& softmax) const {
     Passing tile;
     find(tile);
@@ -158,7 +128,7 @@ struct WgmmaForward {
     go_on(tile);
     wait_for_products<0>();
     make_powers(now, softmax, s, shrink);
-    round_powers(s, p);
+    round_scores<dtype>(s, p);
     if (tile.more) wait_for_tile(tile);
     bool adds = false;
     for (; tile.more; adds = true) {
@@ -178,7 +148,7 @@ struct WgmmaForward {
       if (moves)
 #pragma unroll
         for (int half = 0; half < 2; half++) softmax.shrink_result(0, half, shrink[half]);
-      round_powers(s, p);
+      round_scores<dtype>(s, p);
     }
     begin_result(stage, p, adds, softmax);
     wait_for_products<0>();

@@ -1,0 +1,158 @@
+// SPDX-License-Identifier: Apache-2.0
+// Backward on compute capability 9.0, by products of warpgroups: the passes of backward.cuh. A CTA has 128 rows that
+// stay, 64 a warpgroup, in shared memory, where they are first factors; one more warpgroup copies those and then
+// tiles of the rows that pass to a ring. While one warpgroup differentiates its scores, the tensor cores have
+// products of the other.
+#pragma once
+
+#include "cuda/attention/backward.cuh"
+#include "cuda/attention/matrices.cuh"
+#include "cuda/device/barrier.cuh"
+
+namespace lowbit::cuda {
+
+template <DType dtype, int kE, int kEv, class Mods, bool kKeysStay>
+struct WgmmaBackward {
+  static constexpr WgmmaBackwardShape kShape = wgmma_backward_shape(kE, kEv);
+  static constexpr int kPassing = kShape.passing, kScores = kPassing / 8, kStages = kShape.stages;
+  using PassOf = Pass<dtype, kShape.kStaying, kPassing, Mods, kKeysStay, WgmmaAttentionCall>;
+  using Scores = float[1][kScores][4];
+  using Factor = uint32_t[kScores / 2][4];
+  template <int kRows>
+  struct Sides {  // queries and grad_out, or keys and values
+    SharedMatrices<kRows, kE> left;
+    SharedMatrices<kRows, kEv> right;
+  };
+
+  struct Shared {
+    Sides<kShape.kStaying> staying;
+    Sides<kPassing> ring[kStages];
+    Barrier full[kStages], empty[kStages];  // of a stage: all is there; all warps are done with it
+  };
+  static_assert(sizeof(Shared) == kShape.bytes());
+
+  const WgmmaAttentionCall& call;
+  Shared& shared;
+  PassOf pass;
+
+  // The tiles that pass, and the stage of the next.
+  struct Passing {
+    typename PassOf::Visit visit;
+    int stage = 0, phase = 0;
+    bool more = false;
+  };
+  LOWBIT_INLINE Passing first() const {
+    Passing tile{.visit = {pass.first_head, {}, {}}};
+    tile.more = pass.find_next(tile.visit);
+    return tile;
+  }
+  LOWBIT_INLINE void go_on(Passing& tile) const {
+    if (++tile.stage == kStages) tile.stage = 0, tile.phase ^= 1;
+    tile.visit.step.next(kKeysStay ? call.q_tiles : call.kv_tiles);
+    tile.more = pass.find_next(tile.visit);
+  }
+
+  LOWBIT_INLINE void copy_all() const {
+    Passing tile = first();
+    if (!tile.more) return;
+    // Threads arrive at the first stage when these copies are there too.
+    pass.staying_left().copy_to(shared.staying.left), pass.staying_right().copy_to(shared.staying.right);
+    for (; tile.more; go_on(tile)) {
+      wait_for(shared.empty[tile.stage], tile.phase ^ 1);
+      pass.passing_left(tile.visit).copy_to(shared.ring[tile.stage].left);
+      pass.passing_right(tile.visit).copy_to(shared.ring[tile.stage].right);
+      arrive_with_copies(shared.full[tile.stage]);
+    }
+  }
+
+  template <int kColumns>
+  LOWBIT_INLINE static void multiply(Scores& c, const SharedMatrices<kShape.kStaying, kColumns>& stays,
+                                     const SharedMatrices<kPassing, kColumns>& passing) {
+    constexpr int kStep = SharedMatrices<kPassing, kColumns>::kRowsStep;
+    const int first = warp_of_cta() / 4 * 64;
+#pragma unroll
+    for (int k = 0; k < kColumns; k += 16)
+      multiply_shared<dtype, kStep, kStep>(c[0], stays.at(first, k), passing.at(0, k), k > 0);
+  }
+  LOWBIT_INLINE void begin_scores(const Passing& tile, Scores& s, Scores& dp) const {
+    wait_for(shared.full[tile.stage], tile.phase);
+    show_to_products();
+    begin_products();
+    multiply(s, shared.staying.left, shared.ring[tile.stage].left);
+    multiply(dp, shared.staying.right, shared.ring[tile.stage].right);
+    commit_products();
+  }
+  template <int kColumns>
+  LOWBIT_INLINE static void multiply_onto(float (&c)[1][kColumns / 8][4], const Factor& a,
+                                          const SharedMatrices<kPassing, kColumns>& passing, bool adds) {
+#pragma unroll
+    for (int k = 0; k < kPassing / 16; k++)
+      multiply_by_rows_of_k<dtype, SharedMatrices<kPassing, kColumns>::kRowsStep>(c[0], a[k], passing.at(k * 16, 0),
+                                                                                 k > 0 || adds);
+  }
+
+  LOWBIT_INLINE void run() const {
+    float grad[1][kE / 8][4], grad_values[1][kKeysStay ? kEv / 8 : 1][4];
+    Passing tile = first();
+    if (!tile.more) {
+      clear(grad), clear(grad_values);
+      return finish(grad, grad_values);
+    }
+    Scores s, dp;
+    Factor p, ds;
+    begin_scores(tile, s, dp);
+    for (bool adds = false;; adds = true) {
+      const TilePlace now = tile.visit.at;
+      const int stage = tile.stage;
+      const RowStatistics read = call.statistics[pass.read_row(now)];
+      go_on(tile);
+      wait_for_products<0>();
+      hold(s[0]), hold(dp[0]);
+      if (adds && lane_of_warp() == 0) arrive(shared.empty[stage == 0 ? kStages - 1 : stage - 1]);
+      if (now.cut) pass.template differentiate<true>(now, read, s, dp);
+      else pass.template differentiate<false>(now, read, s, dp);
+      if constexpr (kKeysStay) round_scores<dtype>(s, p);
+      round_scores<dtype>(dp, ds);
+      begin_products();
+      if constexpr (kKeysStay) multiply_onto<kEv>(grad_values, p, shared.ring[stage].right, adds);
+      multiply_onto<kE>(grad, ds, shared.ring[stage].left, adds);
+      commit_products();
+      if (!tile.more) break;
+      begin_scores(tile, s, dp);
+    }
+    wait_for_products<0>();
+    hold(grad[0]), hold(grad_values[0]);
+    finish(grad, grad_values);
+  }
+
+  template <int kCount, int kValueCount>
+  LOWBIT_INLINE void finish(const float (&grad)[1][kCount][4], const float (&grad_values)[1][kValueCount][4]) const {
+    const int h = kKeysStay ? pass.first_head / call.group : pass.first_head;
+    pass.store(kKeysStay ? call.grad_k : call.grad_q, grad, h, 0, kE, call.scale);
+    if constexpr (kKeysStay) pass.store(call.grad_v, grad_values, h, 0, kEv, pass.scale_of_values());
+  }
+};
+
+template <DType dtype, int kE, int kEv, class Mods, bool kKeysStay>
+LOWBIT_INLINE void attention_backward_wgmma(const WgmmaAttentionCall& call) {
+  using B = WgmmaBackward<dtype, kE, kEv, Mods, kKeysStay>;
+  constexpr int kWarps = WgmmaBackwardShape::kStaying / 16;
+  LOWBIT_DYNAMIC_SHARED(typename B::Shared, shared);
+  if (threadIdx.x < B::kStages) {
+    set_up(shared.full[threadIdx.x], 128), set_up(shared.empty[threadIdx.x], kWarps);
+    show_barriers();
+  }
+  __syncthreads();
+  const B backward{.call = call, .shared = shared,
+                   .pass = pass_of<typename B::PassOf, kKeysStay>(call, static_cast<int>(blockIdx.x))};
+  if (warp_of_cta() >= kWarps) {
+    set_registers<false, 40>();
+    backward.copy_all();
+  } else {
+    set_registers<true, 232>();
+    backward.run();
+  }
+  check_fault<Mods>(call);  // not in a branch: one with a trap gets no more registers from ptxas
+}
+
+}  // namespace lowbit::cuda

@@ -1,0 +1,41 @@
+// SPDX-License-Identifier: Apache-2.0
+// Rows in shared memory as factors of products of warpgroups (device/wgmma.cuh).
+#pragma once
+
+#include "cuda/attention/tile.cuh"
+#include "cuda/device/wgmma.cuh"
+
+namespace lowbit::cuda {
+
+template <int kRows, int kColumns>
+struct SharedMatrices {
+  static constexpr int kRowsStep = 16 * kColumns;  // bytes of 8 rows
+  alignas(16) uint16_t data[kRows / 8][kColumns / 8][8][8];
+
+  // By a warpgroup: `rows` of them, zeros behind. Eight lanes have a matrix.
+  LOWBIT_INLINE void copy(const uint16_t* from, int64_t stride, int rows) {
+    const int row = lane_of_warp() % 8, first = lane_of_warp() / 8;
+#pragma unroll
+    for (int i = 0; i < kRows / 32; i++) {
+      const int of_matrix = warp_of_cta() % 4 + 4 * i, at = of_matrix * 8 + row;
+      const uint16_t* of_row = from + (at < rows ? at : 0) * stride + first * 8;
+#pragma unroll
+      for (int j = 0; j < kColumns / 8; j += 4)
+        if (j + 4 <= kColumns / 8 || j + first < kColumns / 8)
+          copy_async(data[of_matrix][j + first][row], of_row + j * 8, at < rows);
+    }
+  }
+  LOWBIT_INLINE const void* at(int row, int column) const { return data[row / 8][column / 8]; }
+};
+
+// Scores to the first factor of a product.
+template <DType dtype, int kScores>
+LOWBIT_INLINE void round_scores(const float (&s)[1][kScores][4], uint32_t (&a)[kScores / 2][4]) {
+#pragma unroll
+  for (int k = 0; k < kScores / 2; k++)
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+      a[k][i] = pair_of<dtype>(s[0][2 * k + i / 2][i % 2 * 2], s[0][2 * k + i / 2][i % 2 * 2 + 1]);
+}
+
+}  // namespace lowbit::cuda

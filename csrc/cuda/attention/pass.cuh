@@ -1,0 +1,158 @@
+// SPDX-License-Identifier: Apache-2.0
+// A pass of the backward, by tiles or by warpgroups: its tiles of scores, and their gradients.
+#pragma once
+
+#include "cuda/attention/scores.cuh"
+
+namespace lowbit::cuda {
+
+template <DType dtype, int kStaying, int kPassing, class Mods, bool kKeysStay, class Call = AttentionCall>
+struct Pass {
+  static constexpr int kScores = kPassing / 8;
+  // Probabilities are multiplied by it before they are rounded, since many are below the normal numbers of float16, of
+  // which 2^-14 is the least. They may be up to 4, where lse lacks bits of the scores.
+  static constexpr float kProbabilityFactor = dtype == DType::float16 ? 0x1p14f : 1.0f;
+
+  // A position of the pass: a tile of scores, and for keys the head of the group that its queries are of.
+  struct Visit {
+    int h;
+    TileStep step;
+    TilePlace at;
+  };
+
+  const Call& call;
+  int b, first_head;
+  TileStep stays;
+
+  LOWBIT_INLINE int row_of(int i) const { return warp_of_cta() * 16 + lane_of_warp() / 4 + i / 2 * 8; }
+  LOWBIT_INLINE int column_of(int n, int i) const { return n * 8 + lane_of_warp() % 4 * 2 + i % 2; }
+
+  struct Rows {
+    const uint16_t* from;
+    int64_t stride;
+    int count;
+    template <class To>
+    LOWBIT_INLINE void copy_to(To& to) const { to.copy(from, stride, count); }
+  };
+  LOWBIT_INLINE Rows rows(const HeadRows& of, int h, int begin, int count) const {
+    return {head_rows(of, b, h) + begin * of.row, of.row, count};
+  }
+  // The factors of scores, and those of the gradients of probabilities.
+  LOWBIT_INLINE Rows passing_left(const Visit& visit) const {
+    if constexpr (kKeysStay) return rows(call.q, visit.h, visit.at.q0, visit.at.rows);
+    else return rows(call.k, visit.h / call.group, visit.at.k0, visit.at.cols);
+  }
+  LOWBIT_INLINE Rows passing_right(const Visit& visit) const {
+    if constexpr (kKeysStay) return rows(call.grad_out, visit.h, visit.at.q0, visit.at.rows);
+    else return rows(call.v, visit.h / call.group, visit.at.k0, visit.at.cols);
+  }
+  LOWBIT_INLINE const Tiling& staying_tiles() const { return kKeysStay ? call.kv_tiles : call.q_tiles; }
+  LOWBIT_INLINE Rows staying_left() const {
+    const int begin = stays.begin(staying_tiles()), count = stays.size(staying_tiles());
+    if constexpr (kKeysStay) return rows(call.k, first_head / call.group, begin, count);
+    else return rows(call.q, first_head, begin, count);
+  }
+  LOWBIT_INLINE Rows staying_right() const {
+    const int begin = stays.begin(staying_tiles()), count = stays.size(staying_tiles());
+    if constexpr (kKeysStay) return rows(call.v, first_head / call.group, begin, count);
+    else return rows(call.grad_out, first_head, begin, count);
+  }
+
+  // The next visible tile from `visit` on; false after the last.
+  LOWBIT_INLINE bool find_next(Visit& visit) const {
+    const Tiling& tiling = kKeysStay ? call.q_tiles : call.kv_tiles;
+    for (const int end = kKeysStay ? first_head + call.group : first_head + 1; visit.h < end;
+         visit.h++, visit.step = TileStep()) {
+      while (visit.step.index < static_cast<int>(tiling.count)) {
+        const TileStep &q = kKeysStay ? visit.step : stays, &k = kKeysStay ? stays : visit.step;
+        if (find_tile(call, b, visit.h, q, k, visit.at)) {
+          visit.at.cut |= visit.at.rows < (kKeysStay ? kPassing : kStaying) ||
+                          visit.at.cols < (kKeysStay ? kStaying : kPassing);
+          return true;
+        }
+        visit.step.next(tiling);
+        pass_empty<!kKeysStay>(call, b, visit.h, stays, visit.step);
+      }
+    }
+    return false;
+  }
+
+  // Statistics of the queries of this lane's scores: each lane of the warp reads those of one, and shares them.
+  LOWBIT_INLINE int64_t read_row(const TilePlace& at) const {
+    const int row = kKeysStay ? lane_of_warp() % kPassing : warp_of_cta() * 16 + lane_of_warp() % 16;
+    return (static_cast<int64_t>(b) * call.heads + at.h) * call.q_tiles.length + at.q0 +
+           (row < at.rows ? row : at.rows - 1);
+  }
+  struct OfScores {  // a number of each query
+    static constexpr int kCount = kKeysStay ? 2 * kScores : 2;
+    float numbers[kCount];
+
+    LOWBIT_INLINE explicit OfScores(float read) {
+#pragma unroll
+      for (int j = 0; j < kCount; j++)
+        numbers[j] = __shfl_sync(kWarp, read, kKeysStay ? j / 2 * 8 + j % 2 + first_column() : j * 8 + first_row());
+    }
+    LOWBIT_INLINE float operator()(int n, int i) const { return numbers[kKeysStay ? 2 * n + i % 2 : i / 2]; }
+  };
+
+  // Raw products s and gradients dp of probabilities to probabilities, times kProbabilityFactor or 0 where they are
+  // dropped, and gradients of raw scores.
+  template <bool kCut>
+  LOWBIT_INLINE void differentiate(const TilePlace& at, const RowStatistics& read, float (&s)[1][kScores][4],
+                                   float (&dp)[1][kScores][4]) const {
+    float p[1][kScores][4], kept[1][kScores][4];
+    const auto for_each = [](auto each) {
+#pragma unroll
+      for (int n = 0; n < kScores; n++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) each(n, i);
+    };
+    for_each([&](int n, int i) { p[0][n][i] = s[0][n][i] *= call.scale, kept[0][n][i] = 1; });
+    modify<Mods, kKeysStay, kCut>(call, at, p);
+    const OfScores lse(read.lse);
+    for_each([&](int n, int i) { p[0][n][i] = power_of_2((p[0][n][i] - lse(n, i)) * kLog2e); });
+    if (__any_sync(kWarp, read.has_rest())) {
+      const OfScores unit(read.has_rest() ? call.unit[read_row(at)] : 1.0f);
+      for_each([&](int n, int i) { p[0][n][i] *= unit(n, i); });
+    }
+    if constexpr (Mods::kDropout)
+      for_each_score<kKeysStay>(at, kept,
+                                [&](float& factor, int q, int k) { factor = dropout_factor(call, at, q, k); });
+    const OfScores delta(read.delta);
+    for_each([&](int n, int i) { dp[0][n][i] = p[0][n][i] * (dp[0][n][i] * kept[0][n][i] - delta(n, i)); });
+    if constexpr (Mods::kScore) {
+      const auto mod = Mods::gradient(call, at.b, at.h);
+      for_each_with<kKeysStay, kCut, 1, kScores>(mod, at, [&](int, int n, int i, int q, int k, const auto&... values) {
+        float& ds = dp[0][n][i];
+        ds = p[0][n][i] == 0 ? 0.0f : mod.of_score(s[0][n][i], ds, q, k, values...);
+      });
+    }
+    for_each([&](int n, int i) { s[0][n][i] = kept[0][n][i] == 0 ? 0.0f : p[0][n][i] * kProbabilityFactor; });
+  }
+
+  LOWBIT_INLINE float scale_of_values() const { return (Mods::kDropout ? call.kept : 1.0f) / kProbabilityFactor; }
+  template <int kColumns>
+  LOWBIT_INLINE void store(const HeadRows& to, const float (&from)[1][kColumns][4], int h, int first, int columns,
+                           float scale) const {
+#pragma unroll
+    for (int i = 0; i < 4; i += 2) {
+      if (row_of(i) >= stays.size(staying_tiles())) continue;
+#pragma unroll
+      for (int n = 0; n < kColumns; n++)
+        if (first + n * 8 < columns)
+          store_pair<dtype>(to, dtype, b, h, stays.begin(staying_tiles()) + row_of(i), first + column_of(n, 0),
+                            from[0][n][i] * scale, from[0][n][i + 1] * scale);
+    }
+  }
+};
+
+// The heads and the rows that stay with a CTA: under causality the first keys and the last queries have most to do.
+template <class P, bool kKeysStay, class Call>
+LOWBIT_INLINE P pass_of(const Call& call, int task) {
+  const Tiling& tiling = kKeysStay ? call.kv_tiles : call.q_tiles;
+  const int each = kKeysStay ? call.heads / call.group : call.heads, heads = call.batch * each, turn = task / heads;
+  return {.call = call, .b = task % heads / each, .first_head = task % heads % each * (kKeysStay ? call.group : 1),
+          .stays = TileStep::at(tiling, kKeysStay ? turn : static_cast<int>(tiling.count) - 1 - turn)};
+}
+
+}  // namespace lowbit::cuda
