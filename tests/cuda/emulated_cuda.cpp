@@ -235,9 +235,9 @@ EMULATED nvrtcCompileProgram(void* handle, int count, const char* const* options
       write(folder / program->names[i], program->texts[i]);
   write(folder / "kernels.cpp", program->source);
   const std::string at = folder.string();
-  const std::string header = environment("LOWBIT_CUDA_PATH") + "/cuda_on_host.hpp";
-  const std::string command = LOWBIT_KERNEL_COMPILER " -include " + header + " -I" + at + " " + at +
-                              "/kernels.cpp -o " + at + "/kernels.so > " + at + "/log 2>&1";
+  const std::string made = environment("LOWBIT_CUDA_PATH");
+  const std::string command = LOWBIT_KERNEL_COMPILER " -include " + made + "/cuda_on_host.hpp -I" + at + " " + at +
+                              "/kernels.cpp " + made + "/*.o -o " + at + "/kernels.so > " + at + "/log 2>&1";
   const int failed = std::system(command.c_str());
   program->log = read(folder / "log"), program->image = failed ? "" : read(folder / "kernels.so");
   if (!failed) fs::rename(folder / "kernels.so", kept);

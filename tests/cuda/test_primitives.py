@@ -111,21 +111,15 @@ def tile_words() -> torch.Tensor:
 
 
 @pytest.fixture(scope="module")
-def on_host(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    return compiled_on_host(ON_HOST, tmp_path_factory.mktemp("primitives"))
+def on_host(compiled: Path, tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    return ctypes.CDLL(str(made_on_host(ON_HOST, tmp_path_factory.mktemp("primitives"), *compiled.glob("*.o"))))
 
 
-def compiled_on_host(text: str, folder: Path) -> ctypes.CDLL:
-    return ctypes.CDLL(str(made_on_host(text, folder)))
-
-
-def made_on_host(text: str, folder: Path, *flags: str) -> Path:
-    if shutil.which("g++") is None:
-        pytest.skip("no g++ on this machine")
+def made_on_host(text: str, folder: Path, *more: Path | str) -> Path:
     headers = "".join(f'#include "{name}"\n' for name in ("core/bits.hpp", "cuda/device/tiles.cuh"))
     (folder / "kernel.cpp").write_text(headers + text)
     command = ["g++", "-std=c++20", "-O1", "-w", "-fPIC", "-shared", "-U_FORTIFY_SOURCE", "-include", str(HERE / "cuda_on_host.hpp"), f"-I{CSRC}"]
-    subprocess.run([*command, *flags, str(folder / "kernel.cpp"), "-o", str(folder / "kernel.so")], check=True)
+    subprocess.run([*command, str(folder / "kernel.cpp"), *map(str, more), "-o", str(folder / "kernel.so")], check=True)
     return folder / "kernel.so"
 
 
@@ -135,8 +129,8 @@ def run_on_host(on_host: ctypes.CDLL, words: torch.Tensor, results: int, of_tile
     return torch.from_numpy(out)
 
 
-def test_the_emulation_finds_writes_outside_of_shared_memory(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    run = compiled_on_host(OUT_OF_BOUNDS, tmp_path).run
+def test_the_emulation_finds_writes_outside_of_shared_memory(compiled: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    run = ctypes.CDLL(str(made_on_host(OUT_OF_BOUNDS, tmp_path, *compiled.glob("*.o")))).run
     run.restype = ctypes.c_bool
     assert run(7, 0, 64) and run(15, 1, 64)
     assert not run(8, 0, 64) and not run(-1, 0, 64) and not run(16, 1, 64)
@@ -149,8 +143,10 @@ def test_the_emulation_finds_writes_outside_of_shared_memory(tmp_path: Path, cap
 
 def test_with_address_sanitizer_it_finds_reads_too(tmp_path: Path, subtests: pytest.Subtests) -> None:
     """As tools/sanitize compiles kernels. The interpreter must begin with its library."""
+    if shutil.which("g++") is None:
+        pytest.skip("no g++ on this machine")
     text = OUT_OF_BOUNDS.replace("[args.place] = 1", "[0] = (args.dynamic ? words : sums)[args.place]")
-    library = made_on_host(text, tmp_path, "-fsanitize=address")
+    library = made_on_host(text, tmp_path, "-fsanitize=address", HERE / "fibers_on_host.cpp")
     asked = subprocess.run(["g++", "-print-file-name=libasan.so"], capture_output=True, text=True, check=True)
     found = Path(asked.stdout.strip())
     if not found.is_absolute():
