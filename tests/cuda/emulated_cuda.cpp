@@ -226,8 +226,8 @@ EMULATED nvrtcCompileProgram(void* handle, int count, const char* const* options
     if (std::strstr(options[i], "--gpu-architecture=compute_")) program->is_ptx = true;
   const fs::path folder = fs::path(environment("LOWBIT_CUDA_PATH")) / ("build-" + std::to_string(getpid()));
   const std::string without = environment("LOWBIT_EMULATED_WITHOUT_WAIT");
-  int wait = without.empty() ? -1 : std::stoi(without);
-  for (std::string& text : program->texts) take_out_wait(text, wait);
+  if (int wait = without.empty() ? -1 : std::stoi(without); wait >= 0)
+    for (std::string& text : program->texts) take_out_wait(text, wait);
   const fs::path kept = kept_image(*program);
   if (fs::exists(kept)) return program->image = read(kept), kSuccess;
   for (std::size_t i = 0; i < program->names.size(); i++)

@@ -23,8 +23,10 @@ const void* arguments = nullptr;
 bool failed = false;  // a thread has ended the launch
 
 void run_body() {
-  body(arguments);
-  wait(State::done);
+  for (;;) {  // of the next CTA: starting a fiber anew is two calls of the system
+    body(arguments);
+    wait(State::done);
+  }
 }
 
 [[gnu::noinline]] void resume(unsigned index) {
@@ -50,7 +52,7 @@ bool run_cta(unsigned threads, std::mt19937& random) {
   if (fibers.size() != threads) fibers = std::vector<Fiber>(threads);
   failed = false, coins.seed(random()), bulk_copies.clear();
   for (Fiber& fiber : fibers)
-    fiber.state = State::runs, fiber.begun = false, fiber.collectives = fiber.groups = fiber.groups_of_products = 0,
+    fiber.state = State::runs, fiber.collectives = fiber.groups = fiber.groups_of_products = 0,
     fiber.copies.clear(), fiber.products.clear();
   std::vector<unsigned> order(threads);
   for (unsigned i = 0; i < threads; i++) order[i] = i;
@@ -143,7 +145,8 @@ bool lowbit_run_grid(void (*kernel)(const void*), const void* args, unsigned cta
   for (unsigned i = 0; i < ctas; i++) {
     blockIdx.x = i;
     for (const auto& [memory, bytes] : on_host::all_shared) on_host::poison(memory, bytes);
-    if (!on_host::run_cta(threads, random) || !on_host::guards_are_whole()) return false;
+    if (!on_host::run_cta(threads, random)) return on_host::fibers.clear(), false;  // they are in the middle of a CTA
+    if (!on_host::guards_are_whole()) return false;
   }
   return true;
 }
