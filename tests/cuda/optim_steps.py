@@ -21,9 +21,11 @@ FLOAT32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 DTYPES = ((FLOAT32, FLOAT32), (BF16, BF16), (FP16, FLOAT32), (FLOAT32, FP16))  # of parameter and gradient: a kernel for each
 
 
-def tensors(rule: str, hyper: dict[str, float], format: str, block_size: int, numels: tuple[int, ...] = NUMELS) -> list[list[torch.Tensor]]:
+def tensors(
+    rule: str, hyper: dict[str, float], format: str, block_size: int, numels: tuple[int, ...] = NUMELS, dtypes: tuple[tuple[torch.dtype, torch.dtype], ...] = DTYPES
+) -> list[list[torch.Tensor]]:
     random = torch.Generator().manual_seed(3)
-    params, grads = ([torch.randn(n, generator=random).to(DTYPES[i % 4][which]) for i, n in enumerate(numels)] for which in (0, 1))
+    params, grads = ([torch.randn(n, generator=random).to(dtypes[i % len(dtypes)][which]) for i, n in enumerate(numels)] for which in (0, 1))
     moments = []
     for signed in moments_of(rule, hyper).values():
         values = [torch.randn(n, generator=random) for n in numels]
@@ -40,9 +42,12 @@ def placed(tensor: torch.Tensor, device: str, first: int) -> torch.Tensor:
     return whole[first:].view(tensor.shape)
 
 
-def step(row: str, name: str, format: str, block_size: int, device: str, numels: tuple[int, ...] = NUMELS, first: int = 0, **more: object) -> list[torch.Tensor]:
+def step(
+    row: str, name: str, format: str, block_size: int, device: str, numels: tuple[int, ...] = NUMELS, first: int = 0,
+    dtypes: tuple[tuple[torch.dtype, torch.dtype], ...] = DTYPES, **more: object,
+) -> list[torch.Tensor]:  # fmt: skip
     rule = {"amsgrad": "adamw", "plain": "sgd"}.get(name, name)
-    lists = [[placed(t, device, first) for t in each] for each in tensors(rule, RULES[name], format, block_size, numels)]
+    lists = [[placed(t, device, first) for t in each] for each in tensors(rule, RULES[name], format, block_size, numels, dtypes)]
     params, grads, states, scales, steps = lists
     by_moment = [states[i : i + len(numels)] for i in range(0, len(states), len(numels))]
     scales = [scales[i : i + len(numels)] for i in range(0, len(scales), len(numels))]

@@ -26,10 +26,11 @@ def test_checks(check: Check, emulated: dict[str, str], passes: Callable[..., Ru
     passes(check, **emulated)
 
 
-def test_the_ops_pass_their_tests_by_rows_for_cuda(emulated: dict[str, str], nested: Callable[..., Run]) -> None:
-    """A share of tests/ops, as `LOWBIT_TEST_DEVICE` runs it on any device."""
+def test_the_ops_pass_their_tests_by_rows_for_cuda(emulated: dict[str, str], nested: Callable[..., Run], request: pytest.FixtureRequest) -> None:
+    """A share of tests/ops, as `LOWBIT_TEST_DEVICE` runs it on any device; most of its time is g++, of 3 to 9 kernels a test."""
     files = [ROOT / "tests/ops" / name for name in ("test_optim.py", "test_state_formats.py")]
-    done = nested(*files, "-k", "cuda_sim", share=7, **emulated, LOWBIT_TEST_DEVICE="lowbit_sim:1")
+    share = max(7, 4 * request.config.option.share)
+    done = nested(*files, "-k", "cuda_sim", share=share, **emulated, LOWBIT_TEST_DEVICE="lowbit_sim:1")
     assert done.code == 0, str(done)
     ran = set(re.search(r"rows that ran on lowbit_sim:1: (.*)", done.said)[1].split())
     assert {name for name in ran if name.startswith("optim_step")} >= {f"optim_step_{f}_cuda_sim" for f in ("float32", "dynamic8", "dynamic4", "float8")}
