@@ -42,7 +42,6 @@ param.grad = torch.ones_like(param)
 with torch.no_grad():
     for rows in (1, 8, 70):
         layer(torch.randn(rows, 128, device="lowbit_ze"))
-    flex(q, q, q, score_mod=lambda score, b, h, i, j: score + (i - j) * 0.1)
     flex(q, q, q)
     print(_C.last_kernel("attention_forward"))
     half = q.to(torch.bfloat16)
@@ -58,23 +57,17 @@ from lowbit.devices import level_zero
 level_zero.enable()
 q = torch.randn(1, 2, 8, 16, device="lowbit_ze")
 table, slopes, words = torch.randn(2, 40, device="lowbit_ze"), torch.randn(2, device="lowbit_ze").to(torch.float16), torch.arange(8, device="lowbit_ze") // 3
-mods = [
-    lambda s, b, h, i, j: s + (j - i) * 0.5 ** (h + 1),
-    lambda s, b, h, i, j: 20 * torch.tanh(s / 20),
-    lambda s, b, h, i, j: torch.where(i >= j, s, -torch.inf),
-    lambda s, b, h, i, j: s + table[h, i - j + 20],
-    lambda s, b, h, i, j: s * slopes[h].float(),
-    lambda s, b, h, i, j: torch.where(words[i] == words[j], s, s - 5),
-    lambda s, b, h, i, j: torch.clamp(s, -1, 1) + torch.log1p((i - j).abs().float()),
-    lambda s, b, h, i, j: s / (1 + torch.exp(-s)) + torch.sqrt(j.float()),
-    lambda s, b, h, i, j: s + ((i // 3) % 5 - (j & 7)).float().sin(),
-    lambda s, b, h, i, j: torch.maximum(s, torch.erf(s)) + (b == 0).float(),
+mods = [  # two of many terms: linking one takes the compiler 4 to 8 s, with more registers twice that, whatever is in it
+    lambda s, b, h, i, j: s + table[h, i - j + 20] + (j - i) * 0.5 ** (h + 1),
+    lambda s, b, h, i, j: torch.where(i >= j, torch.where(words[i] == words[j], 20 * torch.tanh(s * slopes[h].float() / 20), s - 5), -torch.inf)
+    + torch.clamp(s, -1, 1) + torch.log1p((i - j).abs().float()) + torch.maximum(s / (1 + torch.exp(-s)), torch.erf(s))
+    + torch.sqrt(j.float()) + ((i // 3) % 5 - (j & 7)).float().sin() + (b == 0).float(),
 ]
 with torch.no_grad():
     for mod in mods:
         flex(q, q, q, score_mod=mod)
 table.requires_grad_()
-flex(q, q, q, score_mod=mods[3], then=lambda out: out.sum().backward())
+flex(q, q, q, score_mod=mods[0], then=lambda out: out.sum().backward())
 """
 
 def run(program: str, gpu: str, folder: Path) -> subprocess.CompletedProcess[str]:
@@ -105,10 +98,10 @@ def test_modules_are_built_linked_and_kept(gpu: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("gpu", GPUS)
-def test_ten_score_programs_are_linked(gpu: str, tmp_path: Path) -> None:
+def test_score_programs_are_linked(gpu: str, tmp_path: Path) -> None:
     done = run(SCORE_MODS, gpu, tmp_path)
     linked = [path.name.split("-")[0] for path in (tmp_path / "cache" / "level_zero").glob("*.native")]
-    times = (10, 20)  # 20: with more registers, too
+    times = (2, 3, 4)  # more than 2: with more registers, too
     assert done.returncode == 0 and linked.count("attention_forward_mods") in times, done.stdout + done.stderr
     if gpu in ("dg2", "pvc"):  # the others may find noted faults in memory before they come to it
         assert linked.count("attention_captured") == 1  # the pass that adds up the gradient of what is captured

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """linear on zsim, on a device without dpas, on one of Xe-HPC and on one of Xe-HPG, whose dpas is shuffles in OpenCL C (dpas.cl).
 
-The modules are those that a GPU gets. It cannot see the numbers of dpas on silicon.
+The modules are those that a GPU gets. It cannot see the numbers of dpas on silicon. Of attention dpas has the forward of
+16 bits alone; test_torch_device.py runs the other rows, which would be the same modules, linked to dpas.cl in vain.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ def dpas(tmp_path_factory: pytest.TempPathFactory) -> str:
         pytest.param(check, device, id=f"{check}-{device}")
         for name, devices in {"linear": PCI_IDS, "encoder": ("without dpas", "pvc"), "attention": ("pvc",)}.items()
         for check in checks(HERE / f"on_zsim/check_{name}.py")
+        if name != "attention" or check.function == "test_attention_is_within_budget_of_float64"
         for device in devices
     ],
 )
