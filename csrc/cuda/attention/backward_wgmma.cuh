@@ -13,7 +13,7 @@ namespace lowbit::cuda {
 
 template <DType dtype, int kE, int kEv, class Mods, bool kKeysStay>
 struct WgmmaBackward {
-  static constexpr WgmmaBackwardShape kShape = wgmma_backward_shape(kE, kEv);
+  static constexpr WgmmaBackwardShape kShape = wgmma_backward_shape(kE, kEv, Mods::kGathers, kKeysStay);
   static constexpr int kPassing = kShape.passing, kScores = kPassing / 8, kStages = kShape.stages;
   using PassOf = Pass<dtype, kShape.kStaying, kPassing, Mods, kKeysStay, WgmmaAttentionCall>;
   using Scores = float[1][kScores][4];

@@ -65,13 +65,16 @@ constexpr BackwardShape backward_shape(int e, int ev, Gathers gathers) {
 // The shape of the backward by warpgroups (backward_wgmma.cuh): rows that stay in shared memory, 64 a warpgroup, and a
 // ring of rows that pass.
 struct WgmmaBackwardShape {
-  int e, ev, stages;
+  int e, ev, passing, stages;
   static constexpr int kWarpgroups = 2, kThreads = 128 * (kWarpgroups + 1), kStaying = 64 * kWarpgroups;
-  static constexpr int passing = 32, parts = 1;
+  static constexpr int parts = 1;
   constexpr int bytes_of(int rows) const { return 2 * rows * (e + ev); }
   constexpr int bytes() const { return bytes_of(kStaying) + stages * (bytes_of(passing) + 16); }  // and barriers
 };
-constexpr WgmmaBackwardShape wgmma_backward_shape(int e, int ev) { return {e, ev, 4}; }
+// Keys that stay have two gradients in registers; queries that stay leave room for scores of twice as many keys.
+constexpr WgmmaBackwardShape wgmma_backward_shape(int e, int ev, Gathers gathers, bool keys_stay) {
+  return {e, ev, keys_stay || gathers != Gathers::none ? 32 : 64, 4};
+}
 
 // The captured tensors of a mod, then per tensor sizes and strides.
 struct CapturedCall {

@@ -28,7 +28,9 @@ struct AttentionKind {
   ForwardShape forward() const { return forward_shape(e, ev, gathers()); }
   WgmmaForwardShape forward_wgmma() const { return wgmma_forward_shape(e, ev, gathers()); }
   BackwardShape backward() const { return backward_shape(e, ev, gathers()); }
-  WgmmaBackwardShape backward_wgmma() const { return wgmma_backward_shape(e, ev); }
+  WgmmaBackwardShape backward_wgmma(bool keys_stay) const {
+    return wgmma_backward_shape(e, ev, gathers(), keys_stay);
+  }
   SourceKey key(AttentionKernel kernel) const;
 };
 

@@ -132,8 +132,15 @@ void differentiate_captured(const AttentionBackwardArgs& args, const AttentionKi
 }
 
 template <class Shape>
-void launch_backward(const AttentionBackwardArgs& args, const AttentionKind& kind, const Shape& shape,
-                     AttentionKernel kernel, const char* queries, const char* keys) {
+struct Passes {
+  AttentionKernel kernel;
+  Shape of_queries, of_keys;
+  const char *queries, *keys;  // names of kernels
+};
+
+template <class Shape>
+void launch_backward(const AttentionBackwardArgs& args, const AttentionKind& kind, const Passes<Shape>& passes) {
+  const Shape &of_queries = passes.of_queries, &of_keys = passes.of_keys;
   const AttentionForwardArgs& forward = args.forward;
   const BackwardShape tiles = kind.backward();
   const int64_t heads = forward.batch() * forward.heads(), kv_heads = forward.batch() * forward.kv_heads(),
@@ -144,28 +151,35 @@ void launch_backward(const AttentionBackwardArgs& args, const AttentionKind& kin
                                .grad_out = args.grad_out.dtype == forward.q.dtype ? 0 : rows * forward.ev() * 2,
                                .captured = captured_bytes(args)};
   const Workspace workspace("attention_backward", args.place, layout.all());
-  const AttentionCall by_keys = backward_call(args, workspace, layout, shape.passing, shape.kStaying),
-                      by_queries = backward_call(args, workspace, layout, shape.kStaying, shape.passing),
+  const AttentionCall by_keys = backward_call(args, workspace, layout, of_keys.passing, of_keys.kStaying),
+                      by_queries = backward_call(args, workspace, layout, of_queries.kStaying, of_queries.passing),
                       by_tiles = backward_call(args, workspace, layout, tiles.kStaying, tiles.passing);
   const Launcher launch_keys{args.place, kind, by_keys}, launch_queries{args.place, kind, by_queries};
   prepare(forward, launch_queries);
   launch_queries(AttentionKernel::statistics, "row_statistics", ceil_div(rows, kAttentionWarps));
-  if (kernel == AttentionKernel::backward_wgmma)
-    Launcher{args.place, kind, by_tiles}(kernel, "attention_units", heads * by_tiles.q_tiles.count, tiles.bytes());
-  launch_queries(kernel, queries, heads * by_queries.q_tiles.count * shape.parts, shape.bytes(), shape.kThreads);
-  launch_keys(kernel, keys, kv_heads * by_keys.kv_tiles.count * shape.parts, shape.bytes(), shape.kThreads);
+  if (passes.kernel == AttentionKernel::backward_wgmma)
+    Launcher{args.place, kind, by_tiles}(passes.kernel, "attention_units", heads * by_tiles.q_tiles.count,
+                                         tiles.bytes());
+  launch_queries(passes.kernel, passes.queries, heads * by_queries.q_tiles.count * of_queries.parts,
+                 of_queries.bytes(), Shape::kThreads);
+  launch_keys(passes.kernel, passes.keys, kv_heads * by_keys.kv_tiles.count * of_keys.parts, of_keys.bytes(),
+              Shape::kThreads);
   if (args.grad_sink) launch_queries(AttentionKernel::sink, "sink_gradient", forward.heads());
   if (args.wants_captured())
     differentiate_captured(args, kind, by_tiles, static_cast<char*>(workspace.at(layout.at_captured())));
 }
 void run_backward(const AttentionBackwardArgs& args) {
   const AttentionKind kind = kind_of(args.forward);
-  launch_backward(args, kind, kind.backward(), AttentionKernel::backward, "attention_queries", "attention_keys");
+  const Passes<BackwardShape> passes{AttentionKernel::backward, kind.backward(), kind.backward(), "attention_queries",
+                                     "attention_keys"};
+  launch_backward(args, kind, passes);
 }
 void run_backward_wgmma(const AttentionBackwardArgs& args) {
   const AttentionKind kind = kind_of(args.forward);
-  launch_backward(args, kind, kind.backward_wgmma(), AttentionKernel::backward_wgmma, "attention_queries_wgmma",
-                  "attention_keys_wgmma");
+  const Passes<WgmmaBackwardShape> passes{AttentionKernel::backward_wgmma, kind.backward_wgmma(false),
+                                          kind.backward_wgmma(true), "attention_queries_wgmma",
+                                          "attention_keys_wgmma"};
+  launch_backward(args, kind, passes);
 }
 
 bool fits_head_dim(int64_t e) { return e % 16 == 0 && e <= kMostHeadDim; }
