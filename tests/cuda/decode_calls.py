@@ -40,7 +40,7 @@ class DecodeCase:
     score_mod: Callable[..., Tensor] | None = None  # 1-Lipschitz in the score; after (score, b, h, q, k) takes what it captures
     mask_mod: Callable[..., Tensor] | None = None
     captured: Sequence[tuple[int, ...]] = ()  # shapes of what score_mod captures
-    prompt: bool = False  # by the row that decodes keys and values first
+    prompt: bool = False  # by the rows of prompts
 
     def __str__(self) -> str:
         return self.name
@@ -79,6 +79,10 @@ CASES = [
                score_mod=lambda s, b, h, q, k, t: s + t[h, q - k], captured=((4, 200),), prompt=True),
     DecodeCase("int8, decoded, a softcap, documents, a window", (2, 4, 1, 90, 300, 64, 64), "int8", BF16, {"position": 205, "window": 130}, sink=True,
                score_mod=lambda s, b, h, q, k: 3 * torch.tanh(s / 3), mask_mod=lambda b, h, q, k: (k // 64 == q // 64) | (k % 3 == b), prompt=True),
+    DecodeCase("bfloat16, a prompt, a window", (2, 4, 2, 90, 300, 64, 32), BF16, BF16, {"causal": True, "position": 210, "window": 100}, sink=True,
+               token_major=True, prompt=True),
+    DecodeCase("float16, a prompt, a softcap", (1, 2, 1, 70, 150, 128, 128), FP16, FP16, {"position": 60}, FP16,
+               score_mod=lambda s, b, h, q, k: 3 * torch.tanh(s / 3), prompt=True),
     DecodeCase("one key, 1 column", (1, 1, 1, 1, 1, 1, 1), "int8", FP32),
     DecodeCase("tiny queries", (1, 2, 1, 1, 150, 64, 64), "int8", FP32, factor=1e-30),
     DecodeCase("huge queries", (1, 2, 1, 1, 150, 64, 64), "int8", FP32, {"scale": 1e-37}, factor=1e36),
@@ -162,7 +166,7 @@ def with_mods(case: DecodeCase, call: dict[str, Any], scores: Tensor) -> Tensor:
 
 
 def row_of(case: DecodeCase) -> str:
-    return f"decode_prompt_{case.cache}_cuda" if case.prompt else ROW[case.cache]
+    return ROW[case.cache].replace("decode_", "decode_prompt_") if case.prompt else ROW[case.cache]
 
 
 def run(case: DecodeCase, data: DecodeData, device: str, suffix: str = "") -> tuple[Tensor, Tensor]:

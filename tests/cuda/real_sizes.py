@@ -39,8 +39,8 @@ DECODE = [
         DecodeCase(f"{cache}, a prompt", (1, 8, 2, 512, 2560, 128, 128), cache, dtype, {"causal": True, "position": 2048}),
     )
 ] + [
-    DecodeCase(f"{cache}, a prompt, decoded", (1, 8, 2, 512, 2560, 128, 128), cache, BF16, {"causal": True, "position": 2048, "window": window}, prompt=True)
-    for cache, window in (("int8", 0), ("int4", 1024))
+    DecodeCase(f"{cache}, a prompt by tiles", (1, 8, 2, 512, 2560, 128, 128), cache, dtype, {"causal": True, "position": 2048, "window": window}, prompt=True)
+    for cache, dtype, window in (("int8", BF16, 0), ("int4", BF16, 1024), (BF16, BF16, 0), (FP16, FP16, 1024))
 ]
 
 

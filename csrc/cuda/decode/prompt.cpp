@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows of the op decode for a prompt over a cache of codes. Keys and values that some query sees are decoded to the
-// queries' 16 bits first, with their rotation undone, and the tiles of attention pass over them: the kernel of few
-// queries would read the codes again for each 8 or 16 rows of a kv head, and decode them each time.
+// Rows of the op decode for a prompt, by the tiles of attention: the kernel of few queries would read the cache again
+// for each 8 or 16 rows of a kv head. Of a cache of codes, keys and values that some query sees are decoded to the
+// queries' 16 bits first, with their rotation undone; floats are read where they are.
 #include "cuda/decode/prompt.hpp"
 
 #include <algorithm>
@@ -49,7 +49,16 @@ TensorView numbered_from(TensorView rows, int64_t first) {
   return rows;
 }
 
-void run_prompt(const DecodeArgs& args) {
+ForwardPart part_of(const DecodeArgs& args, int64_t first_kv_head, int64_t kv_heads) {
+  return {.position = args.position, .window = smaller(args.window, kFarthest),
+          .first_head = first_kv_head * args.group(), .heads = kv_heads * args.group()};
+}
+
+void run_floats(const DecodeArgs& args) {
+  run_forward(forward_args(args, args.k, args.v), part_of(args, 0, args.batch() * args.kv_heads()));
+}
+
+void run_codes(const DecodeArgs& args) {
   const auto rows_of = [&](int64_t keys, int64_t columns, void* memory, int64_t first_head) {
     return decoded_rows(args, keys, columns, memory, first_head);
   };
@@ -71,8 +80,7 @@ void run_prompt(const DecodeArgs& args) {
     };
     dequantize(args.k, args.k_scale, k, args.rotated), dequantize(args.v, args.v_scale, v, false);
     run_forward(forward_args(args, numbered_from(k, first_key), numbered_from(v, first_key)),
-                {.position = args.position, .window = smaller(args.window, kFarthest),
-                 .first_head = first * args.group(), .heads = heads * args.group()});
+                part_of(args, first, heads));
   }
 }
 
@@ -86,17 +94,24 @@ bool gathers(const ScoreCall* mod) {
 template <DType kCache>
 std::string_view refuses_prompt(const DecodeArgs& args) {
   if (args.k.dtype != kCache) return "keys and values of another type";
-  if (args.q_length() <= kMostOfStep) return "64 queries or less: codes are decoded as they are read";
+  if (args.q_length() <= kMostOfStep) return "64 queries or less";
   if (larger(args.kv_length(), args.position + args.q_length()) > kFarthest || args.position < -kFarthest)
     return "keys or positions beyond 2^30";
   if ((args.causal || args.window > 0) && (gathers(args.score_mod) || gathers(args.mask_mod)))
     return "a mod that gathers, which tiles ask about keys that causality or the window hides too";
+  if (args.format() == KvFormat::floating)
+    return args.q.dtype == kCache ? refuses_forward(forward_args(args, args.k, args.v))
+                                  : "q has another dtype than keys and values";
   const auto of = [&](int64_t columns) { return decoded_rows(args, args.kv_length(), columns, nullptr, 0); };
   return refuses_forward(forward_args(args, of(args.q.size(3)), of(args.out.size(3))));
 }
 
-constexpr Kernel<DecodeArgs> kPrompt[] = {{"decode_prompt_int8_cuda", refuses_prompt<DType::int8>, run_prompt},
-                                          {"decode_prompt_int4_cuda", refuses_prompt<DType::uint8>, run_prompt}};
+constexpr Kernel<DecodeArgs> kPrompt[] = {
+    {"decode_prompt_int8_cuda", refuses_prompt<DType::int8>, run_codes},
+    {"decode_prompt_int4_cuda", refuses_prompt<DType::uint8>, run_codes},
+    {"decode_prompt_bfloat16_cuda", refuses_prompt<DType::bfloat16>, run_floats},
+    {"decode_prompt_float16_cuda", refuses_prompt<DType::float16>, run_floats},
+};
 
 }  // namespace
 
