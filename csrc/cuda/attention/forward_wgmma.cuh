@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Forward on compute capability 9.0, by products of warpgroups. A CTA has 128 queries of one head, 64 a warpgroup,
-// whose scores are dealt out as those of mma.sync, so that mods and the softmax are the same. One more warp copies
+// whose scores are dealt out as those of mma.sync, so that mods and the softmax are the same. One more warpgroup copies
 // tiles of keys and values to a ring in shared memory, as matrices of 8 rows x 16 bytes; warpgroups wait for its stages
 // and not for each other. The products of a tile of queries and keys, and those of the probabilities of the tile before
 // and its values, are asked for together: while the softmax of one tile is made, the tensor cores have values to
@@ -114,6 +114,7 @@ struct WgmmaForward {
     softmax.drop(at, s);
     return moves;
   }
+
   LOWBIT_INLINE void run(const Queries& q, Softmax& softmax) const {
     Passing tile;
     find(tile);
@@ -141,7 +142,7 @@ struct WgmmaForward {
       shrink[0] = shrink[1] = 1;
       const bool moves = make_powers(now, softmax, s, shrink);
       hold(s[0]);
-      if (tile.more) wait_for_tile(tile);
+      if (tile.more) wait_for_tile(tile);  // ptxas moves no powers over this loop, else over the next wait
       wait_for_products<0>();
       hold(softmax.out[0]);
       if (lane_of_warp() == 0) arrive(shared.empty[before]);
