@@ -80,12 +80,12 @@ def test_backwards_that_warpgroups_do_not_serve_are_refused_by_name(case: Attent
         run(case, make_data(case), DEVICE, "_sim", (ROWS[0], WGMMA[1]))
 
 
-@pytest.mark.parametrize("case", [CASES[i] for i in (0, 3, 13, 16)], ids=str)
-def test_any_order_of_threads_gives_the_same_bits(case: AttentionCase, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("case", "rows"), [*((CASES[i], ROWS) for i in (0, 3, 13, 16)), (BY_WARPGROUPS[-2], WGMMA)], ids=str)
+def test_any_order_of_threads_gives_the_same_bits(case: AttentionCase, rows: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     results = []
     for seed in ("1", "2"):
         monkeypatch.setenv("LOWBIT_EMULATED_SEED", seed)
-        results.append(run(case, make_data(case), DEVICE, "_sim"))
+        results.append(run(case, make_data(case), DEVICE, "_sim", rows))
     assert all(torch.equal(other[name], tensor) for other in results[1:] for name, tensor in results[0].items())
 
 
