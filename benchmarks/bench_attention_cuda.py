@@ -123,7 +123,7 @@ def measure(args: argparse.Namespace, shape: tuple[int, ...], what: str) -> list
                 )
                 backward[name]()
         except Exception as error:  # a peer that is not here, or a row that refuses the call
-            if name == "lowbit":
+            if name == "lowbit" or (name in OWN and not isinstance(error, NotImplementedError)):
                 raise
             print(f"left out: {name}: {type(error).__name__}: {str(error).splitlines()[0]}")
             forward.pop(name, None)

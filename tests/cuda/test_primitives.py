@@ -257,7 +257,7 @@ def test_pairs_are_rounded_to_nearest_and_powers_of_2_are_close(emulated_tiles: 
     torch.testing.assert_close(powers.double(), torch.exp2(floats[:, 0].double()), rtol=2.0**-22, atol=0)
 
 
-def compiled(name: str) -> Callable[..., None]:
+def compiled_on_gpu(name: str) -> Callable[..., None]:
     names = ("gpu/device/std.cuh", "cuda/device/std.cuh", "core/bits.hpp", "core/dtype.hpp", "cuda/device/prelude.cuh", "cuda/device/mma.cuh", "cuda/device/tiles.cuh")
     headers = [(CSRC / header).read_text() for header in names]
     text = "".join(line for header in headers for line in header.splitlines(keepends=True) if not line.startswith(("#include", "#pragma once")))
@@ -268,7 +268,7 @@ def compiled(name: str) -> Callable[..., None]:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU")
 def test_silicon_gives_the_bits_of_the_emulation(given: torch.Tensor, emulated: torch.Tensor) -> None:
     out = torch.zeros(32, 15, dtype=torch.int32, device="cuda")
-    compiled("kernel")((1, 1, 1), (32, 1, 1), (given.cuda(), out))
+    compiled_on_gpu("kernel")((1, 1, 1), (32, 1, 1), (given.cuda(), out))
     assert torch.equal(out.cpu()[:, 4:], emulated[:, 4:]) and torch.equal(floats_of(out.cpu()), floats_of(emulated))
 
 
@@ -276,7 +276,7 @@ def test_silicon_gives_the_bits_of_the_emulation(given: torch.Tensor, emulated: 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU")
 def test_silicon_gives_the_bits_of_emulated_tiles(emulated_tiles: torch.Tensor) -> None:
     out = torch.zeros(32, 16, dtype=torch.int32, device="cuda")
-    compiled("tile_kernel")((1, 1, 1), (32, 1, 1), (tile_words().cuda(), out))
+    compiled_on_gpu("tile_kernel")((1, 1, 1), (32, 1, 1), (tile_words().cuda(), out))
     powers, wanted = (t[:, 14].contiguous().view(torch.float32) for t in (out.cpu(), emulated_tiles))
     assert torch.equal(out.cpu()[:, :14], emulated_tiles[:, :14]) and torch.equal(out.cpu()[:, 15], emulated_tiles[:, 15])
     torch.testing.assert_close(powers, wanted, rtol=2.0**-21, atol=0)

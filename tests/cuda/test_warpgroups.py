@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from test_on_gpu import of_hopper
 from test_primitives import CSRC, made_on_host
 
 DTYPES = (torch.bfloat16, torch.float16)
@@ -113,7 +114,7 @@ def test_products_of_a_warpgroup_are_those_of_the_matrices(dtype: torch.dtype, c
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="no NVIDIA GPU of compute capability 9.0")
+@of_hopper
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_products_of_a_warpgroup_of_silicon_are_those_of_the_matrices(dtype: torch.dtype, tmp_path: Path) -> None:
     folders, options = [str(CSRC), str(folder_of_std(tmp_path))], ["-std=c++20", "-default-device", "-fmad=false"]

@@ -108,7 +108,7 @@ struct Backward {
       if (first) left.load(), right.load();
       left.multiply(s, passing.left.data);
       right.multiply(dp, passing.right.data);
-      next.step.next(kKeysStay ? call.q_tiles : call.kv_tiles);
+      next.step.next(pass.passing_tiles());
       more = pass.find_next(next);
       if (more) copy(next, shared.passing[(stage + 1) % kShape.stages]);
       if (now.at.cut) pass.template differentiate<true>(now.at, read, s, dp);
@@ -124,10 +124,7 @@ struct Backward {
   }
 
   LOWBIT_INLINE void finish() const {
-    const int h = kKeysStay ? pass.first_head / call.group : pass.first_head;
-    pass.store(kKeysStay ? call.grad_k : call.grad_q, grad, h, part * kPairs * 16, kE, call.scale);
-    if constexpr (kKeysStay)
-      pass.store(call.grad_v, grad_values, h, part * kValuePairs * 16, kEv, pass.scale_of_values());
+    pass.store(grad, kE, grad_values, kEv, part * kPairs * 16, part * kValuePairs * 16);
   }
 };
 

@@ -7,7 +7,6 @@
 
 #include "cuda/attention/backward.cuh"
 #include "cuda/attention/matrices.cuh"
-#include "cuda/device/barrier.cuh"
 
 namespace lowbit::cuda {
 
@@ -27,7 +26,7 @@ struct WgmmaBackward {
   struct Shared {
     Sides<kShape.kStaying> staying;
     Sides<kPassing> ring[kStages];
-    Barrier full[kStages], empty[kStages];  // of a stage: all is there; all warps are done with it
+    RingBarriers<kStages> barriers;
   };
   static_assert(sizeof(Shared) == kShape.bytes());
 
@@ -38,7 +37,7 @@ struct WgmmaBackward {
   // The tiles that pass, and the stage of the next.
   struct Passing {
     typename PassOf::Visit visit;
-    int stage = 0, phase = 0;
+    RingPlace<kStages> place{};
     bool more = false;
   };
   LOWBIT_INLINE Passing first() const {
@@ -47,8 +46,8 @@ struct WgmmaBackward {
     return tile;
   }
   LOWBIT_INLINE void go_on(Passing& tile) const {
-    if (++tile.stage == kStages) tile.stage = 0, tile.phase ^= 1;
-    tile.visit.step.next(kKeysStay ? call.q_tiles : call.kv_tiles);
+    tile.place.go_on();
+    tile.visit.step.next(pass.passing_tiles());
     tile.more = pass.find_next(tile.visit);
   }
 
@@ -58,10 +57,10 @@ struct WgmmaBackward {
     // Threads arrive at the first stage when these copies are there too.
     pass.staying_left().copy_to(shared.staying.left), pass.staying_right().copy_to(shared.staying.right);
     for (; tile.more; go_on(tile)) {
-      wait_for(shared.empty[tile.stage], tile.phase ^ 1);
-      pass.passing_left(tile.visit).copy_to(shared.ring[tile.stage].left);
-      pass.passing_right(tile.visit).copy_to(shared.ring[tile.stage].right);
-      arrive_with_copies(shared.full[tile.stage]);
+      wait_for(shared.barriers.empty[tile.place.stage], tile.place.phase ^ 1);
+      pass.passing_left(tile.visit).copy_to(shared.ring[tile.place.stage].left);
+      pass.passing_right(tile.visit).copy_to(shared.ring[tile.place.stage].right);
+      arrive_with_copies(shared.barriers.full[tile.place.stage]);
     }
   }
 
@@ -75,11 +74,11 @@ struct WgmmaBackward {
       multiply_shared<dtype, kStep, kStep>(c[0], stays.at(first, k), passing.at(0, k), k > 0);
   }
   LOWBIT_INLINE void begin_scores(const Passing& tile, Scores& s, Scores& dp) const {
-    wait_for(shared.full[tile.stage], tile.phase);
+    wait_for(shared.barriers.full[tile.place.stage], tile.place.phase);
     show_to_products();
     begin_products();
-    multiply(s, shared.staying.left, shared.ring[tile.stage].left);
-    multiply(dp, shared.staying.right, shared.ring[tile.stage].right);
+    multiply(s, shared.staying.left, shared.ring[tile.place.stage].left);
+    multiply(dp, shared.staying.right, shared.ring[tile.place.stage].right);
     commit_products();
   }
   template <int kColumns>
@@ -96,19 +95,19 @@ struct WgmmaBackward {
     Passing tile = first();
     if (!tile.more) {
       clear(grad), clear(grad_values);
-      return finish(grad, grad_values);
+      return pass.store(grad, kE, grad_values, kEv);
     }
     Scores s, dp;
     Factor p, ds;
     begin_scores(tile, s, dp);
     for (bool adds = false;; adds = true) {
       const TilePlace now = tile.visit.at;
-      const int stage = tile.stage;
+      const int stage = tile.place.stage;
       const RowStatistics read = call.statistics[pass.read_row(now)];
       go_on(tile);
       wait_for_products<0>();
       hold(s[0]), hold(dp[0]);
-      if (adds && lane_of_warp() == 0) arrive(shared.empty[stage == 0 ? kStages - 1 : stage - 1]);
+      if (adds && lane_of_warp() == 0) arrive(shared.barriers.empty[stage == 0 ? kStages - 1 : stage - 1]);
       if (now.cut) pass.template differentiate<true>(now, read, s, dp);
       else pass.template differentiate<false>(now, read, s, dp);
       if constexpr (kKeysStay) round_scores<dtype>(s, p);
@@ -122,14 +121,7 @@ struct WgmmaBackward {
     }
     wait_for_products<0>();
     hold(grad[0]), hold(grad_values[0]);
-    finish(grad, grad_values);
-  }
-
-  template <int kCount, int kValueCount>
-  LOWBIT_INLINE void finish(const float (&grad)[1][kCount][4], const float (&grad_values)[1][kValueCount][4]) const {
-    const int h = kKeysStay ? pass.first_head / call.group : pass.first_head;
-    pass.store(kKeysStay ? call.grad_k : call.grad_q, grad, h, 0, kE, call.scale);
-    if constexpr (kKeysStay) pass.store(call.grad_v, grad_values, h, 0, kEv, pass.scale_of_values());
+    pass.store(grad, kE, grad_values, kEv);
   }
 };
 
@@ -138,10 +130,7 @@ LOWBIT_INLINE void attention_backward_wgmma(const WgmmaAttentionCall& call) {
   using B = WgmmaBackward<dtype, kE, kEv, Mods, kKeysStay>;
   constexpr int kWarps = WgmmaBackwardShape::kStaying / 16;
   LOWBIT_DYNAMIC_SHARED(typename B::Shared, shared);
-  if (threadIdx.x < B::kStages) {
-    set_up(shared.full[threadIdx.x], 128), set_up(shared.empty[threadIdx.x], kWarps);
-    show_barriers();
-  }
+  shared.barriers.set_up_all(kWarps);
   __syncthreads();
   const B backward{.call = call, .shared = shared,
                    .pass = pass_of<typename B::PassOf, kKeysStay>(call, static_cast<int>(blockIdx.x))};

@@ -9,7 +9,6 @@
 
 #include "cuda/attention/matrices.cuh"
 #include "cuda/attention/softmax.cuh"
-#include "cuda/device/barrier.cuh"
 
 namespace lowbit::cuda {
 
@@ -26,7 +25,7 @@ struct WgmmaForward {
       Keys keys;
       Values values;
     } ring[kStages];
-    Barrier full[kStages], empty[kStages];  // of a stage: all is there; all warps are done with it
+    RingBarriers<kStages> barriers;
   };
   static_assert(sizeof(Shared) == kShape.bytes() && kStages >= 2);
 
@@ -39,14 +38,14 @@ struct WgmmaForward {
   struct Passing {
     TileStep step{};
     TilePlace at{};
-    int stage = 0, phase = 0;
+    RingPlace<kStages> place{};
     bool more = false;
   };
   LOWBIT_INLINE void find(Passing& tile) const {
     tile.more = find_next_tile<Mods, kShape.q_tile(), kKvTile>(call, b, h, q_step, tile.step, tile.at);
   }
   LOWBIT_INLINE void go_on(Passing& tile) const {
-    if (++tile.stage == kStages) tile.stage = 0, tile.phase ^= 1;
+    tile.place.go_on();
     tile.step.next(call.kv_tiles);
     find(tile);
   }
@@ -56,10 +55,10 @@ struct WgmmaForward {
     const uint16_t *keys = head_rows(call.k, b, kv_head), *values = head_rows(call.v, b, kv_head);
     Passing tile;
     for (find(tile); tile.more; go_on(tile)) {
-      wait_for(shared.empty[tile.stage], tile.phase ^ 1);
-      shared.ring[tile.stage].keys.copy(keys + tile.at.k0 * call.k.row, call.k.row, tile.at.cols);
-      shared.ring[tile.stage].values.copy(values + tile.at.k0 * call.v.row, call.v.row, tile.at.cols);
-      arrive_with_copies(shared.full[tile.stage]);
+      wait_for(shared.barriers.empty[tile.place.stage], tile.place.phase ^ 1);
+      shared.ring[tile.place.stage].keys.copy(keys + tile.at.k0 * call.k.row, call.k.row, tile.at.cols);
+      shared.ring[tile.place.stage].values.copy(values + tile.at.k0 * call.v.row, call.v.row, tile.at.cols);
+      arrive_with_copies(shared.barriers.full[tile.place.stage]);
     }
   }
 
@@ -82,11 +81,11 @@ struct WgmmaForward {
   }
 
   LOWBIT_INLINE void wait_for_tile(const Passing& tile) const {
-    wait_for(shared.full[tile.stage], tile.phase);
+    wait_for(shared.barriers.full[tile.place.stage], tile.place.phase);
     show_to_products();
   }
   LOWBIT_INLINE void begin_scores(const Passing& tile, const Queries& q, float (&s)[1][kScores][4]) const {
-    const Keys& keys = shared.ring[tile.stage].keys;
+    const Keys& keys = shared.ring[tile.place.stage].keys;
     begin_products();
 #pragma unroll
     for (int k = 0; k < kE / 16; k++)
@@ -125,7 +124,7 @@ struct WgmmaForward {
     wait_for_tile(tile);
     begin_scores(tile, q, s);
     TilePlace now = tile.at;
-    int stage = tile.stage;
+    int stage = tile.place.stage;
     go_on(tile);
     wait_for_products<0>();
     make_powers(now, softmax, s, shrink);
@@ -136,7 +135,7 @@ struct WgmmaForward {
       begin_scores(tile, q, s);
       begin_result(stage, p, adds, softmax);
       const int before = stage;
-      now = tile.at, stage = tile.stage;
+      now = tile.at, stage = tile.place.stage;
       go_on(tile);
       wait_for_products<1>();
       shrink[0] = shrink[1] = 1;
@@ -145,7 +144,7 @@ struct WgmmaForward {
       if (tile.more) wait_for_tile(tile);  // ptxas moves no powers over this loop, else over the next wait
       wait_for_products<0>();
       hold(softmax.out[0]);
-      if (lane_of_warp() == 0) arrive(shared.empty[before]);
+      if (lane_of_warp() == 0) arrive(shared.barriers.empty[before]);
       if (moves)
 #pragma unroll
         for (int half = 0; half < 2; half++) softmax.shrink_result(0, half, shrink[half]);
@@ -161,14 +160,12 @@ template <DType dtype, int kE, int kEv, class Mods>
 LOWBIT_INLINE void attention_forward_wgmma(const WgmmaAttentionCall& call) {
   using F = WgmmaForward<dtype, kE, kEv, Mods>;
   LOWBIT_DYNAMIC_SHARED(typename F::Shared, shared);
-  if (threadIdx.x < F::kStages) {
-    set_up(shared.full[threadIdx.x], 128), set_up(shared.empty[threadIdx.x], WgmmaForwardShape::q_tile() / 16);
-    show_barriers();
-  }
+  constexpr int kWarps = WgmmaForwardShape::q_tile() / 16;
+  shared.barriers.set_up_all(kWarps);
   __syncthreads();
   const auto [b, h, q_step, q0, rows] = query_tile(call);
   const F forward{.call = call, .shared = shared, .b = b, .h = h, .q_step = q_step};
-  if (warp_of_cta() >= WgmmaForwardShape::q_tile() / 16) {
+  if (warp_of_cta() >= kWarps) {
     set_registers<false, 40>();
     forward.copy_all();
   } else {

@@ -8,6 +8,7 @@
 
 namespace lowbit {
 struct ScoreCall;
+enum class Stage : uint8_t;
 }
 
 namespace lowbit::cuda {
@@ -34,6 +35,7 @@ struct AttentionKind {
   SourceKey key(AttentionKernel kernel) const;
 };
 
+bool gathers(const ScoreCall* mod, Stage from);  // in a stage from this one on; null: no
 AttentionKind kind_of(const AttentionForwardArgs& args);
 LOWBIT_API Source attention_source(const AttentionKind& kind, AttentionKernel kernel);
 

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows in shared memory as factors of products of warpgroups (device/wgmma.cuh).
+// Rows in shared memory as factors of products of warpgroups (device/wgmma.cuh), and the ring that they pass through.
 #pragma once
 
 #include "cuda/attention/tile.cuh"
+#include "cuda/device/barrier.cuh"
 #include "cuda/device/wgmma.cuh"
 
 namespace lowbit::cuda {
@@ -26,6 +27,25 @@ struct SharedMatrices {
     }
   }
   LOWBIT_INLINE const void* at(int row, int column) const { return data[row / 8][column / 8]; }
+};
+
+// Barriers of the stages of a ring, which a warpgroup fills and `warps` read.
+template <int kStages>
+struct RingBarriers {
+  Barrier full[kStages], empty[kStages];  // of a stage: all is there; all warps are done with it
+
+  LOWBIT_INLINE void set_up_all(int warps) {  // by all threads, before __syncthreads
+    if (threadIdx.x >= kStages) return;
+    set_up(full[threadIdx.x], 128), set_up(empty[threadIdx.x], warps);
+    show_barriers();
+  }
+};
+template <int kStages>
+struct RingPlace {
+  int stage = 0, phase = 0;
+  LOWBIT_INLINE void go_on() {
+    if (++stage == kStages) stage = 0, phase ^= 1;
+  }
 };
 
 // Scores to the first factor of a product.

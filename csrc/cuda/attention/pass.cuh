@@ -47,6 +47,7 @@ struct Pass {
     else return rows(call.v, visit.h / call.group, visit.at.k0, visit.at.cols);
   }
   LOWBIT_INLINE const Tiling& staying_tiles() const { return kKeysStay ? call.kv_tiles : call.q_tiles; }
+  LOWBIT_INLINE const Tiling& passing_tiles() const { return kKeysStay ? call.q_tiles : call.kv_tiles; }
   LOWBIT_INLINE Rows staying_left() const {
     const int begin = stays.begin(staying_tiles()), count = stays.size(staying_tiles());
     if constexpr (kKeysStay) return rows(call.k, first_head / call.group, begin, count);
@@ -60,7 +61,7 @@ struct Pass {
 
   // The next visible tile from `visit` on; false after the last.
   LOWBIT_INLINE bool find_next(Visit& visit) const {
-    const Tiling& tiling = kKeysStay ? call.q_tiles : call.kv_tiles;
+    const Tiling& tiling = passing_tiles();
     for (const int end = kKeysStay ? first_head + call.group : first_head + 1; visit.h < end;
          visit.h++, visit.step = TileStep()) {
       while (visit.step.index < static_cast<int>(tiling.count)) {
@@ -130,10 +131,9 @@ struct Pass {
     for_each([&](int n, int i) { s[0][n][i] = kept[0][n][i] == 0 ? 0.0f : p[0][n][i] * kProbabilityFactor; });
   }
 
-  LOWBIT_INLINE float scale_of_values() const { return (Mods::kDropout ? call.kept : 1.0f) / kProbabilityFactor; }
   template <int kColumns>
-  LOWBIT_INLINE void store(const HeadRows& to, const float (&from)[1][kColumns][4], int h, int first, int columns,
-                           float scale) const {
+  LOWBIT_INLINE void store_columns(const HeadRows& to, const float (&from)[1][kColumns][4], int h, int first,
+                                   int columns, float scale) const {
 #pragma unroll
     for (int i = 0; i < 4; i += 2) {
       if (row_of(i) >= stays.size(staying_tiles())) continue;
@@ -143,6 +143,17 @@ struct Pass {
           store_pair<dtype>(to, dtype, b, h, stays.begin(staying_tiles()) + row_of(i), first + column_of(n, 0),
                             from[0][n][i] * scale, from[0][n][i + 1] * scale);
     }
+  }
+  // The gradients of what stays, of so many columns in all: those from the first on that this CTA has.
+  template <int kColumns, int kValueColumns>
+  LOWBIT_INLINE void store(const float (&grad)[1][kColumns][4], int columns,
+                           const float (&grad_values)[1][kValueColumns][4], int value_columns, int first = 0,
+                           int first_value = 0) const {
+    const int h = kKeysStay ? first_head / call.group : first_head;
+    store_columns(kKeysStay ? call.grad_k : call.grad_q, grad, h, first, columns, call.scale);
+    if constexpr (kKeysStay)
+      store_columns(call.grad_v, grad_values, h, first_value, value_columns,
+                    (Mods::kDropout ? call.kept : 1.0f) / kProbabilityFactor);
   }
 };
 

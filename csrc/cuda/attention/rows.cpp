@@ -152,21 +152,23 @@ void launch_backward(const AttentionBackwardArgs& args, const AttentionKind& kin
                                .captured = captured_bytes(args)};
   const Workspace workspace("attention_backward", args.place, layout.all());
   const AttentionCall by_keys = backward_call(args, workspace, layout, of_keys.passing, of_keys.kStaying),
-                      by_queries = backward_call(args, workspace, layout, of_queries.kStaying, of_queries.passing),
-                      by_tiles = backward_call(args, workspace, layout, tiles.kStaying, tiles.passing);
+                      by_queries = backward_call(args, workspace, layout, of_queries.kStaying, of_queries.passing);
+  const auto by_tiles = [&] { return backward_call(args, workspace, layout, tiles.kStaying, tiles.passing); };
   const Launcher launch_keys{args.place, kind, by_keys}, launch_queries{args.place, kind, by_queries};
   prepare(forward, launch_queries);
   launch_queries(AttentionKernel::statistics, "row_statistics", ceil_div(rows, kAttentionWarps));
-  if (passes.kernel == AttentionKernel::backward_wgmma)
-    Launcher{args.place, kind, by_tiles}(passes.kernel, "attention_units", heads * by_tiles.q_tiles.count,
+  if (passes.kernel == AttentionKernel::backward_wgmma) {
+    const AttentionCall of_units = by_tiles();
+    Launcher{args.place, kind, of_units}(passes.kernel, "attention_units", heads * of_units.q_tiles.count,
                                          tiles.bytes());
+  }
   launch_queries(passes.kernel, passes.queries, heads * by_queries.q_tiles.count * of_queries.parts,
                  of_queries.bytes(), Shape::kThreads);
   launch_keys(passes.kernel, passes.keys, kv_heads * by_keys.kv_tiles.count * of_keys.parts, of_keys.bytes(),
               Shape::kThreads);
   if (args.grad_sink) launch_queries(AttentionKernel::sink, "sink_gradient", forward.heads());
   if (args.wants_captured())
-    differentiate_captured(args, kind, by_tiles, static_cast<char*>(workspace.at(layout.at_captured())));
+    differentiate_captured(args, kind, by_tiles(), static_cast<char*>(workspace.at(layout.at_captured())));
 }
 void run_backward(const AttentionBackwardArgs& args) {
   const AttentionKind kind = kind_of(args.forward);

@@ -19,14 +19,6 @@ std::string mods_text(const AttentionKind& kind, Gradient gradient) {
                           text_of(kind.bias), ";\n"));
 }
 
-bool gathers(const ScoreCall* mod) {
-  if (!mod) return false;
-  const ScorePlan& plan = mod->program().forward;
-  for (int at = plan.begin[static_cast<int>(Stage::row)]; at < plan.begin[kStages]; at++)
-    if (plan.steps[at].op == number_of<lowbit::score::Gather>()) return true;
-  return false;
-}
-
 std::string attention_kernel(std::string_view name, std::string_view body) {
   return kernel_text(name, "kAttentionThreads", "AttentionCall", body);
 }
@@ -42,8 +34,18 @@ AttentionKind kind_of(const AttentionForwardArgs& args) {
           .scales = !(args.scale > 0)};
 }
 
+bool gathers(const ScoreCall* mod, Stage from) {
+  if (!mod) return false;
+  const ScorePlan& plan = mod->program().forward;
+  for (int at = plan.begin[static_cast<int>(from)]; at < plan.begin[kStages]; at++)
+    if (plan.steps[at].op == number_of<lowbit::score::Gather>()) return true;
+  return false;
+}
+
 Gathers AttentionKind::gathers() const {
-  return cuda::gathers(score) ? Gathers::by_score : cuda::gathers(mask) ? Gathers::by_mask : Gathers::none;
+  return cuda::gathers(score, Stage::row)  ? Gathers::by_score
+         : cuda::gathers(mask, Stage::row) ? Gathers::by_mask
+                                           : Gathers::none;
 }
 
 SourceKey AttentionKind::key(AttentionKernel kernel) const {

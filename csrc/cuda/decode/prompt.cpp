@@ -4,8 +4,6 @@
 // queries' 16 bits first, with their rotation undone; floats are read where they are.
 #include "cuda/decode/prompt.hpp"
 
-#include <algorithm>
-
 #include "cuda/attention/forward.hpp"
 #include "cuda/attention/kind.hpp"
 #include "cuda/backend.hpp"
@@ -84,20 +82,13 @@ void run_codes(const DecodeArgs& args) {
   }
 }
 
-bool gathers(const ScoreCall* mod) {
-  if (!mod) return false;
-  const auto& steps = mod->program().forward.steps;
-  return std::any_of(steps.begin(), steps.end(),
-                     [](const auto& step) { return step.op == number_of<score::Gather>(); });
-}
-
 template <DType kCache>
 std::string_view refuses_prompt(const DecodeArgs& args) {
   if (args.k.dtype != kCache) return "keys and values of another type";
   if (args.q_length() <= kMostOfStep) return "64 queries or less";
   if (larger(args.kv_length(), args.position + args.q_length()) > kFarthest || args.position < -kFarthest)
     return "keys or positions beyond 2^30";
-  if ((args.causal || args.window > 0) && (gathers(args.score_mod) || gathers(args.mask_mod)))
+  if ((args.causal || args.window > 0) && (gathers(args.score_mod, Stage::head) || gathers(args.mask_mod, Stage::head)))
     return "a mod that gathers, which tiles ask about keys that causality or the window hides too";
   if (args.format() == KvFormat::floating)
     return args.q.dtype == kCache ? refuses_forward(forward_args(args, args.k, args.v))
