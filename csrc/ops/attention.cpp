@@ -134,6 +134,10 @@ void check_args(AttentionBackwardArgs& args) {
   constexpr std::string_view op = "attention_backward";
   AttentionForwardArgs& forward = args.forward;
   check_forward(op, forward);
+  // Before devices are compared: the gradient of an argument that is None would be a tensor of the CPU.
+  check(!args.grad_mask || (forward.mask && forward.mask.dtype != DType::boolean), value, op,
+        ": grad_mask must be None without a floating mask");
+  check(!args.grad_sink || forward.sink, value, op, ": grad_sink must be None without a sink");
   args.place = place_of(op, {{"query", forward.q}, {"grad_out", args.grad_out}, {"grad_lse", args.grad_lse},
                              {"grad_q", args.grad_q}, {"grad_k", args.grad_k}, {"grad_v", args.grad_v},
                              {"grad_mask", args.grad_mask}, {"grad_sink", args.grad_sink}});
@@ -146,11 +150,8 @@ void check_args(AttentionBackwardArgs& args) {
   check_gradient(op, "grad_k", args.grad_k, forward.k);
   check_gradient(op, "grad_v", args.grad_v, forward.v);
   check_statistic(op, "grad_lse", args.grad_lse, real, {batch, heads, length});
-  check(!args.grad_sink || forward.sink, value, op, ": grad_sink must be None without a sink");
   check_statistic(op, "grad_sink", args.grad_sink, real, {heads});
   if (args.grad_mask) {
-    check(forward.mask && forward.mask.dtype != DType::boolean, value, op,
-          ": grad_mask must be None without a floating mask");
     check_dtype(op, "grad_mask", args.grad_mask, real);
     check_shape(op, "grad_mask", args.grad_mask, {batch, heads, length, forward.kv_length()});
   }
