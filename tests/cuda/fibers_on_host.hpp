@@ -27,6 +27,7 @@ struct Fiber {
   struct Copy {
     void* to;
     const void* from;  // null: zeros
+    unsigned bytes;
     int group;
   };
   std::vector<Copy> copies;  // that it has not waited for

@@ -57,13 +57,13 @@ void multiply(C (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], Sum sum
   });
 }
 
-void check_aligned(const void* p, const char* what) {
-  if (reinterpret_cast<uintptr_t>(p) % 16) std::fprintf(stderr, "%s is not aligned\n", what), std::abort();
+void check_aligned(const void* p, const char* what, unsigned bytes = 16) {
+  if (reinterpret_cast<uintptr_t>(p) % bytes) std::fprintf(stderr, "%s is not aligned\n", what), std::abort();
 }
 
 void make(const Fiber::Copy& copy) {
-  if (copy.from) std::memcpy(copy.to, copy.from, 16);
-  else std::memset(copy.to, 0, 16);
+  if (copy.from) std::memcpy(copy.to, copy.from, copy.bytes);
+  else std::memset(copy.to, 0, copy.bytes);
 }
 
 struct BarrierState {  // as it lies in shared memory
@@ -87,23 +87,23 @@ const uint32_t* registers_of(const Exchanged& all, unsigned lane) {
 }
 
 // Word of 8 along k of a column of the second factor.
-uint32_t word_of(const unsigned char* matrices, bool rows_are_k, int rows_step, int column, int word) {
+uint32_t word_of(const unsigned char* matrices, bool rows_are_k, Steps steps, int column, int word) {
   uint32_t y = 0;
   if (!rows_are_k) {
-    std::memcpy(&y, matrices + column / 8 * rows_step + word / 4 * 128 + column % 8 * 16 + word % 4 * 4, 4);
+    std::memcpy(&y, matrices + column / 8 * steps.rows + word / 4 * steps.matrix + column % 8 * 16 + word % 4 * 4, 4);
     return y;
   }
   uint16_t halves[2];
   for (int i = 0; i < 2; i++) {
     const int k = 2 * word + i;
-    std::memcpy(&halves[i], matrices + k / 8 * rows_step + column / 8 * 128 + k % 8 * 16 + column % 8 * 2, 2);
+    std::memcpy(&halves[i], matrices + k / 8 * steps.rows + column / 8 * steps.matrix + k % 8 * 16 + column % 8 * 2, 2);
   }
   return uint32_t{halves[1]} << 16 | halves[0];
 }
 
 // of(word, i): a word of a factor as a number of type Wide; kEach of them in a word.
 template <class Wide, int kEach, class C, class Of, class Kept>
-void multiply_words(C (*c)[4], int count, const FirstFactor& first, bool rows_are_k, int rows_step, const void* second,
+void multiply_words(C (*c)[4], int count, const FirstFactor& first, bool rows_are_k, Steps steps, const void* second,
                     bool adds, Of of, Kept kept) {
   if ((reinterpret_cast<uintptr_t>(second) | reinterpret_cast<uintptr_t>(first.rows)) % 16)
     std::fprintf(stderr, "matrices are not aligned\n"), std::abort();
@@ -119,8 +119,8 @@ void multiply_words(C (*c)[4], int count, const FirstFactor& first, bool rows_ar
         for (int word = 0; word < 8; word++) {
           const uint32_t x = first.registers ? rows[static_cast<unsigned>(word) % 4][word / 4 * 2 + i / 2]
                                              : word_of(static_cast<const unsigned char*>(first.rows), false,
-                                                       first.rows_step, static_cast<int>(row + i / 2 * 8), word);
-          const uint32_t y = word_of(static_cast<const unsigned char*>(second), rows_are_k, rows_step,
+                                                       steps, static_cast<int>(row + i / 2 * 8), word);
+          const uint32_t y = word_of(static_cast<const unsigned char*>(second), rows_are_k, steps,
                                      8 * j + static_cast<int>(2 * t + i % 2), word);
           for (int each = 0; each < kEach; each++) sum += of(x, each, false) * of(y, each, true);
         }
@@ -139,10 +139,10 @@ void multiply_words(C (*c)[4], int count, const FirstFactor& first, bool rows_ar
 
 }  // namespace
 
-void multiply_by_shared(Words words, void* c, int count, const FirstFactor& first, bool rows_are_k, int rows_step,
+void multiply_by_shared(Words words, void* c, int count, const FirstFactor& first, bool rows_are_k, Steps steps,
                         const void* second, bool adds) {
   const auto of_floats = [&](auto of) {
-    multiply_words<double, 2>(static_cast<float(*)[4]>(c), count, first, rows_are_k, rows_step, second, adds, of,
+    multiply_words<double, 2>(static_cast<float(*)[4]>(c), count, first, rows_are_k, steps, second, adds, of,
                               [](float before, double sum) { return toward_zero(before + sum); });
   };
   switch (words) {
@@ -153,7 +153,7 @@ void multiply_by_shared(Words words, void* c, int count, const FirstFactor& firs
       });
     case Words::bytes:
       multiply_words<uint32_t, 4>(
-          static_cast<int32_t(*)[4]>(c), count, first, rows_are_k, rows_step, second, adds,
+          static_cast<int32_t(*)[4]>(c), count, first, rows_are_k, steps, second, adds,
           [](uint32_t word, int i, bool is_signed) {
             return is_signed ? static_cast<uint32_t>(static_cast<int8_t>(word >> 8 * i)) : word >> 8 * i & 0xff;
           },
@@ -226,9 +226,14 @@ void load_transposed(uint32_t (&to)[4], const uint16_t* row, uint32_t bytes) {
 }
 
 void copy_async(uint16_t* to, const uint16_t* from, bool is_there) {
-  on_host::check_aligned(to, "copy to shared memory"), on_host::check_aligned(from, "copy from global memory");
+  on_host::check_aligned(from, "copy from global memory");
+  copy_later(to, is_there ? from : nullptr, 16);
+}
+void copy_later(void* to, const void* from, unsigned bytes) {
+  on_host::check_aligned(to, "copy to shared memory", bytes);
+  on_host::check_aligned(from, "copy from global memory", bytes);
   auto& fiber = on_host::fibers[on_host::current];
-  const on_host::Fiber::Copy copy{to, is_there ? from : nullptr, fiber.groups};
+  const on_host::Fiber::Copy copy{to, from, bytes, fiber.groups};
   if (on_host::coins() & 256) on_host::make(copy);
   else fiber.copies.push_back(copy);
 }

@@ -44,10 +44,10 @@ LOWBIT_INLINE void multiply(const Products& of) {
   show_to_products();
   float c[3][8][4];
   begin_products();
-  multiply_by_shared<dtype, Tall::kRowsStep>(c[0], registers, columns[0].at(0, 0), false);
-  multiply_by_rows_of_k<dtype, Wide::kRowsStep>(c[1], registers, rows[0].at(0, 0), false);
-  multiply_by_rows_of_k<dtype, Wide::kRowsStep>(c[1], registers, rows[0].at(16, 0), true);  // zeros
-  multiply_shared<dtype, Tall::kRowsStep, Tall::kRowsStep>(c[2], a[0].at(0, 0), columns[0].at(0, 0), false);
+  multiply_by_shared<dtype, Tall::kRowsStep, Tall::kMatrixStep>(c[0], registers, columns[0].at(0, 0), false);
+  multiply_by_rows_of_k<dtype, Wide::kRowsStep, Wide::kMatrixStep>(c[1], registers, rows[0].at(0, 0), false);
+  multiply_by_rows_of_k<dtype, Wide::kRowsStep, Wide::kMatrixStep>(c[1], registers, rows[0].at(16, 0), true);  // zeros
+  multiply_shared<dtype, Tall::kRowsStep, Tall::kMatrixStep>(c[2], a[0].at(0, 0), columns[0].at(0, 0), false);
   commit_products();
   wait_for_products<0>();
 #pragma unroll

@@ -9,9 +9,9 @@ void load_matrices(uint32_t (&to)[4], const uint16_t* row);
 void load_transposed(uint32_t (&to)[4], const uint16_t* row, uint32_t bytes = 0);
 
 void copy_async(uint16_t* to, const uint16_t* from, bool is_there);
-inline void copy_through_l1(void* to, const void* from) {
-  copy_async(static_cast<uint16_t*>(to), static_cast<const uint16_t*>(from), true);
-}
+void copy_later(void* to, const void* from, unsigned bytes);  // no address: zeros
+template <int kBytes = 16>
+void copy_through_l1(void* to, const void* from) { copy_later(to, from, kBytes); }
 void make_copies(int pending);  // of all groups but so many; -1: and of the group that has not ended
 void commit_copies();
 inline void wait_for_copies() { make_copies(-1); }

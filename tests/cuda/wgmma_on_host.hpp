@@ -9,12 +9,15 @@ namespace on_host {
 struct FirstFactor {
   const uint32_t* registers;  // of this lane; null: rows in shared memory
   const void* rows = nullptr;
-  int rows_step = 0;
 };
 // To `count` times 4 results of this lane at c, by words of bfloat16, of float16, or of bytes (then c is int32). A row
-// of the second factor is a column of the result, in which a word lies; or it is a k, two to a word.
+// of the second factor is a column of the result, in which a word lies; or it is a k, two to a word. Steps are those of
+// the factors in shared memory.
+struct Steps {
+  int rows, matrix;
+};
 enum class Words { bf16, f16, bytes };
-void multiply_by_shared(Words words, void* c, int count, const FirstFactor& first, bool rows_are_k, int rows_step,
+void multiply_by_shared(Words words, void* c, int count, const FirstFactor& first, bool rows_are_k, Steps steps,
                         const void* second, bool adds);
 
 }  // namespace on_host
@@ -31,24 +34,29 @@ template <int kPending>
 void wait_for_products() { make_products(kPending); }
 template <class Sum, int kCount>
 void hold(Sum (&)[kCount][4]) {}
+template <int kCount>
+void fresh(float (&c)[kCount][4]) {
+  for (auto& of : c)
+    for (float& sum : of) sum = __builtin_nanf("");
+}
 
 template <auto dtype>  // a DType
 constexpr auto kWords = dtype == decltype(dtype)::bfloat16 ? on_host::Words::bf16 : on_host::Words::f16;
-template <auto dtype, int kRowsStep, int kCount>
+template <auto dtype, int kRowsStep, int kMatrixStep = 128, int kCount>
 void multiply_by_shared(float (&c)[kCount][4], const uint32_t (&a)[4], const void* second, bool adds) {
-  on_host::multiply_by_shared(kWords<dtype>, c, kCount, {a}, false, kRowsStep, second, adds);
+  on_host::multiply_by_shared(kWords<dtype>, c, kCount, {a}, false, {kRowsStep, kMatrixStep}, second, adds);
 }
-template <auto dtype, int kRowsStep, int kCount>
+template <auto dtype, int kRowsStep, int kMatrixStep, int kCount>
 void multiply_by_rows_of_k(float (&c)[kCount][4], const uint32_t (&a)[4], const void* second, bool adds) {
-  on_host::multiply_by_shared(kWords<dtype>, c, kCount, {a}, true, kRowsStep, second, adds);
+  on_host::multiply_by_shared(kWords<dtype>, c, kCount, {a}, true, {kRowsStep, kMatrixStep}, second, adds);
 }
-template <auto dtype, int kFirstStep, int kSecondStep, int kCount>
+template <auto dtype, int kRowsStep, int kMatrixStep, int kCount>
 void multiply_shared(float (&c)[kCount][4], const void* first, const void* second, bool adds) {
-  on_host::multiply_by_shared(kWords<dtype>, c, kCount, {nullptr, first, kFirstStep}, false, kSecondStep, second, adds);
+  on_host::multiply_by_shared(kWords<dtype>, c, kCount, {nullptr, first}, false, {kRowsStep, kMatrixStep}, second, adds);
 }
 template <int kRowsStep, int kCount>
 void multiply_by_shared(int32_t (&c)[kCount][4], const uint32_t (&a)[4], const void* second, bool adds) {
-  on_host::multiply_by_shared(on_host::Words::bytes, c, kCount, {a}, false, kRowsStep, second, adds);
+  on_host::multiply_by_shared(on_host::Words::bytes, c, kCount, {a}, false, {kRowsStep, 128}, second, adds);
 }
 
 inline uint32_t computed(uint32_t a) { return a; }

@@ -103,7 +103,7 @@ struct Backward {
       wait_for_copies();
       __syncthreads();  // the tile is there, and every thread is done with the one before
       Passing& passing = shared.passing[stage];
-      const RowStatistics read = call.statistics[pass.read_row(now.at)];
+      const typename PassOf::SharedStatistics statistics{call.statistics[pass.row_of_lane(now.at)]};
       float s[1][kScores][4], dp[1][kScores][4];
       if (first) left.load(), right.load();
       left.multiply(s, passing.left.data);
@@ -111,8 +111,8 @@ struct Backward {
       next.step.next(pass.passing_tiles());
       more = pass.find_next(next);
       if (more) copy(next, shared.passing[(stage + 1) % kShape.stages]);
-      if (now.at.cut) pass.template differentiate<true>(now.at, read, s, dp);
-      else pass.template differentiate<false>(now.at, read, s, dp);
+      if (now.at.cut) pass.template differentiate<true>(now.at, statistics, s, dp);
+      else pass.template differentiate<false>(now.at, statistics, s, dp);
       if constexpr (kKeysStay)
         multiply_onto<dtype, kValueStride>(grad_values, s, passing.right.data + part * kValuePairs * 16, value_pairs);
       if constexpr (!kCaptured)

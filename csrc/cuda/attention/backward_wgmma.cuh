@@ -26,6 +26,7 @@ struct WgmmaBackward {
   struct Shared {
     Sides<kShape.kStaying> staying;
     Sides<kPassing> ring[kStages];
+    alignas(16) RowStatistics statistics[kStages][kPassing];  // of queries that pass
     RingBarriers<kStages> barriers;
   };
   static_assert(sizeof(Shared) == kShape.bytes());
@@ -60,6 +61,10 @@ struct WgmmaBackward {
       wait_for(shared.barriers.empty[tile.place.stage], tile.place.phase ^ 1);
       pass.passing_left(tile.visit).copy_to(shared.ring[tile.place.stage].left);
       pass.passing_right(tile.visit).copy_to(shared.ring[tile.place.stage].right);
+      if constexpr (kKeysStay)
+        if (const int query = static_cast<int>(threadIdx.x) % 128; query < kPassing)
+          copy_through_l1<8>(&shared.statistics[tile.place.stage][query],
+                             call.statistics + pass.row(tile.visit.at, query));
       arrive_with_copies(shared.barriers.full[tile.place.stage]);
     }
   }
@@ -67,15 +72,16 @@ struct WgmmaBackward {
   template <int kColumns>
   LOWBIT_INLINE static void multiply(Scores& c, const SharedMatrices<kShape.kStaying, kColumns>& stays,
                                      const SharedMatrices<kPassing, kColumns>& passing) {
-    constexpr int kStep = SharedMatrices<kPassing, kColumns>::kRowsStep;
+    using Rows = SharedMatrices<kPassing, kColumns>;
     const int first = warp_of_cta() / 4 * 64;
 #pragma unroll
     for (int k = 0; k < kColumns; k += 16)
-      multiply_shared<dtype, kStep, kStep>(c[0], stays.at(first, k), passing.at(0, k), k > 0);
+      multiply_shared<dtype, Rows::kRowsStep, Rows::kMatrixStep>(c[0], stays.at(first, k), passing.at(0, k), k > 0);
   }
   LOWBIT_INLINE void begin_scores(const Passing& tile, Scores& s, Scores& dp) const {
     wait_for(shared.barriers.full[tile.place.stage], tile.place.phase);
     show_to_products();
+    fresh(s[0]), fresh(dp[0]);
     begin_products();
     multiply(s, shared.staying.left, shared.ring[tile.place.stage].left);
     multiply(dp, shared.staying.right, shared.ring[tile.place.stage].right);
@@ -84,10 +90,20 @@ struct WgmmaBackward {
   template <int kColumns>
   LOWBIT_INLINE static void multiply_onto(float (&c)[1][kColumns / 8][4], const Factor& a,
                                           const SharedMatrices<kPassing, kColumns>& passing, bool adds) {
+    using Rows = SharedMatrices<kPassing, kColumns>;
 #pragma unroll
     for (int k = 0; k < kPassing / 16; k++)
-      multiply_by_rows_of_k<dtype, SharedMatrices<kPassing, kColumns>::kRowsStep>(c[0], a[k], passing.at(k * 16, 0),
-                                                                                 k > 0 || adds);
+      multiply_by_rows_of_k<dtype, Rows::kRowsStep, Rows::kMatrixStep>(c[0], a[k], passing.at(k * 16, 0), k > 0 || adds);
+  }
+
+  LOWBIT_INLINE auto statistics_of_staying(const TilePlace& at) const {
+    if constexpr (kKeysStay) return 0;
+    else return typename PassOf::KeptStatistics{call.statistics[pass.row_of_lane(at)]};
+  }
+  template <class Statistics>
+  LOWBIT_INLINE void differentiate(const TilePlace& at, const Statistics& statistics, Scores& s, Scores& dp) const {
+    if (at.cut) pass.template differentiate<true>(at, statistics, s, dp);
+    else pass.template differentiate<false>(at, statistics, s, dp);
   }
 
   LOWBIT_INLINE void run() const {
@@ -99,17 +115,18 @@ struct WgmmaBackward {
     }
     Scores s, dp;
     Factor p, ds;
+    const auto kept = statistics_of_staying(tile.visit.at);
     begin_scores(tile, s, dp);
     for (bool adds = false;; adds = true) {
       const TilePlace now = tile.visit.at;
       const int stage = tile.place.stage;
-      const RowStatistics read = call.statistics[pass.read_row(now)];
       go_on(tile);
       wait_for_products<0>();
       hold(s[0]), hold(dp[0]);
       if (adds && lane_of_warp() == 0) arrive(shared.barriers.empty[stage == 0 ? kStages - 1 : stage - 1]);
-      if (now.cut) pass.template differentiate<true>(now, read, s, dp);
-      else pass.template differentiate<false>(now, read, s, dp);
+      if constexpr (kKeysStay)
+        differentiate(now, typename PassOf::StatisticsOfTile{shared.statistics[stage]}, s, dp);
+      else differentiate(now, kept, s, dp);
       if constexpr (kKeysStay) round_scores<dtype>(s, p);
       round_scores<dtype>(dp, ds);
       begin_products();

@@ -34,13 +34,16 @@ constexpr ForwardShape forward_shape(int e, int ev, Gathers gathers) {
   return {e, ev, 2, most <= 64 ? 64 : 32, most <= 64};
 }
 
+// Rows as matrices of 8 x 8, and 16 bytes behind each (matrices.cuh).
+constexpr int bytes_of_matrices(int rows, int columns) { return rows / 8 * (columns / 8) * 144; }
+
 // The shape of the forward by warpgroups (forward_wgmma.cuh): each has 64 queries, in registers, with scores of a tile
 // of keys, 232 registers in all. One more warpgroup copies tiles of keys and values.
 struct WgmmaForwardShape {
   int e, ev, kv_tile, stages;
   static constexpr int kWarpgroups = 2, kThreads = 128 * (kWarpgroups + 1);
   static constexpr int q_tile() { return 64 * kWarpgroups; }
-  constexpr int stage_bytes() const { return 2 * kv_tile * (e + ev) + 16; }  // and two barriers
+  constexpr int stage_bytes() const { return bytes_of_matrices(kv_tile, e + ev) + 16; }  // and two barriers
   constexpr int bytes() const { return stages * stage_bytes(); }
 };
 constexpr WgmmaForwardShape wgmma_forward_shape(int e, int ev, Gathers gathers) {
@@ -63,13 +66,14 @@ constexpr BackwardShape backward_shape(int e, int ev, Gathers gathers) {
 }
 
 // The shape of the backward by warpgroups (backward_wgmma.cuh): rows that stay in shared memory, 64 a warpgroup, and a
-// ring of rows that pass.
+// ring of rows that pass; queries with their statistics.
 struct WgmmaBackwardShape {
   int e, ev, passing, stages;
   static constexpr int kWarpgroups = 2, kThreads = 128 * (kWarpgroups + 1), kStaying = 64 * kWarpgroups;
   static constexpr int parts = 1;
-  constexpr int bytes_of(int rows) const { return 2 * rows * (e + ev); }
-  constexpr int bytes() const { return bytes_of(kStaying) + stages * (bytes_of(passing) + 16); }  // and barriers
+  constexpr int bytes_of(int rows) const { return bytes_of_matrices(rows, e + ev); }
+  constexpr int stage_bytes() const { return bytes_of(passing) + 8 * passing + 16; }  // and two barriers
+  constexpr int bytes() const { return bytes_of(kStaying) + stages * stage_bytes(); }
 };
 // Keys that stay have two gradients in registers; queries that stay leave room for scores of twice as many keys.
 constexpr WgmmaBackwardShape wgmma_backward_shape(int e, int ev, Gathers gathers, bool keys_stay) {

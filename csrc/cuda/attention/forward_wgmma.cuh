@@ -89,7 +89,7 @@ struct WgmmaForward {
     begin_products();
 #pragma unroll
     for (int k = 0; k < kE / 16; k++)
-      multiply_by_shared<dtype, Keys::kRowsStep>(s[0], q[k], keys.at(0, k * 16), k > 0);
+      multiply_by_shared<dtype, Keys::kRowsStep, Keys::kMatrixStep>(s[0], q[k], keys.at(0, k * 16), k > 0);
     commit_products();
   }
   LOWBIT_INLINE void begin_result(int stage, const Powers& p, bool adds, Softmax& softmax) const {
@@ -97,7 +97,8 @@ struct WgmmaForward {
     begin_products();
 #pragma unroll
     for (int k = 0; k < kKvTile / 16; k++)
-      multiply_by_rows_of_k<dtype, Values::kRowsStep>(softmax.out[0], p[k], values.at(k * 16, 0), k > 0 || adds);
+      multiply_by_rows_of_k<dtype, Values::kRowsStep, Values::kMatrixStep>(softmax.out[0], p[k], values.at(k * 16, 0),
+                                                                           k > 0 || adds);
     commit_products();
   }
 

@@ -78,28 +78,63 @@ struct Pass {
     return false;
   }
 
-  // Statistics of the queries of this lane's scores: each lane of the warp reads those of one, and shares them.
-  LOWBIT_INLINE int64_t read_row(const TilePlace& at) const {
-    const int row = kKeysStay ? lane_of_warp() % kPassing : warp_of_cta() * 16 + lane_of_warp() % 16;
-    return (static_cast<int64_t>(b) * call.heads + at.h) * call.q_tiles.length + at.q0 +
-           (row < at.rows ? row : at.rows - 1);
-  }
-  struct OfScores {  // a number of each query
+  // A number of each query of this lane's scores.
+  struct OfScores {
     static constexpr int kCount = kKeysStay ? 2 * kScores : 2;
     float numbers[kCount];
 
-    LOWBIT_INLINE explicit OfScores(float read) {
-#pragma unroll
-      for (int j = 0; j < kCount; j++)
-        numbers[j] = __shfl_sync(kWarp, read, kKeysStay ? j / 2 * 8 + j % 2 + first_column() : j * 8 + first_row());
+    LOWBIT_INLINE static int query(int j) {  // whose number it is, of those of a tile that pass, or of a warp
+      return kKeysStay ? j / 2 * 8 + j % 2 + first_column() : j * 8 + first_row();
     }
     LOWBIT_INLINE float operator()(int n, int i) const { return numbers[kKeysStay ? 2 * n + i % 2 : i / 2]; }
+  };
+  // Each lane of the warp has the number of one query, and shares it.
+  LOWBIT_INLINE static int query_of_lane() { return lane_of_warp() % (kKeysStay ? kPassing : 16); }
+  LOWBIT_INLINE static OfScores share(float number) {
+    OfScores all;
+#pragma unroll
+    for (int j = 0; j < OfScores::kCount; j++) all.numbers[j] = __shfl_sync(kWarp, number, OfScores::query(j));
+    return all;
+  }
+  LOWBIT_INLINE int64_t row(const TilePlace& at, int query) const {  // of all queries; behind the last the last again
+    return (static_cast<int64_t>(b) * call.heads + at.h) * call.q_tiles.length + at.q0 + smaller(query, at.rows - 1);
+  }
+  LOWBIT_INLINE int64_t row_of_lane(const TilePlace& at) const {
+    return row(at, (kKeysStay ? 0 : warp_of_cta() * 16) + query_of_lane());
+  }
+
+  // Statistics of the queries of this lane's scores: one query's, shared by the lanes of a warp; those of all, in
+  // registers; or in shared memory, from where they are read when they are needed.
+  struct SharedStatistics {
+    RowStatistics own;
+    LOWBIT_INLINE bool has_rest() const { return own.has_rest(); }  // of the query of this lane
+    LOWBIT_INLINE OfScores lse() const { return share(own.lse); }
+    LOWBIT_INLINE OfScores delta() const { return share(own.delta); }
+  };
+  struct KeptStatistics {
+    RowStatistics own;
+    OfScores of_lse = share(own.lse), of_delta = share(own.delta);
+    LOWBIT_INLINE bool has_rest() const { return own.has_rest(); }
+    LOWBIT_INLINE const OfScores& lse() const { return of_lse; }
+    LOWBIT_INLINE const OfScores& delta() const { return of_delta; }
+  };
+  struct StatisticsOfTile {
+    const RowStatistics* rows;
+    LOWBIT_INLINE bool has_rest() const { return rows[query_of_lane()].has_rest(); }
+    LOWBIT_INLINE OfScores lse() const { return read(&RowStatistics::lse); }
+    LOWBIT_INLINE OfScores delta() const { return read(&RowStatistics::delta); }
+    LOWBIT_INLINE OfScores read(float RowStatistics::*number) const {
+      OfScores all;
+#pragma unroll
+      for (int j = 0; j < OfScores::kCount; j++) all.numbers[j] = rows[OfScores::query(j)].*number;
+      return all;
+    }
   };
 
   // Raw products s and gradients dp of probabilities to probabilities, times kProbabilityFactor or 0 where they are
   // dropped, and gradients of raw scores.
-  template <bool kCut>
-  LOWBIT_INLINE void differentiate(const TilePlace& at, const RowStatistics& read, float (&s)[1][kScores][4],
+  template <bool kCut, class Of>
+  LOWBIT_INLINE void differentiate(const TilePlace& at, const Of& statistics, float (&s)[1][kScores][4],
                                    float (&dp)[1][kScores][4]) const {
     float p[1][kScores][4], kept[1][kScores][4];
     const auto for_each = [](auto each) {
@@ -110,16 +145,16 @@ struct Pass {
     };
     for_each([&](int n, int i) { p[0][n][i] = s[0][n][i] *= call.scale, kept[0][n][i] = 1; });
     modify<Mods, kKeysStay, kCut>(call, at, p);
-    const OfScores lse(read.lse);
+    const OfScores lse = statistics.lse();
     for_each([&](int n, int i) { p[0][n][i] = power_of_2((p[0][n][i] - lse(n, i)) * kLog2e); });
-    if (__any_sync(kWarp, read.has_rest())) {
-      const OfScores unit(read.has_rest() ? call.unit[read_row(at)] : 1.0f);
+    if (const bool has_rest = statistics.has_rest(); __any_sync(kWarp, has_rest)) {
+      const OfScores unit = share(has_rest ? call.unit[row_of_lane(at)] : 1.0f);
       for_each([&](int n, int i) { p[0][n][i] *= unit(n, i); });
     }
     if constexpr (Mods::kDropout)
       for_each_score<kKeysStay>(at, kept,
                                 [&](float& factor, int q, int k) { factor = dropout_factor(call, at, q, k); });
-    const OfScores delta(read.delta);
+    const OfScores delta = statistics.delta();
     for_each([&](int n, int i) { dp[0][n][i] = p[0][n][i] * (dp[0][n][i] * kept[0][n][i] - delta(n, i)); });
     if constexpr (Mods::kScore) {
       const auto mod = Mods::gradient(call, at.b, at.h);

@@ -30,9 +30,11 @@ LOWBIT_INLINE void copy_async(uint16_t* to, const uint16_t* from, bool is_there)
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
                :: "r"(shared_address(to)), "l"(from), "r"(is_there ? 16 : 0) : "memory");
 }
-// The same, and L1 keeps them.
+// The same of 8 or 16 bytes, and L1 keeps them.
+template <int kBytes = 16>
 LOWBIT_INLINE void copy_through_l1(void* to, const void* from) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 16;" :: "r"(shared_address(to)), "l"(from) : "memory");
+  asm volatile("cp.async.ca.shared.global [%0], [%1], %2;"
+               :: "r"(shared_address(to)), "l"(from), "n"(kBytes) : "memory");
 }
 LOWBIT_INLINE void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 // This thread's copies since the last call become a group, of none too. Waits for all groups but the last kPending.

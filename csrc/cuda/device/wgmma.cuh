@@ -3,7 +3,7 @@
 //
 // A warp has 16 rows of the first factor in registers, as mma.cuh deals them out, or they lie in shared memory as
 // those of the second. The second factor lies in shared memory as matrices of 8 rows x 16 bytes, 128 bytes each: those
-// of the same rows are beside each other, and the next 8 rows kRowsStep bytes further. A row is a column of the
+// of the same rows begin kMatrixStep bytes after each other, and the next 8 rows kRowsStep bytes further. A row is a column of the
 // result, and k goes along it; or, of 16-bit floats, a row is a k, and columns go along it. Sums of 8 columns each are
 // dealt out as c of mma.cuh.
 //
@@ -47,6 +47,15 @@ LOWBIT_INLINE void hold(Sum (&c)[kCount][4]) {
       else asm volatile("" : "+r"(sum) :: "memory");
 }
 
+// Sums that a product will overwrite: what they were is of no use any more.
+template <int kCount>
+LOWBIT_INLINE void fresh(float (&c)[kCount][4]) {
+#pragma unroll
+  for (auto& of : c)
+#pragma unroll
+    for (float& sum : of) asm volatile("" : "=f"(sum));
+}
+
 // kAlongK: from 16 bytes, or 8 rows, of k to the next; kAlongColumns: from 8 columns to the next.
 template <int kAlongK, int kAlongColumns>
 LOWBIT_INLINE uint64_t matrices_at(const void* p) {
@@ -86,10 +95,10 @@ LOWBIT_INLINE uint64_t matrices_at(const void* p) {
 
 // c += a b of 16-bit floats, or c = a b, unless it adds: 64 rows of a warpgroup, 8 kCount columns, 16 k. (Zeros that
 // other instructions write to c would make the compiler wait for each product.)
-template <DType dtype, int kRowsStep, int kCount>
+template <DType dtype, int kRowsStep, int kMatrixStep = 128, int kCount>
 LOWBIT_INLINE void multiply_by_shared(float (&c)[kCount][4], const uint32_t (&a)[4], const void* second, bool adds) {
   static_assert(kCount == 4 || kCount == 8 || kCount == 16 || kCount == 32);
-  const uint64_t b = matrices_at<128, kRowsStep>(second);
+  const uint64_t b = matrices_at<kMatrixStep, kRowsStep>(second);
   if constexpr (dtype == DType::bfloat16) {
     LOWBIT_WGMMA_OF("k16.f32.bf16.bf16", LOWBIT_FLOAT_SUM, ", 1, 1, 0");
   } else {
@@ -98,10 +107,10 @@ LOWBIT_INLINE void multiply_by_shared(float (&c)[kCount][4], const uint32_t (&a)
 }
 
 // The same where rows of the second factor are k.
-template <DType dtype, int kRowsStep, int kCount>
+template <DType dtype, int kRowsStep, int kMatrixStep, int kCount>
 LOWBIT_INLINE void multiply_by_rows_of_k(float (&c)[kCount][4], const uint32_t (&a)[4], const void* second, bool adds) {
   static_assert(kCount == 4 || kCount == 8 || kCount == 16 || kCount == 32);
-  const uint64_t b = matrices_at<kRowsStep, 128>(second);
+  const uint64_t b = matrices_at<kRowsStep, kMatrixStep>(second);
   if constexpr (dtype == DType::bfloat16) {
     LOWBIT_WGMMA_OF("k16.f32.bf16.bf16", LOWBIT_FLOAT_SUM, ", 1, 1, 1");
   } else {
@@ -118,10 +127,10 @@ LOWBIT_INLINE void multiply_by_rows_of_k(float (&c)[kCount][4], const uint32_t (
   if constexpr (kCount == 4) LOWBIT_WGMMA_SHARED(32, types, "%16", "%17", "%18");            \
   else if constexpr (kCount == 8) LOWBIT_WGMMA_SHARED(64, types, "%32", "%33", "%34");       \
   else LOWBIT_WGMMA_SHARED(128, types, "%64", "%65", "%66")
-template <DType dtype, int kFirstStep, int kSecondStep, int kCount>
+template <DType dtype, int kRowsStep, int kMatrixStep, int kCount>
 LOWBIT_INLINE void multiply_shared(float (&c)[kCount][4], const void* first, const void* second, bool adds) {
   static_assert(kCount == 4 || kCount == 8 || kCount == 16);
-  const uint64_t a = matrices_at<128, kFirstStep>(first), b = matrices_at<128, kSecondStep>(second);
+  const uint64_t a = matrices_at<kMatrixStep, kRowsStep>(first), b = matrices_at<kMatrixStep, kRowsStep>(second);
   if constexpr (dtype == DType::bfloat16) {
     LOWBIT_WGMMA_SHARED_OF("k16.f32.bf16.bf16");
   } else {
