@@ -65,7 +65,7 @@ T shuffled(T value, unsigned lane) {
 
 }  // namespace on_host
 
-inline Dim blockIdx;
+inline Dim blockIdx, gridDim;
 #define threadIdx (Dim{on_host::current})
 
 #define LOWBIT_SHARED(Type, name, extents) auto& name = on_host::shared<Type extents, __LINE__>()

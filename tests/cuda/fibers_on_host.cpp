@@ -141,7 +141,7 @@ bool lowbit_run_grid(void (*kernel)(const void*), const void* args, unsigned cta
                      unsigned shared_bytes, unsigned seed) {
   std::mt19937 random(seed);
   on_host::dynamic_bytes = shared_bytes;
-  on_host::body = kernel, on_host::arguments = args;
+  on_host::body = kernel, on_host::arguments = args, gridDim.x = ctas;
   for (unsigned i = 0; i < ctas; i++) {
     blockIdx.x = i;
     for (const auto& [memory, bytes] : on_host::all_shared) on_host::poison(memory, bytes);

@@ -22,6 +22,7 @@ struct ForwardShape {
   int e, ev, row_tiles, kv_tile;
   bool keeps_q;  // in registers
   static constexpr int kStages = 2, kThreads = kAttentionThreads;
+  static constexpr bool kPersists = false;
   constexpr int q_tile() const { return 16 * row_tiles * kAttentionWarps; }
   constexpr int bytes() const {
     return 2 * (q_tile() * (e + kRowPad) + kStages * kv_tile * (e + ev + 2 * kRowPad));
@@ -42,6 +43,7 @@ constexpr int bytes_of_matrices(int rows, int columns) { return rows / 8 * (colu
 struct WgmmaForwardShape {
   int e, ev, kv_tile, stages;
   static constexpr int kWarpgroups = 2, kThreads = 128 * (kWarpgroups + 1);
+  static constexpr bool kPersists = true;  // a CTA for each multiprocessor, whose ring goes on from task to task
   static constexpr int q_tile() { return 64 * kWarpgroups; }
   constexpr int stage_bytes() const { return bytes_of_matrices(kv_tile, e + ev) + 16; }  // and two barriers
   constexpr int bytes() const { return stages * stage_bytes(); }

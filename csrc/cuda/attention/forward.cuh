@@ -76,7 +76,7 @@ template <DType dtype, int kE, int kEv, class Mods>
 LOWBIT_INLINE void attention_forward(const AttentionCall& call) {
   using F = Forward<dtype, kE, kEv, Mods>;
   LOWBIT_DYNAMIC_SHARED(typename F::Shared, shared);
-  const auto [b, h, q_step, q0, rows] = query_tile(call);
+  const auto [b, h, q_step, q0, rows] = query_tile(call, static_cast<int>(blockIdx.x));
   const int kv_head = h / call.group, first = warp_of_cta() * F::kM * 16;
   shared.q.copy(head_rows(call.q, b, h) + q0 * call.q.row, call.q.row, rows);
   F forward{.call = call, .shared = shared, .keys = head_rows(call.k, b, kv_head),

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Forward on compute capability 9.0, by products of warpgroups. A CTA has 128 queries of one head, 64 a warpgroup,
-// whose scores are dealt out as those of mma.sync, so that mods and the softmax are the same. One more warpgroup copies
+// Forward on compute capability 9.0, by products of warpgroups. A CTA has 128 queries of one head at a time, 64 a
+// warpgroup, whose scores are dealt out as those of mma.sync, so that mods and the softmax are the same. One more warpgroup copies
 // tiles of keys and values to a ring in shared memory, as matrices of 8 rows x 16 bytes; warpgroups wait for its stages
 // and not for each other. The products of a tile of queries and keys, and those of the probabilities of the tile before
 // and its values, are asked for together: while the softmax of one tile is made, the tensor cores have values to
@@ -33,12 +33,13 @@ struct WgmmaForward {
   Shared& shared;
   int b, h;
   TileStep q_step;
+  int q0, rows;
 
   // The tiles of keys that a warp passes, and the stage of the next.
   struct Passing {
+    RingPlace<kStages>& place;
     TileStep step{};
     TilePlace at{};
-    RingPlace<kStages> place{};
     bool more = false;
   };
   LOWBIT_INLINE void find(Passing& tile) const {
@@ -50,10 +51,10 @@ struct WgmmaForward {
     find(tile);
   }
 
-  LOWBIT_INLINE void copy_all() const {
+  LOWBIT_INLINE void copy_all(RingPlace<kStages>& place) const {
     const int kv_head = h / call.group;
     const uint16_t *keys = head_rows(call.k, b, kv_head), *values = head_rows(call.v, b, kv_head);
-    Passing tile;
+    Passing tile{place};
     for (find(tile); tile.more; go_on(tile)) {
       wait_for(shared.barriers.empty[tile.place.stage], tile.place.phase ^ 1);
       shared.ring[tile.place.stage].keys.copy(keys + tile.at.k0 * call.k.row, call.k.row, tile.at.cols);
@@ -66,7 +67,7 @@ struct WgmmaForward {
   using Powers = uint32_t[kKvTile / 16][4];
 
   // Queries as the first factor; rows behind the last are the last again, and are not stored.
-  LOWBIT_INLINE void load(int q0, int rows, Queries& q) const {
+  LOWBIT_INLINE void load(Queries& q) const {
     const uint16_t* from = head_rows(call.q, b, h) + q0 * call.q.row + lane_of_warp() % 4 * 2;
 #pragma unroll
     for (int half = 0; half < 2; half++) {
@@ -115,8 +116,8 @@ struct WgmmaForward {
     return moves;
   }
 
-  LOWBIT_INLINE void run(const Queries& q, Softmax& softmax) const {
-    Passing tile;
+  LOWBIT_INLINE void run(const Queries& q, Softmax& softmax, RingPlace<kStages>& place) const {
+    Passing tile{place};
     find(tile);
     if (!tile.more) return clear(softmax.out);
     float s[1][kScores][4];
@@ -154,6 +155,7 @@ struct WgmmaForward {
     begin_result(stage, p, adds, softmax);
     wait_for_products<0>();
     hold(softmax.out[0]);
+    if (lane_of_warp() == 0) arrive(shared.barriers.empty[stage]);
   }
 };
 
@@ -164,19 +166,27 @@ LOWBIT_INLINE void attention_forward_wgmma(const WgmmaAttentionCall& call) {
   constexpr int kWarps = WgmmaForwardShape::q_tile() / 16;
   shared.barriers.set_up_all(kWarps);
   __syncthreads();
-  const auto [b, h, q_step, q0, rows] = query_tile(call);
-  const F forward{.call = call, .shared = shared, .b = b, .h = h, .q_step = q_step};
+  RingPlace<F::kStages> place;
+  const auto each_task = [&](auto run) {
+    const int tasks = call.launched_heads * static_cast<int>(call.q_tiles.count);
+    for (int task = static_cast<int>(blockIdx.x); task < tasks; task += static_cast<int>(gridDim.x)) {
+      const auto [b, h, q_step, q0, rows] = query_tile(call, task);
+      run(F{.call = call, .shared = shared, .b = b, .h = h, .q_step = q_step, .q0 = q0, .rows = rows});
+    }
+  };
   if (warp_of_cta() >= kWarps) {
     set_registers<false, 40>();
-    forward.copy_all();
+    each_task([&](const F& forward) { forward.copy_all(place); });
   } else {
     set_registers<true, 232>();
-    typename F::Queries q;
-    forward.load(q0, rows, q);
-    typename F::Softmax softmax{.call = call, .factor = exponent_factor<Mods>(call)};
-    softmax.start_rows();
-    forward.run(q, softmax);
-    softmax.finish(b, h, q0, q0 + rows);
+    each_task([&](const F& forward) {
+      typename F::Queries q;
+      forward.load(q);
+      typename F::Softmax softmax{.call = call, .factor = exponent_factor<Mods>(call)};
+      softmax.start_rows();
+      forward.run(q, softmax, place);
+      softmax.finish(forward.b, forward.h, forward.q0, forward.q0 + forward.rows);
+    });
   }
   check_fault<Mods>(call);  // not in a branch: one with a trap gets no more registers from ptxas
 }

@@ -32,17 +32,16 @@ struct TileStep {
   }
 };
 
-// The queries of a CTA. Under causality the last ones have most to do: they are first.
+// The queries of a task, by the number of a CTA. Under causality the last ones have most to do: they are first.
 struct QueryTile {
   int b, h;
   TileStep step;
   int begin, rows;
 };
 template <class Call>
-LOWBIT_INLINE QueryTile query_tile(const Call& call) {
-  const int heads = call.launched_heads, head = call.first_head + static_cast<int>(blockIdx.x) % heads;
-  const auto step =
-      TileStep::at(call.q_tiles, static_cast<int>(call.q_tiles.count) - 1 - static_cast<int>(blockIdx.x) / heads);
+LOWBIT_INLINE QueryTile query_tile(const Call& call, int task) {
+  const int heads = call.launched_heads, head = call.first_head + task % heads;
+  const auto step = TileStep::at(call.q_tiles, static_cast<int>(call.q_tiles.count) - 1 - task / heads);
   return {head / call.heads, head % call.heads, step, step.begin(call.q_tiles), step.size(call.q_tiles)};
 }
 

@@ -89,7 +89,7 @@ template <int kColumns, bool kMods>
 LOWBIT_INLINE void attention_forward(const AttentionCall& call) {
   using F = Forward<kColumns, kMods>;
   LOWBIT_SHARED(typename F::Shared, shared, );
-  const auto [b, h, q_step, q0, rows] = gpu::query_tile(call);
+  const auto [b, h, q_step, q0, rows] = gpu::query_tile(call, static_cast<int>(blockIdx.x));
   const auto thread = static_cast<int>(threadIdx.x);
   const int first = thread / kSubGroup * F::kRows;
   F forward{.call = call, .shared = shared, .thread = thread, .first = first,

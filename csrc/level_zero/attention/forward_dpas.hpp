@@ -141,7 +141,7 @@ template <int kColumns, bool kMods>
 LOWBIT_INLINE void attention_forward_dpas(const AttentionCall& call) {
   using F = ForwardDpas<kColumns, kMods>;
   LOWBIT_SHARED(typename F::Shared, shared, );
-  const auto [b, h, q_step, q0, rows] = gpu::query_tile(call);
+  const auto [b, h, q_step, q0, rows] = gpu::query_tile(call, static_cast<int>(blockIdx.x));
   const int thread = static_cast<int>(threadIdx.x), first = thread / kLanes * F::kRows;
   F forward{.call = call, .shared = shared, .lane = thread % kLanes, .first = first};
   HeadReader queries(call.q, b, h, call.e);
