@@ -42,7 +42,7 @@ constexpr std::size_t kGuard = 1024;
 void add_shared(unsigned char* guarded, std::size_t bytes);
 template <class T, int line>
 T& shared() {
-  alignas(16) static unsigned char guarded[kGuard + sizeof(T) + kGuard];
+  alignas(kGuard) static unsigned char guarded[kGuard + sizeof(T) + kGuard];
   static const bool first = (add_shared(guarded, sizeof(T)), true);
   static_cast<void>(first);
   return *reinterpret_cast<T*>(guarded + kGuard);

@@ -86,17 +86,19 @@ const uint32_t* registers_of(const Exchanged& all, unsigned lane) {
   return reinterpret_cast<const uint32_t*>(uint64_t{words[1]} << 32 | words[0]);
 }
 
+// The place of two bytes of a row, of 16-bit floats; hardware permutes pieces of 16 bytes by bits of the address.
+const unsigned char* place_of(const unsigned char* matrices, const Steps& steps, int row, int column) {
+  if (!steps.lines) return matrices + row / 8 * steps.rows + column / 8 * steps.columns + row % 8 * 16 + column % 8 * 2;
+  const unsigned char* at = matrices + row / 8 * steps.rows + column / 64 * steps.columns + row % 8 * 128 + column % 64 * 2;
+  const auto address = reinterpret_cast<uintptr_t>(at);
+  return reinterpret_cast<const unsigned char*>(address ^ (address >> 7 & 7) << 4);
+}
 // Word of 8 along k of a column of the second factor.
-uint32_t word_of(const unsigned char* matrices, bool rows_are_k, Steps steps, int column, int word) {
-  uint32_t y = 0;
-  if (!rows_are_k) {
-    std::memcpy(&y, matrices + column / 8 * steps.rows + word / 4 * steps.matrix + column % 8 * 16 + word % 4 * 4, 4);
-    return y;
-  }
+uint32_t word_of(const unsigned char* matrices, bool rows_are_k, const Steps& steps, int column, int word) {
   uint16_t halves[2];
   for (int i = 0; i < 2; i++) {
     const int k = 2 * word + i;
-    std::memcpy(&halves[i], matrices + k / 8 * steps.rows + column / 8 * steps.matrix + k % 8 * 16 + column % 8 * 2, 2);
+    std::memcpy(&halves[i], rows_are_k ? place_of(matrices, steps, k, column) : place_of(matrices, steps, column, k), 2);
   }
   return uint32_t{halves[1]} << 16 | halves[0];
 }

@@ -25,8 +25,8 @@ struct Products {
 };
 template <DType dtype>
 LOWBIT_INLINE void multiply(const Products& of) {
-  using Tall = SharedMatrices<64, 16>;
-  using Wide = SharedMatrices<32, 64>;  // 16 rows are not there
+  using Tall = SharedLines<64, 16>;
+  using Wide = SharedLines<32, 64>;  // 16 rows are not there
   LOWBIT_SHARED(Tall, a, [1]);
   LOWBIT_SHARED(Tall, columns, [1]);
   LOWBIT_SHARED(Wide, rows, [1]);
@@ -44,10 +44,10 @@ LOWBIT_INLINE void multiply(const Products& of) {
   show_to_products();
   float c[3][8][4];
   begin_products();
-  multiply_by_shared<dtype, Tall::kRowsStep, Tall::kMatrixStep>(c[0], registers, columns[0].at(0, 0), false);
-  multiply_by_rows_of_k<dtype, Wide::kRowsStep, Wide::kMatrixStep>(c[1], registers, rows[0].at(0, 0), false);
-  multiply_by_rows_of_k<dtype, Wide::kRowsStep, Wide::kMatrixStep>(c[1], registers, rows[0].at(16, 0), true);  // zeros
-  multiply_shared<dtype, Tall::kRowsStep, Tall::kMatrixStep>(c[2], a[0].at(0, 0), columns[0].at(0, 0), false);
+  multiply_by_lines<dtype>(c[0], registers, columns[0].at(0, 0), false);
+  multiply_by_lines_of_k<dtype, Wide::kPanelStep>(c[1], registers, rows[0].at(0, 0), false);
+  multiply_by_lines_of_k<dtype, Wide::kPanelStep>(c[1], registers, rows[0].at(16, 0), true);  // zeros
+  multiply_lines<dtype>(c[2], a[0].at(0, 0), columns[0].at(0, 0), false);
   commit_products();
   wait_for_products<0>();
 #pragma unroll

@@ -11,10 +11,12 @@ struct FirstFactor {
   const void* rows = nullptr;
 };
 // To `count` times 4 results of this lane at c, by words of bfloat16, of float16, or of bytes (then c is int32). A row
-// of the second factor is a column of the result, in which a word lies; or it is a k, two to a word. Steps are those of
-// the factors in shared memory.
+// of the second factor is a column of the result, in which a word lies; or it is a k, two to a word.
+// Steps of the factors in shared memory: of 8 rows to the next; of 16 bytes of matrices to the next, or of 64 columns of
+// lines.
 struct Steps {
-  int rows, matrix;
+  bool lines;
+  int rows, columns;
 };
 enum class Words { bf16, f16, bytes };
 void multiply_by_shared(Words words, void* c, int count, const FirstFactor& first, bool rows_are_k, Steps steps,
@@ -42,21 +44,25 @@ void fresh(float (&c)[kCount][4]) {
 
 template <auto dtype>  // a DType
 constexpr auto kWords = dtype == decltype(dtype)::bfloat16 ? on_host::Words::bf16 : on_host::Words::f16;
-template <auto dtype, int kRowsStep, int kMatrixStep = 128, int kCount>
+template <auto dtype, int kRowsStep, int kCount>
 void multiply_by_shared(float (&c)[kCount][4], const uint32_t (&a)[4], const void* second, bool adds) {
-  on_host::multiply_by_shared(kWords<dtype>, c, kCount, {a}, false, {kRowsStep, kMatrixStep}, second, adds);
+  on_host::multiply_by_shared(kWords<dtype>, c, kCount, {a}, false, {false, kRowsStep, 128}, second, adds);
 }
-template <auto dtype, int kRowsStep, int kMatrixStep, int kCount>
-void multiply_by_rows_of_k(float (&c)[kCount][4], const uint32_t (&a)[4], const void* second, bool adds) {
-  on_host::multiply_by_shared(kWords<dtype>, c, kCount, {a}, true, {kRowsStep, kMatrixStep}, second, adds);
+template <auto dtype, int kCount>
+void multiply_by_lines(float (&c)[kCount][4], const uint32_t (&a)[4], const void* second, bool adds) {
+  on_host::multiply_by_shared(kWords<dtype>, c, kCount, {a}, false, {true, 1024, 0}, second, adds);
 }
-template <auto dtype, int kRowsStep, int kMatrixStep, int kCount>
-void multiply_shared(float (&c)[kCount][4], const void* first, const void* second, bool adds) {
-  on_host::multiply_by_shared(kWords<dtype>, c, kCount, {nullptr, first}, false, {kRowsStep, kMatrixStep}, second, adds);
+template <auto dtype, int kPanelStep, int kCount>
+void multiply_by_lines_of_k(float (&c)[kCount][4], const uint32_t (&a)[4], const void* second, bool adds) {
+  on_host::multiply_by_shared(kWords<dtype>, c, kCount, {a}, true, {true, 1024, kPanelStep}, second, adds);
+}
+template <auto dtype, int kCount>
+void multiply_lines(float (&c)[kCount][4], const void* first, const void* second, bool adds) {
+  on_host::multiply_by_shared(kWords<dtype>, c, kCount, {nullptr, first}, false, {true, 1024, 0}, second, adds);
 }
 template <int kRowsStep, int kCount>
 void multiply_by_shared(int32_t (&c)[kCount][4], const uint32_t (&a)[4], const void* second, bool adds) {
-  on_host::multiply_by_shared(on_host::Words::bytes, c, kCount, {a}, false, {kRowsStep, 128}, second, adds);
+  on_host::multiply_by_shared(on_host::Words::bytes, c, kCount, {a}, false, {false, kRowsStep, 128}, second, adds);
 }
 
 inline uint32_t computed(uint32_t a) { return a; }

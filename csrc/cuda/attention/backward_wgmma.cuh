@@ -19,8 +19,8 @@ struct WgmmaBackward {
   using Factor = uint32_t[kScores / 2][4];
   template <int kRows>
   struct Sides {  // queries and grad_out, or keys and values
-    SharedMatrices<kRows, kE> left;
-    SharedMatrices<kRows, kEv> right;
+    SharedLines<kRows, kE> left;
+    SharedLines<kRows, kEv> right;
   };
 
   struct Shared {
@@ -70,13 +70,12 @@ struct WgmmaBackward {
   }
 
   template <int kColumns>
-  LOWBIT_INLINE static void multiply(Scores& c, const SharedMatrices<kShape.kStaying, kColumns>& stays,
-                                     const SharedMatrices<kPassing, kColumns>& passing) {
-    using Rows = SharedMatrices<kPassing, kColumns>;
+  LOWBIT_INLINE static void multiply(Scores& c, const SharedLines<kShape.kStaying, kColumns>& stays,
+                                     const SharedLines<kPassing, kColumns>& passing) {
     const int first = warp_of_cta() / 4 * 64;
 #pragma unroll
     for (int k = 0; k < kColumns; k += 16)
-      multiply_shared<dtype, Rows::kRowsStep, Rows::kMatrixStep>(c[0], stays.at(first, k), passing.at(0, k), k > 0);
+      multiply_lines<dtype>(c[0], stays.at(first, k), passing.at(0, k), k > 0);
   }
   LOWBIT_INLINE void begin_scores(const Passing& tile, Scores& s, Scores& dp) const {
     wait_for(shared.barriers.full[tile.place.stage], tile.place.phase);
@@ -89,11 +88,11 @@ struct WgmmaBackward {
   }
   template <int kColumns>
   LOWBIT_INLINE static void multiply_onto(float (&c)[1][kColumns / 8][4], const Factor& a,
-                                          const SharedMatrices<kPassing, kColumns>& passing, bool adds) {
-    using Rows = SharedMatrices<kPassing, kColumns>;
+                                          const SharedLines<kPassing, kColumns>& passing, bool adds) {
+    constexpr int kPanelStep = SharedLines<kPassing, kColumns>::kPanelStep;
 #pragma unroll
     for (int k = 0; k < kPassing / 16; k++)
-      multiply_by_rows_of_k<dtype, Rows::kRowsStep, Rows::kMatrixStep>(c[0], a[k], passing.at(k * 16, 0), k > 0 || adds);
+      multiply_by_lines_of_k<dtype, kPanelStep>(c[0], a[k], passing.at(k * 16, 0), k > 0 || adds);
   }
 
   LOWBIT_INLINE auto statistics_of_staying(const TilePlace& at) const {

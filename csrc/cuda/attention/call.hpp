@@ -35,8 +35,9 @@ constexpr ForwardShape forward_shape(int e, int ev, Gathers gathers) {
   return {e, ev, 2, most <= 64 ? 64 : 32, most <= 64};
 }
 
-// Rows as matrices of 8 x 8, and 16 bytes behind each (matrices.cuh).
-constexpr int bytes_of_matrices(int rows, int columns) { return rows / 8 * (columns / 8) * 144; }
+// Rows of two matrices in shared memory, as lines of 64 columns (matrices.cuh).
+constexpr int whole_kib(int bytes) { return (bytes + 1023) / 1024 * 1024; }
+constexpr int bytes_of_lines(int rows, int e, int ev) { return 128 * rows * ((e + 63) / 64 + (ev + 63) / 64); }
 
 // The shape of the forward by warpgroups (forward_wgmma.cuh): each has 64 queries, in registers, with scores of a tile
 // of keys, 232 registers in all. One more warpgroup copies tiles of keys and values.
@@ -45,8 +46,8 @@ struct WgmmaForwardShape {
   static constexpr int kWarpgroups = 2, kThreads = 128 * (kWarpgroups + 1);
   static constexpr bool kPersists = true;  // a CTA for each multiprocessor, whose ring goes on from task to task
   static constexpr int q_tile() { return 64 * kWarpgroups; }
-  constexpr int stage_bytes() const { return bytes_of_matrices(kv_tile, e + ev) + 16; }  // and two barriers
-  constexpr int bytes() const { return stages * stage_bytes(); }
+  constexpr int stage_bytes() const { return bytes_of_lines(kv_tile, e, ev) + 16; }  // and two barriers
+  constexpr int bytes() const { return whole_kib(stages * stage_bytes()); }
 };
 constexpr WgmmaForwardShape wgmma_forward_shape(int e, int ev, Gathers gathers) {
   WgmmaForwardShape shape{e, ev, gathers == Gathers::none ? 128 : gathers == Gathers::by_mask ? 64 : 32, 0};
@@ -73,9 +74,9 @@ struct WgmmaBackwardShape {
   int e, ev, passing, stages;
   static constexpr int kWarpgroups = 2, kThreads = 128 * (kWarpgroups + 1), kStaying = 64 * kWarpgroups;
   static constexpr int parts = 1;
-  constexpr int bytes_of(int rows) const { return bytes_of_matrices(rows, e + ev); }
+  constexpr int bytes_of(int rows) const { return bytes_of_lines(rows, e, ev); }
   constexpr int stage_bytes() const { return bytes_of(passing) + 8 * passing + 16; }  // and two barriers
-  constexpr int bytes() const { return bytes_of(kStaying) + stages * stage_bytes(); }
+  constexpr int bytes() const { return whole_kib(bytes_of(kStaying) + stages * stage_bytes()); }
 };
 // Keys that stay have two gradients in registers; queries that stay leave room for scores of twice as many keys.
 constexpr WgmmaBackwardShape wgmma_backward_shape(int e, int ev, Gathers gathers, bool keys_stay) {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Forward on compute capability 9.0, by products of warpgroups. A CTA has 128 queries of one head at a time, 64 a
 // warpgroup, whose scores are dealt out as those of mma.sync, so that mods and the softmax are the same. One more warpgroup copies
-// tiles of keys and values to a ring in shared memory, as matrices of 8 rows x 16 bytes; warpgroups wait for its stages
+// tiles of keys and values to a ring in shared memory, as lines; warpgroups wait for its stages
 // and not for each other. The products of a tile of queries and keys, and those of the probabilities of the tile before
 // and its values, are asked for together: while the softmax of one tile is made, the tensor cores have values to
 // multiply, and all of the other warpgroup.
@@ -16,8 +16,8 @@ template <DType dtype, int kE, int kEv, class Mods>
 struct WgmmaForward {
   static constexpr WgmmaForwardShape kShape = wgmma_forward_shape(kE, kEv, Mods::kGathers);
   static constexpr int kKvTile = kShape.kv_tile, kScores = kKvTile / 8, kStages = kShape.stages;
-  using Keys = SharedMatrices<kKvTile, kE>;
-  using Values = SharedMatrices<kKvTile, kEv>;
+  using Keys = SharedLines<kKvTile, kE>;
+  using Values = SharedLines<kKvTile, kEv>;
   using Softmax = RunningSoftmax<dtype, kEv, 1, kScores, Mods, WgmmaAttentionCall>;
 
   struct Shared {
@@ -90,7 +90,7 @@ struct WgmmaForward {
     begin_products();
 #pragma unroll
     for (int k = 0; k < kE / 16; k++)
-      multiply_by_shared<dtype, Keys::kRowsStep, Keys::kMatrixStep>(s[0], q[k], keys.at(0, k * 16), k > 0);
+      multiply_by_lines<dtype>(s[0], q[k], keys.at(0, k * 16), k > 0);
     commit_products();
   }
   LOWBIT_INLINE void begin_result(int stage, const Powers& p, bool adds, Softmax& softmax) const {
@@ -98,8 +98,7 @@ struct WgmmaForward {
     begin_products();
 #pragma unroll
     for (int k = 0; k < kKvTile / 16; k++)
-      multiply_by_rows_of_k<dtype, Values::kRowsStep, Values::kMatrixStep>(softmax.out[0], p[k], values.at(k * 16, 0),
-                                                                           k > 0 || adds);
+      multiply_by_lines_of_k<dtype, Values::kPanelStep>(softmax.out[0], p[k], values.at(k * 16, 0), k > 0 || adds);
     commit_products();
   }
 

@@ -241,12 +241,12 @@ std::string_view refuses_backward_wgmma(const AttentionBackwardArgs& args) {
 }
 
 constexpr Kernel<AttentionForwardArgs> kForward[] = {
-    {"attention_forward_tiles_cuda", refuses_forward, run_tiles},
     {"attention_forward_wgmma_cuda", refuses_wgmma, run_wgmma},
+    {"attention_forward_tiles_cuda", refuses_forward, run_tiles},
 };
 constexpr Kernel<AttentionBackwardArgs> kBackward[] = {
-    {"attention_backward_tiles_cuda", refuses_backward, run_backward},
     {"attention_backward_wgmma_cuda", refuses_backward_wgmma, run_backward_wgmma},
+    {"attention_backward_tiles_cuda", refuses_backward, run_backward},
 };
 
 }  // namespace

@@ -14,9 +14,9 @@
 #define LOWBIT_KERNEL(name, threads, Args) \
   extern "C" __global__ void __launch_bounds__(threads, lowbit::gpu::ctas_of<Args>()) \
   name(const __grid_constant__ Args args)
-#define LOWBIT_SHARED(Type, name, extents) __shared__ alignas(16) Type name extents
-#define LOWBIT_DYNAMIC_SHARED(Type, name)  \
-  extern __shared__ uint4 dynamic_shared[]; \
+#define LOWBIT_SHARED(Type, name, extents) __shared__ alignas(16) alignas(Type) Type name extents
+#define LOWBIT_DYNAMIC_SHARED(Type, name) \
+  extern __shared__ __align__(1024) uint4 dynamic_shared[]; \
   auto& name = *reinterpret_cast<Type*>(dynamic_shared)
 
 namespace lowbit::gpu {

@@ -2,10 +2,13 @@
 // Products of a warpgroup, 4 warps, on compute capability 9.0. Tests give each instruction a meaning on the host.
 //
 // A warp has 16 rows of the first factor in registers, as mma.cuh deals them out, or they lie in shared memory as
-// those of the second. The second factor lies in shared memory as matrices of 8 rows x 16 bytes, 128 bytes each: those
-// of the same rows begin kMatrixStep bytes after each other, and the next 8 rows kRowsStep bytes further. A row is a column of the
-// result, and k goes along it; or, of 16-bit floats, a row is a k, and columns go along it. Sums of 8 columns each are
-// dealt out as c of mma.cuh.
+// those of the second. Sums of 8 columns each are dealt out as c of mma.cuh. Rows of the second factor are columns of
+// the result, and k goes along them; or, of 16-bit floats, rows are k, and columns of the result go along them. It lies
+// in shared memory in one of two ways:
+//   matrices  of 8 rows x 16 bytes, 128 bytes each: those of the same rows are beside each other, and the next 8 rows
+//             kRowsStep bytes further
+//   lines     of 128 bytes, one for a row of 64 16-bit floats, beginning at multiples of 1024: piece i of 16 bytes of
+//             line r lies at i ^ r % 8. The next 64 columns of all rows are kPanelStep bytes further.
 //
 // A product runs on while its warps go on. Until they have waited for it, its sums and the registers of its first
 // factor are not to be touched, nor is the shared memory that it reads.
@@ -62,6 +65,11 @@ LOWBIT_INLINE uint64_t matrices_at(const void* p) {
   return (shared_address(p) & 0x3ffff) >> 4 | uint64_t{kAlongK >> 4} << 16 | uint64_t{kAlongColumns >> 4} << 32;
 }
 
+template <int kPanelStep>
+LOWBIT_INLINE uint64_t lines_at(const void* p) {
+  return matrices_at<kPanelStep, 1024>(p) | uint64_t{1} << 62;
+}
+
 #define LOWBIT_FOUR(X, i) X(c[i][0]), X(c[i][1]), X(c[i][2]), X(c[i][3])
 #define LOWBIT_SIXTEEN(X, i) LOWBIT_FOUR(X, i), LOWBIT_FOUR(X, i + 1), LOWBIT_FOUR(X, i + 2), LOWBIT_FOUR(X, i + 3)
 #define LOWBIT_SUMS_32(X) LOWBIT_SIXTEEN(X, 0)
@@ -95,10 +103,10 @@ LOWBIT_INLINE uint64_t matrices_at(const void* p) {
 
 // c += a b of 16-bit floats, or c = a b, unless it adds: 64 rows of a warpgroup, 8 kCount columns, 16 k. (Zeros that
 // other instructions write to c would make the compiler wait for each product.)
-template <DType dtype, int kRowsStep, int kMatrixStep = 128, int kCount>
+template <DType dtype, int kRowsStep, int kCount>
 LOWBIT_INLINE void multiply_by_shared(float (&c)[kCount][4], const uint32_t (&a)[4], const void* second, bool adds) {
   static_assert(kCount == 4 || kCount == 8 || kCount == 16 || kCount == 32);
-  const uint64_t b = matrices_at<kMatrixStep, kRowsStep>(second);
+  const uint64_t b = matrices_at<128, kRowsStep>(second);
   if constexpr (dtype == DType::bfloat16) {
     LOWBIT_WGMMA_OF("k16.f32.bf16.bf16", LOWBIT_FLOAT_SUM, ", 1, 1, 0");
   } else {
@@ -106,11 +114,21 @@ LOWBIT_INLINE void multiply_by_shared(float (&c)[kCount][4], const uint32_t (&a)
   }
 }
 
-// The same where rows of the second factor are k.
-template <DType dtype, int kRowsStep, int kMatrixStep, int kCount>
-LOWBIT_INLINE void multiply_by_rows_of_k(float (&c)[kCount][4], const uint32_t (&a)[4], const void* second, bool adds) {
-  static_assert(kCount == 4 || kCount == 8 || kCount == 16 || kCount == 32);
-  const uint64_t b = matrices_at<kRowsStep, kMatrixStep>(second);
+// The same of lines: rows of the second factor are columns of the result, or k.
+template <DType dtype, int kCount>
+LOWBIT_INLINE void multiply_by_lines(float (&c)[kCount][4], const uint32_t (&a)[4], const void* second, bool adds) {
+  const uint64_t b = lines_at<16>(second);
+  if constexpr (dtype == DType::bfloat16) {
+    LOWBIT_WGMMA_OF("k16.f32.bf16.bf16", LOWBIT_FLOAT_SUM, ", 1, 1, 0");
+  } else {
+    LOWBIT_WGMMA_OF("k16.f32.f16.f16", LOWBIT_FLOAT_SUM, ", 1, 1, 0");
+  }
+}
+template <DType dtype, int kPanelStep, int kCount>
+LOWBIT_INLINE void multiply_by_lines_of_k(float (&c)[kCount][4], const uint32_t (&a)[4], const void* second,
+                                          bool adds) {
+  static_assert(kCount == 8 || kCount == 16 || kCount == 32);
+  const uint64_t b = lines_at<kPanelStep>(second);
   if constexpr (dtype == DType::bfloat16) {
     LOWBIT_WGMMA_OF("k16.f32.bf16.bf16", LOWBIT_FLOAT_SUM, ", 1, 1, 1");
   } else {
@@ -118,7 +136,7 @@ LOWBIT_INLINE void multiply_by_rows_of_k(float (&c)[kCount][4], const uint32_t (
   }
 }
 
-// The same where the first factor lies in shared memory: 64 rows, and k goes along them.
+// The same where the first factor is lines too: 64 rows, and k goes along them.
 #define LOWBIT_WGMMA_SHARED(columns, types, a_name, b_name, adds_name)                                            \
   asm volatile("{.reg .pred p; setp.ne.b32 p, " adds_name ", 0; wgmma.mma_async.sync.aligned.m64n" #columns types \
                " {" LOWBIT_NAMES_##columns "}, " a_name ", " b_name ", p, 1, 1, 0, 0;}"                           \
@@ -127,10 +145,10 @@ LOWBIT_INLINE void multiply_by_rows_of_k(float (&c)[kCount][4], const uint32_t (
   if constexpr (kCount == 4) LOWBIT_WGMMA_SHARED(32, types, "%16", "%17", "%18");            \
   else if constexpr (kCount == 8) LOWBIT_WGMMA_SHARED(64, types, "%32", "%33", "%34");       \
   else LOWBIT_WGMMA_SHARED(128, types, "%64", "%65", "%66")
-template <DType dtype, int kRowsStep, int kMatrixStep, int kCount>
-LOWBIT_INLINE void multiply_shared(float (&c)[kCount][4], const void* first, const void* second, bool adds) {
+template <DType dtype, int kCount>
+LOWBIT_INLINE void multiply_lines(float (&c)[kCount][4], const void* first, const void* second, bool adds) {
   static_assert(kCount == 4 || kCount == 8 || kCount == 16);
-  const uint64_t a = matrices_at<kMatrixStep, kRowsStep>(first), b = matrices_at<kMatrixStep, kRowsStep>(second);
+  const uint64_t a = lines_at<16>(first), b = lines_at<16>(second);
   if constexpr (dtype == DType::bfloat16) {
     LOWBIT_WGMMA_SHARED_OF("k16.f32.bf16.bf16");
   } else {
