@@ -88,17 +88,18 @@ const uint32_t* registers_of(const Exchanged& all, unsigned lane) {
 
 // The place of two bytes of a row, of 16-bit floats; hardware permutes pieces of 16 bytes by bits of the address.
 const unsigned char* place_of(const unsigned char* matrices, const Steps& steps, int row, int column) {
-  if (!steps.lines) return matrices + row / 8 * steps.rows + column / 8 * steps.columns + row % 8 * 16 + column % 8 * 2;
-  const unsigned char* at = matrices + row / 8 * steps.rows + column / 64 * steps.columns + row % 8 * 128 + column % 64 * 2;
-  const auto address = reinterpret_cast<uintptr_t>(at);
+  const int width = steps.lines ? 64 : 8;  // columns that lie together
+  const auto address = reinterpret_cast<uintptr_t>(matrices) + static_cast<uintptr_t>(
+      row / 8 * steps.rows + column / width * steps.columns + row % 8 * width * 2 + column % width * 2);
+  if (!steps.lines) return reinterpret_cast<const unsigned char*>(address);
   return reinterpret_cast<const unsigned char*>(address ^ (address >> 7 & 7) << 4);
 }
 // Word of 8 along k of a column of the second factor.
 uint32_t word_of(const unsigned char* matrices, bool rows_are_k, const Steps& steps, int column, int word) {
   uint16_t halves[2];
   for (int i = 0; i < 2; i++) {
-    const int k = 2 * word + i;
-    std::memcpy(&halves[i], rows_are_k ? place_of(matrices, steps, k, column) : place_of(matrices, steps, column, k), 2);
+    const int k = 2 * word + i, row = rows_are_k ? k : column;
+    std::memcpy(&halves[i], place_of(matrices, steps, row, rows_are_k ? column : k), 2);
   }
   return uint32_t{halves[1]} << 16 | halves[0];
 }

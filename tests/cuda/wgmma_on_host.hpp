@@ -12,8 +12,7 @@ struct FirstFactor {
 };
 // To `count` times 4 results of this lane at c, by words of bfloat16, of float16, or of bytes (then c is int32). A row
 // of the second factor is a column of the result, in which a word lies; or it is a k, two to a word.
-// Steps of the factors in shared memory: of 8 rows to the next; of 16 bytes of matrices to the next, or of 64 columns of
-// lines.
+// Bytes in shared memory from 8 rows to the next, and from 8 columns of matrices to the next, or 64 of lines.
 struct Steps {
   bool lines;
   int rows, columns;

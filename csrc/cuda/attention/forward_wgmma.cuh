@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // Forward on compute capability 9.0, by products of warpgroups. A CTA has 128 queries of one head at a time, 64 a
-// warpgroup, whose scores are dealt out as those of mma.sync, so that mods and the softmax are the same. One more warpgroup copies
-// tiles of keys and values to a ring in shared memory, as lines; warpgroups wait for its stages
-// and not for each other. The products of a tile of queries and keys, and those of the probabilities of the tile before
-// and its values, are asked for together: while the softmax of one tile is made, the tensor cores have values to
-// multiply, and all of the other warpgroup.
+// warpgroup, whose scores are dealt out as those of mma.sync, so that mods and the softmax are the same. One more
+// warpgroup copies tiles of keys and values to a ring in shared memory, as lines; warpgroups wait for its stages and
+// not for each other. The products of a tile of queries and keys, and those of the probabilities of the tile before and
+// its values, are asked for together: while the softmax of one tile is made, the tensor cores have values to multiply,
+// and all of the other warpgroup.
 #pragma once
 
 #include "cuda/attention/matrices.cuh"

@@ -97,7 +97,8 @@ struct Pass {
     return all;
   }
   LOWBIT_INLINE int64_t row(const TilePlace& at, int query) const {  // of all queries; behind the last the last again
-    return (static_cast<int64_t>(b) * call.heads + at.h) * call.q_tiles.length + at.q0 + smaller(query, at.rows - 1);
+    return (static_cast<int64_t>(b) * call.heads + at.h) * call.q_tiles.length + at.q0 +
+           (query < at.rows ? query : at.rows - 1);
   }
   LOWBIT_INLINE int64_t row_of_lane(const TilePlace& at) const {
     return row(at, (kKeysStay ? 0 : warp_of_cta() * 16) + query_of_lane());

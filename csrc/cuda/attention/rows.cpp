@@ -60,8 +60,9 @@ void launch_forward(const AttentionForwardArgs& args, const ForwardPart& part, c
   call.first_head = static_cast<int32_t>(part.first_head), call.launched_heads = static_cast<int32_t>(part.heads);
   const Launcher launch{args.place, kind, call};
   prepare(args, launch);
-  const int64_t tasks = part.heads * call.q_tiles.count;
-  launch(kernel, name, shape.kPersists ? smaller(tasks, multiprocessors(args.place.device)) : tasks, shape.bytes(), shape.kThreads);
+  const int64_t tasks = part.heads * call.q_tiles.count,
+                ctas = shape.kPersists ? smaller(tasks, multiprocessors(args.place.device)) : tasks;
+  launch(kernel, name, ctas, shape.bytes(), shape.kThreads);
 }
 
 }  // namespace
