@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._functorch.config as functorch
 from harness import describe, duration, header, interleave, save, table
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -44,7 +45,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--shapes", default="4x32x8x2048x128,2x32x8x8192x128,4x32x32x2048x64", help="BxHqxHkvxLxE,...")
-    parser.add_argument("--what", default="plain,causal,softcap,window,document")
+    parser.add_argument("--what", default="plain,causal,softcap,alibi,window,document")
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--out", type=Path, help="JSON file to write")
     args = parser.parse_args()
@@ -56,8 +57,12 @@ def parse_arguments() -> argparse.Namespace:
 def mods(what: str, length: int, device: str) -> tuple[Any, Any]:
     """score_mod and mask_mod."""
     document = torch.arange(length, device=device) // 700
-    score = {"softcap": lambda s, b, h, q, k: 20 * torch.tanh(s / 20)}
+    score = {
+        "softcap": lambda s, b, h, q, k: 20 * torch.tanh(s / 20),
+        "alibi": lambda s, b, h, q, k: s + (k - q) * 0.5 ** (h * 0.25 + 1),
+    }
     mask = {
+        "alibi": lambda b, h, q, k: q >= k,
         "window": lambda b, h, q, k: (q >= k) & (q - k < 1024),
         "document": lambda b, h, q, k: (q >= k) & (document[q] == document[k]),
     }
@@ -83,6 +88,7 @@ def candidates(args: argparse.Namespace, what: str, shape: tuple[int, ...]) -> d
         if mask_mod is None
         else torch_flex.create_block_mask(mask_mod, None, None, length, length, device=args.device)
     )
+    functorch.donated_buffer = False  # a backward is called again and again
     compiled = torch.compile(torch_flex.flex_attention)
     return {"lowbit": lambda q, k, v: lowbit.flex_attention(q, k, v, score, mask, **options),
             "torch compiled flex": lambda q, k, v: compiled(q, k, v, score, mask, **options)}  # fmt: skip
@@ -126,7 +132,7 @@ def measure(args: argparse.Namespace, shape: tuple[int, ...], what: str) -> list
             if name == "lowbit" or (name in OWN and not isinstance(error, NotImplementedError)):
                 raise
             print(f"left out: {name}: {type(error).__name__}: {str(error).splitlines()[0]}")
-            forward.pop(name, None)
+            forward.pop(name, None), backward.pop(name, None)
     rows: list[dict[str, Any]] = []
     for direction, calls, products in (("forward", forward, 4), ("backward", backward, 10)):
         if not calls:

@@ -87,7 +87,9 @@ FEW_QUERIES = [
 
 WGMMA = ("attention_forward_wgmma_cuda", "attention_backward_wgmma_cuda")
 BY_WARPGROUPS = [
-    *(replace(case, block_size=(128, 128)) for case in CASES if case.shape[5] <= 128 and case.shape[6] in (64, 128)),
+    *(replace(case, block_size=(128, 128)) for case in CASES if case.shape[5] <= 128 and case.shape[6] in (64, 128) and not (case.captured and case.shape[6] == 64)),
+    AttentionCase("a factor of each key, captured, of documents", (1, 2, 1, 130, 330, 64, 128), FP16, score_mod=lambda s, b, h, q, k, t: s * t[k], captured=((330,),),
+                  mask_mod=same_document),
     AttentionCase("more tiles than stages", (1, 2, 1, 130, 700, 128, 64)),
     AttentionCase("one sees nothing, the next the last keys", (1, 1, 1, 200, 520, 32, 64), FP16, mask_mod=lambda b, h, q, k: (q > 128) & (k >= 2 * q + 50)),
 ]  # fmt: skip

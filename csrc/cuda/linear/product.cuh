@@ -37,7 +37,7 @@ struct Product {
                        kBlockBytes = kSteps * kPieces * 256;  // of activations in order
 
   struct Stage {
-    alignas(16) uint8_t codes[kPanels][kTileBytes];
+    alignas(128) uint8_t codes[kPanels][kTileBytes];
     uint16_t scales[kPanels][kScales][kPairs][kPanelColumns];  // and zero points
     RowSum sums[kShape.rows_of_sums()][kScales];
     uint2 x[kShape.x_bytes() / 8];

@@ -58,6 +58,7 @@ def test_products_of_warpgroups_are_within_budget_of_float64(case: AttentionCase
         (CASES[5], (WGMMA[0], None), "head dims of queries above 128"),
         (CASES[6], (WGMMA[0], None), "head dims of values that are neither 64 nor 128"),
         (CASES[13], (WGMMA[0], None), "blocks smaller than its tiles"),
+        (CASES[17], (WGMMA[0], None), "a mod that gathers, and head dims of values of 64"),
         (CASES[6], (ROWS[0], WGMMA[1]), "head dims that are neither 64 nor 128"),
         (CASES[13], (ROWS[0], WGMMA[1]), "blocks smaller than its tiles"),
         (CASES[14], (ROWS[0], WGMMA[1]), "a score_mod that gathers"),
