@@ -25,10 +25,10 @@ LOWBIT_INLINE void load_transposed(uint32_t (&to)[4], const uint16_t* row, uint3
                : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "r"(shared_address(row) + bytes) : "memory");
 }
 
-// Copies 16 bytes from global to shared memory, or zeros; they are there once this thread has waited for them. Eight
-// lanes ask L2 once for 128 bytes that they put together. An H200 copies 9 TB/s from L2 so, also to rows that begin at
-// multiples of 32 bytes; 4.5 to 6 if at multiples of 16, where halves of a sector part; 2.8 if those of each lane lie
-// alone.
+// Copies 16 bytes from global to shared memory, or zeros; they are there once this thread has waited for them.
+// Eight lanes ask L2 once for 128 bytes that they put together. An H200 copies 9 TB/s from L2 so, also to rows that
+// begin at multiples of 32 bytes; 4.5 to 6 if at multiples of 16, where halves of a sector part; 2.8 if those of
+// each lane lie alone.
 LOWBIT_INLINE void copy_async(uint16_t* to, const uint16_t* from, bool is_there) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
                :: "r"(shared_address(to)), "l"(from), "r"(is_there ? 16 : 0) : "memory");
