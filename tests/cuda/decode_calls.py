@@ -81,6 +81,8 @@ CASES = [
                score_mod=lambda s, b, h, q, k: 3 * torch.tanh(s / 3), mask_mod=lambda b, h, q, k: (k // 64 == q // 64) | (k % 3 == b), prompt=True),
     DecodeCase("bfloat16, a prompt, a window", (2, 4, 2, 90, 300, 64, 32), BF16, BF16, {"causal": True, "position": 210, "window": 100}, sink=True,
                token_major=True, prompt=True),
+    DecodeCase("int8, decoded, captured slopes of heads", (1, 4, 2, 70, 150, 64, 64), "int8", BF16, {"causal": True, "position": 80},
+               score_mod=lambda s, b, h, q, k, t: s + t[h] * (k - q), captured=((4,),), prompt=True),
     DecodeCase("float16, a prompt, a softcap", (1, 2, 1, 70, 150, 128, 128), FP16, FP16, {"position": 60}, FP16,
                score_mod=lambda s, b, h, q, k: 3 * torch.tanh(s / 3), prompt=True),
     DecodeCase("one key, 1 column", (1, 1, 1, 1, 1, 1, 1), "int8", FP32),

@@ -96,7 +96,7 @@ struct WgmmaBackward {
   }
 
   LOWBIT_INLINE auto statistics_of_staying(const TilePlace& at) const {
-    if constexpr (kKeysStay) return 0;
+    if constexpr (kKeysStay) return 0;  // those of queries that pass are in the ring
     else return typename PassOf::KeptStatistics{call.statistics[pass.row_of_lane(at)]};
   }
   template <class Statistics>

@@ -88,8 +88,8 @@ std::string_view refuses_prompt(const DecodeArgs& args) {
   if (args.q_length() <= kMostOfStep) return "64 queries or less";
   if (larger(args.kv_length(), args.position + args.q_length()) > kFarthest || args.position < -kFarthest)
     return "keys or positions beyond 2^30";
-  if ((args.causal || args.window > 0) && (gathers(args.score_mod, Stage::head) || gathers(args.mask_mod, Stage::head)))
-    return "a mod that gathers, which tiles ask about keys that causality or the window hides too";
+  if ((args.causal || args.window > 0) && (gathers(args.score_mod, Stage::row) || gathers(args.mask_mod, Stage::row)))
+    return "a mod that gathers by query or key, which tiles ask about keys that causality or the window hides too";
   if (args.format() == KvFormat::floating)
     return args.q.dtype == kCache ? refuses_forward(forward_args(args, args.k, args.v))
                                   : "q has another dtype than keys and values";

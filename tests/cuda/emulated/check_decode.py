@@ -231,7 +231,7 @@ def test_a_gather_out_of_range_ends_the_launch(size: int, fails: bool) -> None:
         (DecodeCase("", (1, 1, 1, 65, 3, 32, 32), "int8", options={"position": 2**30}, prompt=True), "positions beyond 2.30"),
         (
             DecodeCase("", (1, 1, 1, 65, 3, 32, 32), "int4", options={"window": 9}, prompt=True, score_mod=lambda s, b, h, q, k, t: s + t[k], captured=((3,),)),
-            "a mod that gathers",
+            "a mod that gathers by query or key",
         ),
         (DecodeCase("", (1, 1, 1, 1, 3, 32, 32), torch.bfloat16, torch.float32), "q has another dtype than keys and values"),
     ],
