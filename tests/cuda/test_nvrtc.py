@@ -93,8 +93,8 @@ print(json.dumps(made))
                                                     ("sm_100a", 64, False), ("sm_120a", 64, True)])  # fmt: skip
 def test_attention_does_not_spill(architecture: str, e: int, mods: bool, python: Callable[..., str], tmp_path: Path, **environment: str) -> None:
     made = json.loads(python(OF_ATTENTION, architecture, str(e), str(int(mods)), LOWBIT_CACHE_DIR=str(tmp_path), **environment).splitlines()[-1])
-    # Forward, backward, with a score_mod what it captures; for Hopper both by warpgroups, but no backward of a score_mod that gathers.
-    assert len(made) == (3 if mods else 2) + (0 if architecture != "sm_90a" else 1 if mods else 2)
+    # Forward, backward, with a score_mod what it captures; for Hopper both and prompts by warpgroups, but no backward of a score_mod that gathers.
+    assert len(made) == (3 if mods else 2) + (0 if architecture != "sm_90a" else 2 if mods else 3)
     for row in made:
         check(row)
         if NVDISASM and "by warpgroups" in row["name"]:

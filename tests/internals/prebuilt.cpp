@@ -63,7 +63,7 @@ py::list prebuild_attention(const std::string& architecture, const std::string& 
   const cuda::AttentionKind kind{.dtype = type, .e = e, .ev = ev, .score = mods.score_mod(), .mask = mods.mask_mod()};
   py::list all;
   using enum cuda::AttentionKernel;
-  for (const auto kernel : {forward, backward, captured, forward_wgmma, backward_wgmma})
+  for (const auto kernel : {forward, backward, captured, forward_wgmma, prompt_wgmma, backward_wgmma})
     if ((kernel != captured || kind.score) && (kernel < forward_wgmma || architecture == cuda::kHopper) &&
         (kernel != backward_wgmma || kind.gathers() != cuda::Gathers::by_score))
       all.append(facts_of(cuda::attention_source(kind, kernel), architecture));

@@ -40,7 +40,8 @@ constexpr int whole_kib(int bytes) { return (bytes + 1023) / 1024 * 1024; }
 constexpr int bytes_of_lines(int rows, int e, int ev) { return 128 * rows * ((e + 63) / 64 + (ev + 63) / 64); }
 
 // The shape of the forward by warpgroups (forward_wgmma.cuh): each has 64 queries, in registers, with scores of a tile
-// of keys, 232 registers in all. One more warpgroup copies tiles of keys and values.
+// of keys, 232 registers in all. One more warpgroup copies tiles of keys and values. To look at a position and a window
+// takes the registers of 64 keys: beside 128 of them 156 bytes spilled.
 struct WgmmaForwardShape {
   int e, ev, kv_tile, stages;
   static constexpr int kWarpgroups = 2, kThreads = 128 * (kWarpgroups + 1);
@@ -49,8 +50,9 @@ struct WgmmaForwardShape {
   constexpr int stage_bytes() const { return bytes_of_lines(kv_tile, e, ev) + 16; }  // and two barriers
   constexpr int bytes() const { return whole_kib(stages * stage_bytes()); }
 };
-constexpr WgmmaForwardShape wgmma_forward_shape(int e, int ev, Gathers gathers) {
-  WgmmaForwardShape shape{e, ev, gathers == Gathers::none ? 128 : gathers == Gathers::by_mask ? 64 : 32, 0};
+constexpr WgmmaForwardShape wgmma_forward_shape(int e, int ev, Gathers gathers, bool has_position) {
+  const bool few = has_position || gathers == Gathers::by_mask;
+  WgmmaForwardShape shape{e, ev, gathers == Gathers::by_score ? 32 : few ? 64 : 128, 0};
   const int room = kMostSharedOfHopper / shape.stage_bytes();
   shape.stages = room < 4 ? room : 4;
   return shape;
@@ -93,9 +95,13 @@ struct CapturedCall {
 using AttentionCall = AttentionCallOf<CapturedCall>;
 
 constexpr int kWgmmaAttentionThreads = WgmmaForwardShape::kThreads;
-struct WgmmaAttentionCall : AttentionCall {
-  static constexpr int kCtas = 1;                      // of a multiprocessor
-  static constexpr int32_t position = 0, window = 0;  // of all its calls: to look would cost registers
+struct WgmmaPromptCall : AttentionCall {
+  static constexpr int kCtas = 1;  // of a multiprocessor
+  static constexpr bool kHasPosition = true;
+};
+struct WgmmaAttentionCall : WgmmaPromptCall {
+  static constexpr bool kHasPosition = false;
+  static constexpr int32_t position = 0, window = 0;  // of all its calls
 };
 
 }  // namespace lowbit::cuda

@@ -31,24 +31,13 @@ struct Forward {
     return find_next_tile<Mods, kShape.q_tile(), kShape.kv_tile>(call, b, h, q_step, step, at);
   }
 
-  // A tile of keys that is at most eight before the window of these queries, of a call without a block mask, as those
-  // with a window are. Its number as a quotient spilled 8 bytes (NVRTC 13.5, sm_90a, head dims of 128).
-  LOWBIT_INLINE TileStep first_keys(const TileStep& q_step) const {
-    constexpr int kAtOnce = 8;
-    const int seen = q_step.begin(call.q_tiles) + call.position - call.window + 1;
-    TileStep step;
-    while (call.window > 0 && (step.index + kAtOnce) * kShape.kv_tile <= seen)
-      step.index += kAtOnce, step.within += kAtOnce;
-    return step;
-  }
-
   LOWBIT_INLINE void copy(const TilePlace& at, typename Shared::Passing& to) const {
     to.keys.copy(keys + at.k0 * call.k.row, call.k.row, at.cols);
     to.values.copy(values + at.k0 * call.v.row, call.v.row, at.cols);
   }
 
   LOWBIT_INLINE void run(int b, int h, const TileStep& q_step) {
-    TileStep step = first_keys(q_step);
+    TileStep step = first_keys<kShape.kv_tile>(call, q_step);
     TilePlace now, next;
     bool more = find_next(b, h, q_step, step, next);
     if (more) copy(next, shared.passing[0]);

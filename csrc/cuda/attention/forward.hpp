@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The forward by tiles on the host, for the rows of ops that lead to it.
+// The forward on the host, for the rows of ops that lead to it.
 #pragma once
 
 #include "ops/attention.hpp"
@@ -13,6 +13,6 @@ struct ForwardPart {
 };
 
 std::string_view refuses_forward(const AttentionForwardArgs& args);
-void run_forward(const AttentionForwardArgs& args, const ForwardPart& part);
+void run_prompt(const AttentionForwardArgs& args, const ForwardPart& part);  // by warpgroups or by tiles
 
 }  // namespace lowbit::cuda

@@ -12,13 +12,14 @@
 
 namespace lowbit::cuda {
 
-template <DType dtype, int kE, int kEv, class Mods>
+template <DType dtype, int kE, int kEv, class Mods, class Call>
 struct WgmmaForward {
-  static constexpr WgmmaForwardShape kShape = wgmma_forward_shape(kE, kEv, Mods::kGathers);
+  static constexpr WgmmaForwardShape kShape =
+      wgmma_forward_shape(kE, kEv, Mods::kGathers, Call::kHasPosition);
   static constexpr int kKvTile = kShape.kv_tile, kScores = kKvTile / 8, kStages = kShape.stages;
   using Keys = SharedLines<kKvTile, kE>;
   using Values = SharedLines<kKvTile, kEv>;
-  using Softmax = RunningSoftmax<dtype, kEv, 1, kScores, Mods, WgmmaAttentionCall>;
+  using Softmax = RunningSoftmax<dtype, kEv, 1, kScores, Mods, Call>;
 
   struct Shared {
     struct Stage {
@@ -29,7 +30,7 @@ struct WgmmaForward {
   };
   static_assert(sizeof(Shared) == kShape.bytes() && kStages >= 2);
 
-  const WgmmaAttentionCall& call;
+  const Call& call;
   Shared& shared;
   int b, h;
   TileStep q_step;
@@ -38,10 +39,15 @@ struct WgmmaForward {
   // The tiles of keys that a warp passes, and the stage of the next.
   struct Passing {
     RingPlace<kStages>& place;
-    TileStep step{};
+    TileStep step;
     TilePlace at{};
     bool more = false;
   };
+  LOWBIT_INLINE Passing first(RingPlace<kStages>& place) const {
+    Passing tile{.place = place, .step = first_keys<kKvTile>(call, q_step)};
+    find(tile);
+    return tile;
+  }
   LOWBIT_INLINE void find(Passing& tile) const {
     tile.more = find_next_tile<Mods, kShape.q_tile(), kKvTile>(call, b, h, q_step, tile.step, tile.at);
   }
@@ -54,8 +60,7 @@ struct WgmmaForward {
   LOWBIT_INLINE void copy_all(RingPlace<kStages>& place) const {
     const int kv_head = h / call.group;
     const uint16_t *keys = head_rows(call.k, b, kv_head), *values = head_rows(call.v, b, kv_head);
-    Passing tile{place};
-    for (find(tile); tile.more; go_on(tile)) {
+    for (Passing tile = first(place); tile.more; go_on(tile)) {
       wait_for(shared.barriers.empty[tile.place.stage], tile.place.phase ^ 1);
       shared.ring[tile.place.stage].keys.copy(keys + tile.at.k0 * call.k.row, call.k.row, tile.at.cols);
       shared.ring[tile.place.stage].values.copy(values + tile.at.k0 * call.v.row, call.v.row, tile.at.cols);
@@ -116,8 +121,7 @@ struct WgmmaForward {
   }
 
   LOWBIT_INLINE void run(const Queries& q, Softmax& softmax, RingPlace<kStages>& place) const {
-    Passing tile{place};
-    find(tile);
+    Passing tile = first(place);
     if (!tile.more) return clear(softmax.out);
     float s[1][kScores][4];
     Powers p;
@@ -158,9 +162,9 @@ struct WgmmaForward {
   }
 };
 
-template <DType dtype, int kE, int kEv, class Mods>
-LOWBIT_INLINE void attention_forward_wgmma(const WgmmaAttentionCall& call) {
-  using F = WgmmaForward<dtype, kE, kEv, Mods>;
+template <DType dtype, int kE, int kEv, class Mods, class Call>
+LOWBIT_INLINE void attention_forward_wgmma(const Call& call) {
+  using F = WgmmaForward<dtype, kE, kEv, Mods, Call>;
   LOWBIT_DYNAMIC_SHARED(typename F::Shared, shared);
   constexpr int kWarps = WgmmaForwardShape::q_tile() / 16;
   shared.barriers.set_up_all(kWarps);

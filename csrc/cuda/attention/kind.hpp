@@ -14,7 +14,7 @@ enum class Stage : uint8_t;
 namespace lowbit::cuda {
 
 enum class AttentionKernel : int64_t {
-  prepare, statistics, sink, captured_ends, forward, backward, captured, forward_wgmma, backward_wgmma
+  prepare, statistics, sink, captured_ends, forward, backward, captured, forward_wgmma, prompt_wgmma, backward_wgmma
 };
 
 struct AttentionKind {
@@ -27,7 +27,8 @@ struct AttentionKind {
   bool folds() const { return !score && (bias == DType::other || bias == DType::boolean) && !scales; }
   Gathers gathers() const;
   ForwardShape forward() const { return forward_shape(e, ev, gathers()); }
-  WgmmaForwardShape forward_wgmma() const { return wgmma_forward_shape(e, ev, gathers()); }
+  WgmmaForwardShape forward_wgmma() const { return wgmma_forward_shape(e, ev, gathers(), false); }
+  WgmmaForwardShape prompt_wgmma() const { return wgmma_forward_shape(e, ev, gathers(), true); }
   BackwardShape backward() const { return backward_shape(e, ev, gathers()); }
   WgmmaBackwardShape backward_wgmma(bool keys_stay) const {
     return wgmma_backward_shape(e, ev, gathers(), keys_stay);

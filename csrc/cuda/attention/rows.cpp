@@ -65,17 +65,12 @@ void launch_forward(const AttentionForwardArgs& args, const ForwardPart& part, c
   launch(kernel, name, ctas, shape.bytes(), shape.kThreads);
 }
 
-}  // namespace
-
-void run_forward(const AttentionForwardArgs& args, const ForwardPart& part) {
+ForwardPart whole(const AttentionForwardArgs& args) { return {.heads = args.batch() * args.heads()}; }
+void run_tiles(const AttentionForwardArgs& args, const ForwardPart& part) {
   const AttentionKind kind = kind_of(args);
   launch_forward(args, part, kind, kind.forward(), AttentionKernel::forward, "attention_forward");
 }
-
-namespace {
-
-ForwardPart whole(const AttentionForwardArgs& args) { return {.heads = args.batch() * args.heads()}; }
-void run_tiles(const AttentionForwardArgs& args) { run_forward(args, whole(args)); }
+void run_tiles(const AttentionForwardArgs& args) { run_tiles(args, whole(args)); }
 void run_wgmma(const AttentionForwardArgs& args) {
   const AttentionKind kind = kind_of(args);
   launch_forward(args, whole(args), kind, kind.forward_wgmma(), AttentionKernel::forward_wgmma,
@@ -221,6 +216,16 @@ std::string_view refuses_wgmma(const AttentionForwardArgs& args) {
     return "blocks smaller than its tiles";
   return "";
 }
+
+}  // namespace
+
+void run_prompt(const AttentionForwardArgs& args, const ForwardPart& part) {
+  if (!refuses_wgmma(args).empty()) return run_tiles(args, part);
+  const AttentionKind kind = kind_of(args);
+  launch_forward(args, part, kind, kind.prompt_wgmma(), AttentionKernel::prompt_wgmma, "attention_prompt_wgmma");
+}
+
+namespace {
 
 std::string_view refuses_backward(const AttentionBackwardArgs& args) {
   if (args.grad_mask) return "a gradient of mask is wanted";

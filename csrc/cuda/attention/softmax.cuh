@@ -7,6 +7,17 @@
 
 namespace lowbit::cuda {
 
+// A tile of keys that is at most eight before the window of these queries, of a call without a block mask, as those
+// with a window are. Its number as a quotient spilled 8 bytes (NVRTC 13.5, sm_90a, head dims of 128).
+template <int kKvTile, class Call>
+LOWBIT_INLINE TileStep first_keys(const Call& call, const TileStep& q_step) {
+  constexpr int kAtOnce = 8;
+  const int seen = q_step.begin(call.q_tiles) + call.position - call.window + 1;
+  TileStep step;
+  while (call.window > 0 && (step.index + kAtOnce) * kKvTile <= seen) step.index += kAtOnce, step.within += kAtOnce;
+  return step;
+}
+
 // The next tile of keys from `step` on that some query of a tile sees; false after the last.
 template <class Mods, int kQTile, int kKvTile, class Call>
 LOWBIT_INLINE bool find_next_tile(const Call& call, int b, int h, const TileStep& q_step, TileStep& step,

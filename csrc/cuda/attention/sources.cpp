@@ -22,8 +22,8 @@ std::string mods_text(const AttentionKind& kind, Gradient gradient) {
 std::string attention_kernel(std::string_view name, std::string_view body) {
   return kernel_text(name, "kAttentionThreads", "AttentionCall", body);
 }
-std::string wgmma_kernel(std::string_view name, std::string_view body) {
-  return kernel_text(name, "kWgmmaAttentionThreads", "WgmmaAttentionCall", body);
+std::string wgmma_kernel(std::string_view name, std::string_view body, std::string_view call = "WgmmaAttentionCall") {
+  return kernel_text(name, "kWgmmaAttentionThreads", call, body);
 }
 
 }  // namespace
@@ -82,6 +82,11 @@ Source attention_source(const AttentionKind& kind, AttentionKernel kernel) {
       return {concat("attention forward by warpgroups of ", what),
               concat("#include \"cuda/attention/forward_wgmma.cuh\"\n", mods_text(kind, Gradient::none),
                      wgmma_kernel("attention_forward_wgmma", concat("attention_forward_wgmma<", sizes, ", Mods>")))};
+    case AttentionKernel::prompt_wgmma:
+      return {concat("attention of prompts by warpgroups of ", what),
+              concat("#include \"cuda/attention/forward_wgmma.cuh\"\n", mods_text(kind, Gradient::none),
+                     wgmma_kernel("attention_prompt_wgmma", concat("attention_forward_wgmma<", sizes, ", Mods>"),
+                                  "WgmmaPromptCall"))};
     case AttentionKernel::backward_wgmma:
       return {concat("attention backward by warpgroups of ", what),
               concat("#include \"cuda/attention/backward_wgmma.cuh\"\n", mods_text(kind, Gradient::of_score),
@@ -113,7 +118,8 @@ void add_attention_sources(std::vector<Source>& all, const std::string& architec
     for (const auto kernel : {AttentionKernel::forward, AttentionKernel::statistics, AttentionKernel::backward})
       all.push_back(attention_source(kind, kernel));
     if (architecture != kHopper) continue;
-    for (const auto kernel : {AttentionKernel::forward_wgmma, AttentionKernel::backward_wgmma})
+    for (const auto kernel :
+         {AttentionKernel::forward_wgmma, AttentionKernel::prompt_wgmma, AttentionKernel::backward_wgmma})
       all.push_back(attention_source(kind, kernel));
   }
 }

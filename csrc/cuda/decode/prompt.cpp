@@ -53,7 +53,7 @@ ForwardPart part_of(const DecodeArgs& args, int64_t first_kv_head, int64_t kv_he
 }
 
 void run_floats(const DecodeArgs& args) {
-  run_forward(forward_args(args, args.k, args.v), part_of(args, 0, args.batch() * args.kv_heads()));
+  run_prompt(forward_args(args, args.k, args.v), part_of(args, 0, args.batch() * args.kv_heads()));
 }
 
 void run_codes(const DecodeArgs& args) {
@@ -77,7 +77,7 @@ void run_codes(const DecodeArgs& args) {
                       .scale = numbered_from(scale, -first_key), .x = x, .rotated = rotated}, first, heads);
     };
     dequantize(args.k, args.k_scale, k, args.rotated), dequantize(args.v, args.v_scale, v, false);
-    run_forward(forward_args(args, numbered_from(k, first_key), numbered_from(v, first_key)),
+    run_prompt(forward_args(args, numbered_from(k, first_key), numbered_from(v, first_key)),
                 part_of(args, first, heads));
   }
 }

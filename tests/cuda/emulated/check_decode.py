@@ -84,9 +84,10 @@ def test_a_block_of_queries_reads_no_key_behind_its_last_or_before_its_window() 
         assert finite[:32].all() == first and finite[32:].all() == second
 
 
-def test_a_prompt_decodes_what_its_queries_see_and_a_tile_of_them_reads_no_more() -> None:
+@pytest.mark.parametrize("ev", [32, 64])  # by tiles, by warpgroups
+def test_a_prompt_decodes_what_its_queries_see_and_a_tile_of_them_reads_no_more(ev: int) -> None:
     """Two tiles of 128 queries, over tiles of 64 keys: those from 64 to 448 are decoded."""
-    case = DecodeCase("prompt", (1, 1, 1, 248, 600, 32, 32), "int8", options={"causal": True, "position": 200, "window": 100}, prompt=True)
+    case = DecodeCase("prompt", (1, 1, 1, 248, 600, 32, ev), "int8", options={"causal": True, "position": 200, "window": 100}, prompt=True)
     for keys, first, second in ((slice(0, 64), True, True), (slice(64, 128), False, True), (slice(384, 448), True, False), (slice(448, 600), True, True)):
         data = make_data(case)
         for name in ("k_scale", "v_scale"):
@@ -95,10 +96,13 @@ def test_a_prompt_decodes_what_its_queries_see_and_a_tile_of_them_reads_no_more(
         assert finite[:128].all() == first and finite[128:].all() == second
 
 
-@pytest.mark.parametrize("position, window", [(120, 0), (-100, 0), (0, 30)])
-def test_a_prompt_in_pieces_of_heads_has_the_bits_of_the_whole(position: int, window: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("position, window, ev, kernel", [(120, 0, 32, "attention_forward"), (120, 0, 64, "attention_prompt_wgmma"),
+                                                          (-100, 0, 32, ""), (0, 30, 64, "")])  # fmt: skip
+def test_a_prompt_in_pieces_of_heads_has_the_bits_of_the_whole(
+    position: int, window: int, ev: int, kernel: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     options = {"causal": True, "position": position, "window": window}
-    case = DecodeCase("pieces", (2, 6, 3, 70, 190, 64, 32), "int4", options=options, mask=BF16, sink=True, prompt=True,
+    case = DecodeCase("pieces", (2, 6, 3, 70, 190, 64, ev), "int4", options=options, mask=BF16, sink=True, prompt=True,
                       score_mod=lambda s, b, h, q, k: s + 0.01 * (k - q) * (h + 1) * (b + 1))  # fmt: skip
     data = make_data(case)
     whole = run(case, data, DEVICE, "_sim")
@@ -106,15 +110,16 @@ def test_a_prompt_in_pieces_of_heads_has_the_bits_of_the_whole(position: int, wi
     log = tmp_path / "log"
     monkeypatch.setenv("LOWBIT_EMULATED_LOG", str(log))
     for heads, ctas in ((4, ["8", "4"]), (0, ["2"] * 6)):
-        before = internals.most_decoded_bytes(2 * heads * 190 * (64 + 32))
+        before = internals.most_decoded_bytes(2 * heads * 190 * (64 + ev))
         try:
             parts = run(case, data, DEVICE, "_sim")
         finally:
             internals.most_decoded_bytes(before)
         launches = [line.split()[1:3] for line in log.read_text().splitlines() if line.startswith("launch")]
         assert all(torch.equal(a, b) for a, b in zip(parts, whole, strict=True))
-        if position == 120:
-            assert [count for name, count in launches if name == "attention_forward"] == ctas
+        if kernel:
+            persist = kernel == "attention_prompt_wgmma"  # one for each of the 2 multiprocessors
+            assert [count for name, count in launches if name == kernel] == ["2" if persist else count for count in ctas]
             assert [name for name, _ in launches].count("kv_dequantize") == 2 * len(ctas)
         log.unlink()
 
