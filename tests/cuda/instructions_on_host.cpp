@@ -132,8 +132,8 @@ void multiply_words(C (*c)[4], int count, const FirstFactor& first, bool rows_ar
         c[j][i] = kept(adds ? c[j][i] : C{}, sum);
       }
   };
-  // The whole warp, or nothing: a lane alone would see registers of others that have gone on. One time in 16: it makes
-  // those before it too, and of 16 products behind each other it would seldom be seen that nobody waited.
+  // The whole warp, or nothing: a lane alone would see registers of others that have gone on. That is
+  // one time in 16, since it makes those before it too: else a wait that is missing would seldom be seen.
   const bool now = shuffled(static_cast<uint32_t>(coins() & 0xf00), 0) == 0;
   auto& pending = fibers[current].products;
   pending.push_back({fibers[current].groups_of_products, make});
