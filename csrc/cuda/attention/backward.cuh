@@ -103,7 +103,7 @@ struct Backward {
       wait_for_copies();
       __syncthreads();  // the tile is there, and every thread is done with the one before
       Passing& passing = shared.passing[stage];
-      const typename PassOf::SharedStatistics statistics{call.statistics[pass.row_of_lane(now.at)]};
+      const typename PassOf::StatisticsOfLanes statistics{call.statistics[pass.row_of_lane(now.at)]};
       float s[1][kScores][4], dp[1][kScores][4];
       if (first) left.load(), right.load();
       left.multiply(s, passing.left.data);

@@ -36,7 +36,7 @@ constexpr ForwardShape forward_shape(int e, int ev, Gathers gathers) {
 }
 
 // Rows of two matrices in shared memory, as lines of 64 columns (matrices.cuh).
-constexpr int whole_kib(int bytes) { return (bytes + 1023) / 1024 * 1024; }
+constexpr int whole_kib(int64_t bytes) { return static_cast<int>(round_up(bytes, 1024)); }
 constexpr int bytes_of_lines(int rows, int e, int ev) { return 128 * rows * ((e + 63) / 64 + (ev + 63) / 64); }
 
 // The shape of the forward by warpgroups (forward_wgmma.cuh): each has 64 queries, in registers, with scores of a tile

@@ -106,7 +106,7 @@ struct Pass {
 
   // Statistics of the queries of this lane's scores: one query's, shared by the lanes of a warp; those of all, in
   // registers; or in shared memory, from where they are read when they are needed.
-  struct SharedStatistics {
+  struct StatisticsOfLanes {
     RowStatistics own;
     LOWBIT_INLINE bool has_rest() const { return own.has_rest(); }  // of the query of this lane
     LOWBIT_INLINE OfScores lse() const { return share(own.lse); }

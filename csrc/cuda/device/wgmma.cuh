@@ -103,37 +103,33 @@ LOWBIT_INLINE uint64_t lines_at(const void* p) {
 
 // c += a b of 16-bit floats, or c = a b, unless it adds: 64 rows of a warpgroup, 8 kCount columns, 16 k. (Zeros that
 // other instructions write to c would make the compiler wait for each product.)
-template <DType dtype, int kRowsStep, int kCount>
-LOWBIT_INLINE void multiply_by_shared(float (&c)[kCount][4], const uint32_t (&a)[4], const void* second, bool adds) {
+template <DType dtype, bool kRowsAreK, int kCount>
+LOWBIT_INLINE void multiply_floats(float (&c)[kCount][4], const uint32_t (&a)[4], uint64_t b, bool adds) {
   static_assert(kCount == 4 || kCount == 8 || kCount == 16 || kCount == 32);
-  const uint64_t b = matrices_at<128, kRowsStep>(second);
-  if constexpr (dtype == DType::bfloat16) {
+  constexpr bool kBfloat16 = dtype == DType::bfloat16;
+  if constexpr (kBfloat16 && kRowsAreK) {
+    LOWBIT_WGMMA_OF("k16.f32.bf16.bf16", LOWBIT_FLOAT_SUM, ", 1, 1, 1");
+  } else if constexpr (kBfloat16) {
     LOWBIT_WGMMA_OF("k16.f32.bf16.bf16", LOWBIT_FLOAT_SUM, ", 1, 1, 0");
+  } else if constexpr (kRowsAreK) {
+    LOWBIT_WGMMA_OF("k16.f32.f16.f16", LOWBIT_FLOAT_SUM, ", 1, 1, 1");
   } else {
     LOWBIT_WGMMA_OF("k16.f32.f16.f16", LOWBIT_FLOAT_SUM, ", 1, 1, 0");
   }
 }
-
-// The same of lines: rows of the second factor are columns of the result, or k.
+template <DType dtype, int kRowsStep, int kCount>
+LOWBIT_INLINE void multiply_by_shared(float (&c)[kCount][4], const uint32_t (&a)[4], const void* second, bool adds) {
+  multiply_floats<dtype, false>(c, a, matrices_at<128, kRowsStep>(second), adds);
+}
 template <DType dtype, int kCount>
 LOWBIT_INLINE void multiply_by_lines(float (&c)[kCount][4], const uint32_t (&a)[4], const void* second, bool adds) {
-  const uint64_t b = lines_at<16>(second);
-  if constexpr (dtype == DType::bfloat16) {
-    LOWBIT_WGMMA_OF("k16.f32.bf16.bf16", LOWBIT_FLOAT_SUM, ", 1, 1, 0");
-  } else {
-    LOWBIT_WGMMA_OF("k16.f32.f16.f16", LOWBIT_FLOAT_SUM, ", 1, 1, 0");
-  }
+  multiply_floats<dtype, false>(c, a, lines_at<16>(second), adds);
 }
 template <DType dtype, int kPanelStep, int kCount>
 LOWBIT_INLINE void multiply_by_lines_of_k(float (&c)[kCount][4], const uint32_t (&a)[4], const void* second,
                                           bool adds) {
-  static_assert(kCount == 8 || kCount == 16 || kCount == 32);
-  const uint64_t b = lines_at<kPanelStep>(second);
-  if constexpr (dtype == DType::bfloat16) {
-    LOWBIT_WGMMA_OF("k16.f32.bf16.bf16", LOWBIT_FLOAT_SUM, ", 1, 1, 1");
-  } else {
-    LOWBIT_WGMMA_OF("k16.f32.f16.f16", LOWBIT_FLOAT_SUM, ", 1, 1, 1");
-  }
+  static_assert(kCount > 4);  // a line at least
+  multiply_floats<dtype, true>(c, a, lines_at<kPanelStep>(second), adds);
 }
 
 // The same where the first factor is lines too: 64 rows, and k goes along them.

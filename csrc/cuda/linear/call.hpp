@@ -39,7 +39,7 @@ struct ProductShape {
   constexpr int stage_bytes() const {
     const int bytes =
         panels() * (128 * bits + scales() * (1 + asymmetric) * 32) + rows_of_sums() * scales() * 16 + x_bytes();
-    return (bytes + 127) / 128 * 128;
+    return static_cast<int>(round_up(bytes, 128));
   }
   // Tiles of a warp in shared memory: two CTAs of 76 KB lie on a multiprocessor of 164 KB or more.
   constexpr int stages() const {
