@@ -45,7 +45,7 @@ def main() -> None:
     begin = time.perf_counter()
     model, tokenizer = lowbit.load_gguf(path)
     seconds = time.perf_counter() - begin
-    print(f"{path.name}: {path.stat().st_size / 1e6:.0f} MB, read in {seconds:.1f} s, most of it the tokenizer")
+    print(f"{path.name}: {path.stat().st_size / 1e6:.0f} MB, read in {seconds:.1f} s")
     layers = [module for module in model.modules() if isinstance(module, lowbit.QuantLinear)]
     size = sum({id(tensor): tensor.nbytes for tensor in model.parameters()}.values()) / 1e6
     print(f"{len(layers)} linear layers, {layers[0].spec.name} and others; {size:.0f} MB in memory")

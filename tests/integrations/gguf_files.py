@@ -50,15 +50,16 @@ def random_blocks(type: str, rows: int, k: int, seed: int = 0, spread: float = 1
     return blocks.reshape(rows, -1)
 
 
-def write(path: Path, name: str, type: str = "Q4_0", *, seed: int = 0, embedding: str | None = None, config: transformers.PreTrainedConfig | None = None) -> Path:
+def write(path: Path, name: str, type: str = "Q4_0", *, seed: int = 0, embedding: str | None = None, config: transformers.PreTrainedConfig | None = None, words: bool = False) -> Path:
     """A file of the model of this name whose matrices are all of ``type``, the table of words of ``embedding``; of
-    another configuration, if one is given."""
+    another configuration, if one is given; with ``words`` that its tokenizer can cut a text into."""
     config = config or CONFIGS[name]
     architecture = {"tied": "llama"}.get(name, name)
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)
     writer, random = gguf.GGUFWriter(path, architecture), np.random.default_rng(seed)
     _write_config(writer, config, architecture)
+    _write_words(writer, config, words)
     names = get_gguf_hf_weights_map(model, TensorProcessor())
     tied = set(model.all_tied_weights_keys)
     for to, of in sorted(names.items()):
@@ -84,8 +85,6 @@ def write(path: Path, name: str, type: str = "Q4_0", *, seed: int = 0, embedding
 
 def _write_config(writer: gguf.GGUFWriter, config: transformers.PreTrainedConfig, architecture: str) -> None:
     writer.add_name("tiny")
-    writer.add_tokenizer_model("gpt2"), writer.add_token_list([f"<{number}>" for number in range(config.vocab_size)])
-    writer.add_pad_token_id(0)
     told = config.to_dict() | {"rope_theta": 10000.0}
     for key, of in GGUF_CONFIG_MAPPING[architecture].items():
         value = told.get(of) if isinstance(of, str) else None
@@ -93,3 +92,14 @@ def _write_config(writer: gguf.GGUFWriter, config: transformers.PreTrainedConfig
             continue
         add = writer.add_float32 if isinstance(value, float) else writer.add_uint32
         add(f"{architecture}.{key}", value)
+
+
+def _write_words(writer: gguf.GGUFWriter, config: transformers.PreTrainedConfig, can_cut: bool) -> None:
+    names = [f"<{number}>" for number in range(config.vocab_size)]
+    if can_cut:
+        names[1:9] = "a", "b", "c", "ab", "abc", "\u0120", "\u0120a", "<|end|>"
+        writer.add_token_merges(["a b", "ab c", "\u0120 a"])
+        writer.add_token_types([gguf.TokenType.CONTROL if name == "<|end|>" else gguf.TokenType.NORMAL for name in names])
+        writer.add_eos_token_id(8)
+    writer.add_tokenizer_model("gpt2"), writer.add_token_list(names)
+    writer.add_pad_token_id(0)

@@ -11,7 +11,14 @@ import gguf
 import numpy as np
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
+from transformers import (
+    TOKENIZER_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedTokenizerFast,
+)
 
 from lowbit.integrations.fuse import fuse as fuse_pieces
 from lowbit.integrations.gguf.file import GgufFile
@@ -43,13 +50,13 @@ def load_gguf(
         >>> print(tokenizer.decode(model.generate(**tokens, max_new_tokens=20)[0]))
     """
     model = load_model(path, activations=activations, attention=attention, fuse=fuse)
-    return model, AutoTokenizer.from_pretrained(Path(path).parent, gguf_file=Path(path).name)
+    return model, load_tokenizer(Path(path), model.config)
 
 
 def load_model(
     path: str | Path, *, activations: str = "int8", attention: str = "lowbit", fuse: bool = True
 ) -> nn.Module:
-    """Return the model alone; arguments and errors are those of `load_gguf`. The tokenizer takes most of its time."""
+    """Return the model alone; arguments and errors are those of `load_gguf`."""
     if activations not in ACTIVATIONS:
         raise ValueError(f"load_gguf: activations must be one of {', '.join(ACTIVATIONS)}, got {activations!r}")
     file = GgufFile.open(path)
@@ -62,6 +69,19 @@ def load_model(
     if fuse:
         fuse_pieces(model)
     return model
+
+
+def load_tokenizer(path: Path, config: PreTrainedConfig) -> Any:
+    """Return the tokenizer that AutoTokenizer makes of the file, by its class.
+
+    AutoTokenizer itself asks for the configuration first, for which the ``gguf`` package's reader steps over every word:
+    5.6 to 6.6 s instead of 0.4 s for 49,152 of them.
+    """
+    kind = TOKENIZER_MAPPING.get(type(config), PreTrainedTokenizerFast)
+    is_of_the_file = isinstance(kind, type) and issubclass(kind, PreTrainedTokenizerFast)
+    if not is_of_the_file or (path.parent / "tokenizer_config.json").exists():  # which may name another class
+        kind = AutoTokenizer
+    return kind.from_pretrained(path.parent, gguf_file=path.name)
 
 
 def config_of(file: GgufFile) -> PreTrainedConfig:
