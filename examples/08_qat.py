@@ -19,9 +19,9 @@ import importlib.util
 import math
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
-import transformers
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -46,18 +46,15 @@ def packaged_file() -> Path:
     return next(Path(spec.origin).parent.glob("*.gguf"))
 
 
-def loaded(path: Path) -> nn.Module:
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    kind = transformers.AutoModelForCausalLM
-    model = kind.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32).eval()
+def loaded(path: Path) -> tuple[nn.Module, Any]:
+    model, tokenizer = lowbit.load_gguf(path, activations="float", attention="sdpa", fuse=False)
+    lowbit.dequantize_(model)
     lowbit.rotate_(model, "orthogonal", heads=False)
-    return model
+    return model, tokenizer
 
 
-def windows_of(path: Path, window: int) -> tuple[Tensor, Tensor]:
+def windows_of(tokenizer: Any, window: int) -> tuple[Tensor, Tensor]:
     """Return windows of tokens [count, 1, window]: to train on, and held out."""
-    tokenizer = transformers.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
     pages = [page for page in sorted(DOCS.rglob("*.md")) if page.name != "api.md"]
     cut = []
     for held_out in (False, True):
@@ -99,9 +96,8 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=3e-5)
     parser.add_argument("--formats", default="W4A8 g32", help="separated by commas: " + ", ".join(FORMATS))
     options = parser.parse_args()
-    path = options.file or packaged_file()
-    teacher = loaded(path)
-    training, held_out = windows_of(path, options.window)
+    teacher, tokenizer = loaded(options.file or packaged_file())
+    training, held_out = windows_of(tokenizer, options.window)
     held_out = held_out[: options.held_out]
     print(f"float32: perplexity {perplexity(teacher, held_out):.2f}")
     print(f"{'format':12}{'rounded':>10}{'trained':>10}{'converted':>11}{'step s':>8}")

