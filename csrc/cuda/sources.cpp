@@ -11,6 +11,12 @@ std::string kernel_text(std::string_view name, std::string_view threads, std::st
                 body, "(args);\n}\n");
 }
 
+std::string early_kernel_text(std::string_view name, std::string_view threads, std::string_view Args,
+                              std::string_view body) {
+  return concat("#include \"cuda/device/early.cuh\"\n",
+                kernel_text(name, threads, Args, concat("begin_early();\n  lowbit::cuda::", body)));
+}
+
 void add_once(std::vector<Source>& all, Source source) {
   if (std::none_of(all.begin(), all.end(), [&](const Source& other) { return other.name == source.name; }))
     all.push_back(std::move(source));

@@ -20,6 +20,9 @@ enum class SourceKind : int64_t { step, convert, activations, linear, dequantize
 
 // A kernel `name` of `threads`, which calls `body` with its argument, a struct `Args` (both in lowbit::cuda).
 std::string kernel_text(std::string_view name, std::string_view threads, std::string_view Args, std::string_view body);
+// The same of one that is launched early, and waits before the call.
+std::string early_kernel_text(std::string_view name, std::string_view threads, std::string_view Args,
+                              std::string_view body);
 
 inline constexpr int kFloatBlock = 256;  // of formats without scales: elements are dealt out as in blocks of 256
 struct StepKind {

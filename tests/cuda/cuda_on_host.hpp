@@ -135,8 +135,9 @@ inline unsigned __byte_perm(unsigned low, unsigned high, unsigned selector) {
 #include "tiles_on_host.hpp"
 #include "barrier_on_host.hpp"
 #include "wgmma_on_host.hpp"
+#include "early_on_host.hpp"
 
 // The emulated driver calls it; false: threads wait for each other for ever or left others waiting, or shared memory
-// was written outside of its bounds.
+// was written outside of its bounds, or a kernel that begins early does not wait for those before it.
 extern "C" bool lowbit_run_grid(void (*kernel)(const void*), const void* args, unsigned ctas, unsigned threads,
-                                unsigned shared_bytes, unsigned seed);
+                                unsigned shared_bytes, unsigned seed, bool early);

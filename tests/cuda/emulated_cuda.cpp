@@ -68,7 +68,7 @@ void write(const fs::path& path, const std::string& text) {
 // The barriers and waits for copies of all headers in one numbering, from 0.
 void take_out_wait(std::string& text, int& number) {
   static const std::regex wait(
-      R"((__syncthreads\(|wait_for_copies\(|__syncwarp\(|wait_for_(?:groups|products)<[^>]*>\(|wait_for\([^;]*)\);)");
+      R"((__sync(?:threads|warp)\(|wait_for_(?:copies|kernels_before|(?:groups|products)<[^>]*>)\(|wait_for\([^;]*)\);)");
   for (std::sregex_iterator i(text.begin(), text.end(), wait), end; i != end; ++i)
     if (number-- == 0) {
       text.replace(static_cast<std::size_t>(i->position()), i->str().size(), i->str().size(), ' ');
@@ -100,7 +100,7 @@ fs::path kept_image(const Program& program) {
 
 struct Loaded {
   void* library;
-  bool (*run)(void (*)(const void*), const void*, unsigned, unsigned, unsigned, unsigned);
+  bool (*run)(void (*)(const void*), const void*, unsigned, unsigned, unsigned, unsigned, bool);
 };
 struct Kernel {
   const Loaded* loaded;
@@ -193,15 +193,28 @@ EMULATED cuFuncSetAttribute(void* function, int attribute, int value) {
   const bool of_hopper = static_cast<const Kernel*>(function)->name.find("wgmma") != std::string::npos;
   return attribute == 8 && value <= (of_hopper ? kMostOfHopper : kMostOfAnAda) ? kSuccess : kInvalidValue;
 }
-EMULATED cuLaunchKernel(void* function, unsigned x, unsigned y, unsigned z, unsigned threads, unsigned, unsigned,
-                        unsigned shared_bytes, void* stream, void** arguments, void**) {
+struct Attribute {  // CUlaunchAttribute
+  int id;
+  alignas(8) int value[16];
+};
+struct Launch {  // CUlaunchConfig
+  unsigned x, y, z, threads, threads_y, threads_z, shared_bytes;
+  void* stream;
+  const Attribute* attributes;
+  unsigned count;
+};
+EMULATED cuLaunchKernelEx(const Launch* launch, void* function, void** arguments, void**) {
   const auto* kernel = static_cast<const Kernel*>(function);
-  log("launch ", kernel->name, " ", x, " ", threads, " ", reinterpret_cast<intptr_t>(stream));
-  FAILS_AS_TOLD("cuLaunchKernel");
-  if (x == 0 || y != 1 || z != 1) return kInvalidValue;
+  constexpr int kProgrammaticStreamSerialization = 6;
+  const bool early = launch->count == 1 && launch->attributes->id == kProgrammaticStreamSerialization &&
+                     launch->attributes->value[0] == 1;
+  log("launch ", kernel->name, " ", launch->x, " ", launch->threads, " ", reinterpret_cast<intptr_t>(launch->stream),
+      early ? " early" : "");
+  FAILS_AS_TOLD("cuLaunchKernelEx");
+  if (launch->x == 0 || launch->y != 1 || launch->z != 1 || launch->count != early) return kInvalidValue;
   const std::string seed = environment("LOWBIT_EMULATED_SEED");
-  const bool ran =
-      kernel->loaded->run(kernel->body, arguments[0], x, threads, shared_bytes, seed.empty() ? 0 : std::stoul(seed));
+  const bool ran = kernel->loaded->run(kernel->body, arguments[0], launch->x, launch->threads, launch->shared_bytes,
+                                       seed.empty() ? 0 : std::stoul(seed), early);
   return ran ? kSuccess : kLaunchFailed;
 }
 

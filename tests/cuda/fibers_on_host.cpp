@@ -14,6 +14,7 @@ std::vector<Fiber> fibers;
 std::minstd_rand coins;
 std::vector<std::function<void()>> bulk_copies;
 unsigned current = 0, dynamic_bytes = 0;
+bool begins_early = false;
 
 namespace {
 
@@ -53,7 +54,7 @@ bool run_cta(unsigned threads, std::mt19937& random) {
   failed = false, coins.seed(random()), bulk_copies.clear();
   for (Fiber& fiber : fibers)
     fiber.state = State::runs, fiber.collectives = fiber.groups = fiber.groups_of_products = 0,
-    fiber.copies.clear(), fiber.products.clear();
+    fiber.copies.clear(), fiber.products.clear(), fiber.has_waited = !begins_early;
   std::vector<unsigned> order(threads);
   for (unsigned i = 0; i < threads; i++) order[i] = i;
   for (uint64_t asleep = 0;;) {
@@ -69,7 +70,11 @@ bool run_cta(unsigned threads, std::mt19937& random) {
     }
     for (const Fiber& fiber : fibers) done &= fiber.state == State::done;
     if (failed) return false;
-    if (done) return true;
+    if (done) {
+      for (const Fiber& fiber : fibers)
+        if (!fiber.has_waited) return std::fputs("emulated CUDA: a thread did not wait for the kernels before\n", stderr), false;
+      return true;
+    }
     if (!any && !asleep) return false;
     if (!any) asleep = 0;
   }
@@ -138,9 +143,9 @@ void lowbit::gpu::fail() {
 }
 
 bool lowbit_run_grid(void (*kernel)(const void*), const void* args, unsigned ctas, unsigned threads,
-                     unsigned shared_bytes, unsigned seed) {
+                     unsigned shared_bytes, unsigned seed, bool early) {
   std::mt19937 random(seed);
-  on_host::dynamic_bytes = shared_bytes;
+  on_host::dynamic_bytes = shared_bytes, on_host::begins_early = early;
   on_host::body = kernel, on_host::arguments = args, gridDim.x = ctas;
   for (unsigned i = 0; i < ctas; i++) {
     blockIdx.x = i;

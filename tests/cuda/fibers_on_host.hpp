@@ -38,9 +38,11 @@ struct Fiber {
   };
   std::vector<Product> products;  // of its warpgroup, that it has not waited for
   int groups_of_products = 0;
+  bool has_waited = false;  // for the kernels before
 };
 
 extern std::vector<Fiber> fibers;
+extern bool begins_early;  // the launch
 extern std::minstd_rand coins;
 extern std::vector<std::function<void()>> bulk_copies;  // on their way
 

@@ -231,6 +231,14 @@ void load_transposed(uint32_t (&to)[4], const uint16_t* row, uint32_t bytes) {
   for (unsigned i = 0; i < 4; i++) to[i] = element(i, 2 * t) | element(i, 2 * t + 1) << 16;
 }
 
+void wait_for_kernels_before() { on_host::fibers[on_host::current].has_waited = true; }
+void prefetch_to_l2(const void* from, int bytes) {
+  on_host::check_aligned(from, "prefetch from global memory");
+  if (bytes <= 0 || bytes % 16) on_host::end_launch("a prefetch of no multiple of 16 bytes");
+  static volatile unsigned char read;
+  read = *static_cast<const unsigned char*>(from), read = static_cast<const unsigned char*>(from)[bytes - 1];
+}
+
 void copy_async(uint16_t* to, const uint16_t* from, bool is_there) {
   on_host::check_aligned(from, "copy from global memory");
   copy_later(to, is_there ? from : nullptr, 16);
@@ -239,6 +247,7 @@ void copy_later(void* to, const void* from, unsigned bytes) {
   on_host::check_aligned(to, "copy to shared memory", bytes);
   on_host::check_aligned(from, "copy from global memory", bytes);
   auto& fiber = on_host::fibers[on_host::current];
+  if (!fiber.has_waited) on_host::end_launch("a copy before the kernels before are waited for");
   const on_host::Fiber::Copy copy{to, from, bytes, fiber.groups};
   if (on_host::coins() & 256) on_host::make(copy);
   else fiber.copies.push_back(copy);

@@ -72,7 +72,7 @@ library._ZN6lowbit7look_inESt6vectorINSt7__cxx1112basic_stringIcSt11char_traitsI
 def waits() -> list[Path]:
     """The file of each barrier and wait, in the order in which the emulation counts them."""
     files = sorted(path for room in ("cuda", "gpu") for path in (ROOT / "csrc" / room).rglob("*.cuh"))
-    return [path for path in files for _ in re.findall(r"(?:__sync(?:threads|warp)\(|wait_for_(?:copies|(?:groups|products)<[^>]*>)\(|wait_for\([^;]*)\);", path.read_text())]
+    return [path for path in files for _ in re.findall(r"(?:__sync(?:threads|warp)\(|wait_for_(?:copies|kernels_before|(?:groups|products)<[^>]*>)\(|wait_for\([^;]*)\);", path.read_text())]
 
 
 @pytest.mark.parametrize("number", range(len(waits())))
@@ -100,6 +100,36 @@ def test_a_machine_that_cannot_says_why(
     code = "from lowbit import _C; print(_C.cuda.unavailable(0)); print([row['reason'] for row in _C.kernels('optim_step') if row['device'] == 'cuda'])"
     told = python(code, **emulated, **environment)
     assert told.count(words) >= 2
+
+
+@pytest.mark.parametrize(
+    "environment, early",
+    [
+        ({}, True),
+        ({"LOWBIT_EARLY": "0"}, False),
+        ({"LOWBIT_EMULATED_VERSION": "12020"}, False),  # whose graphs do not know of it
+        ({"LOWBIT_EMULATED_CAPABILITY": "89"}, False),
+    ],
+    ids=str,
+)
+def test_products_begin_before_other_kernels_have_ended_where_they_can(
+    environment: dict[str, str], early: bool, emulated: dict[str, str], python: Callable[..., str], tmp_path: Path
+) -> None:
+    code = """
+import torch
+import lowbit
+from lowbit import testing
+from lowbit.devices import simulated
+simulated.enable()
+case = testing.LinearCase(3, 16, 64, "float16", "int8", 0, "symmetric", "float", None)
+data = testing.make_data(case)
+with lowbit.force_kernel("linear_int8_cuda_sim"):
+    lowbit.linear(data.x.to("lowbit_sim:1"), data.packed.to("lowbit_sim:1"), case.op_args)
+"""
+    log = tmp_path / "log"
+    python(code, **emulated, **environment, LOWBIT_EMULATED_LOG=str(log))
+    launches = [line.split()[1:] for line in log.read_text().splitlines() if line.startswith("launch")]
+    assert [(name, rest[-1] == "early") for name, *rest in launches] == [("activations", early), ("linear", early)]
 
 
 @pytest.mark.parametrize(("gpu", "target"), [("sm_130a", "compute_120"), ("sm_103a", "compute_90"), ("sm_86", "compute_80")])

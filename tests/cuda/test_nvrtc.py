@@ -69,6 +69,8 @@ def check(made: dict[str, str]) -> None:
     most = MOST_OF_ATTENTION if few_threads else MOST_REGISTERS
     assert registers and max(registers) <= most, (made["name"], registers)
     assert "warning" not in made["log"], made["log"]
+    if NVDISASM and BEGINS_EARLY.match(made["name"]) and not Path(made["path"]).name.startswith("sm_8"):
+        assert not before_it_waits(disassembled(made)), made["name"]
 
 
 OF_ATTENTION = """
@@ -156,20 +158,38 @@ def test_no_register_is_written_while_a_product_of_warpgroups_reads_it(python: C
 
 def check_warpgroups(made: dict[str, str]) -> None:
     assert "serialized" not in made["log"], made["name"] + made["log"]
+    assert not writes_to_factors(disassembled(made)), made["name"]
+
+
+def disassembled(made: dict[str, str]) -> str:
     kept, image = Path(made["path"]).read_bytes(), Path(made["path"]).with_suffix(".elf")
     image.write_bytes(kept[kept.index(b"\x7fELF") :])
-    text = subprocess.run([str(NVDISASM), "-c", str(image)], capture_output=True, text=True, check=True).stdout
-    assert not writes_to_factors(text), made["name"]
+    return subprocess.run([str(NVDISASM), "-c", str(image)], capture_output=True, text=True, check=True).stdout
+
+
+class Sass:
+    """The instructions of a kernel, and where each may go on."""
+
+    def __init__(self, text: str) -> None:
+        self.instructions: list[str] = []
+        self.labels: dict[str, int] = {}
+        for line in text.splitlines():
+            if label := re.match(r"(\.L_x_\d+):", line):
+                self.labels[label[1]] = len(self.instructions)
+            elif instruction := re.search(r"/\*[0-9a-f]{4,5}\*/\s+(.*?);", line):
+                self.instructions.append(instruction[1])
+
+    def after(self, at: int) -> list[int]:
+        text = self.instructions[at]
+        branches = re.findall(r"BRA (?:\S+, )?`\((\.L_x_\d+)\)", text)
+        ends = text.startswith(("EXIT", "BRA `")) or at + 1 == len(self.instructions)
+        return [self.labels[label] for label in branches] + [at + 1] * (not ends)
 
 
 def writes_to_factors(sass: str) -> set[tuple[int, str]]:
     """Products, and writes to registers of their first factors on any path before a wait says that they are done."""
-    instructions, labels = [], {}
-    for line in sass.splitlines():
-        if label := re.match(r"(\.L_x_\d+):", line):
-            labels[label[1]] = len(instructions)
-        elif instruction := re.search(r"/\*[0-9a-f]{4,5}\*/\s+(.*?);", line):
-            instructions.append(instruction[1])
+    kernel = Sass(sass)
+    instructions = kernel.instructions
     products = {i: int(found[1]) for i, text in enumerate(instructions) if (found := re.search(r"GMMA\S* R\d+, R(\d+)", text))}
     assert len(products) >= 2, sass[:1000]
     written = set()
@@ -177,7 +197,7 @@ def writes_to_factors(sass: str) -> set[tuple[int, str]]:
         paths, seen = [(product + 1, 0)], set()
         while paths:
             at, later = paths.pop()  # later: products that were asked for since
-            if (at, later) in seen or at == len(instructions):
+            if (at, later) in seen:
                 continue
             seen.add((at, later))
             text = instructions[at]
@@ -191,11 +211,7 @@ def writes_to_factors(sass: str) -> set[tuple[int, str]]:
                 if set(range(int(target[2]), int(target[2]) + wide)) & set(range(first, first + 4)):
                     written.add((product, text))
                     continue
-            branch = re.search(r"BRA (?:\S+, )?`\((\.L_x_\d+)\)", text)
-            if branch:
-                paths.append((labels[branch[1]], later))
-            if not text.startswith("EXIT") and (not branch or not text.startswith("BRA `")):
-                paths.append((at + 1, later))
+            paths += [(to, later) for to in kernel.after(at)]
     return written
 
 
@@ -204,6 +220,34 @@ def test_the_search_finds_writes_to_factors() -> None:
     loop = ".L_x_1:\n/*0000*/ {} ;\n" + product + product + "{}/*0040*/ @!P0 BRA `(.L_x_1) ;\n" + wait + "/*0050*/ EXIT ;\n"
     assert len(writes_to_factors(loop.format("LDS.64 R90, [R8]", ""))) == 2
     assert not writes_to_factors(loop.format("LDS.64 R90, [R8]", wait)) and not writes_to_factors(loop.format("LDS.64 R92, [R8]", ""))
+
+
+BEGINS_EARLY = re.compile(r"(int8 )?activations |linear (of (?!many rows)|in splits of |by warpgroups of )")
+
+
+def before_it_waits(sass: str) -> set[str]:
+    """A kernel that begins early may not come to these, memory and its end, before it has waited for other kernels (ACQBULK).
+
+    It may ask L2 for what it will read (UBLKPF), read constants of its own, and divide."""
+    kernel = Sass(sass)
+    paths, seen, found = [0], set(), set()
+    while paths:
+        at = paths.pop()
+        text = re.sub(r"^@!?U?P\w+ ", "", kernel.instructions[at])
+        if at in seen or text.startswith("ACQBULK"):
+            continue
+        seen.add(at)
+        if re.match(r"LDG(?!\S*CONSTANT)|LDGSTS|STG|(LD|ST)[. ]|ATOM|RED|UBLKCP|UBLKRED|UTMA|CALL(?!.*__cuda_sm20_div)|EXIT", text):
+            found.add(text)
+        paths += kernel.after(at)
+    return found
+
+
+def test_the_search_finds_what_comes_before_a_wait() -> None:
+    kernel = "/*0000*/ PREEXIT ;\n{}/*0020*/ {} ;\n/*0030*/ ACQBULK ;\n{}.L_x_1:\n/*0050*/ EXIT ;\n"
+    load, over, ahead = "/*0010*/ @!P1 LDG.E R2, desc[UR4][R4.64] ;\n", "@P0 BRA `(.L_x_1)", "UBLKPF.L2 [UR6], UR4"
+    assert before_it_waits(kernel.format(load, over, "")) == {"LDG.E R2, desc[UR4][R4.64] ", "EXIT "}
+    assert before_it_waits(kernel.format(load, ahead, load)) and not before_it_waits(kernel.format("", ahead, load))
 
 
 PARTS = {"optim_step": "o", "linear": "l", "attention and decode": "ad"}  # by the first letters of their names: 15 to 30 s of NVRTC each

@@ -7,6 +7,7 @@
 // H200 a row of int4 at 8192 x 8192 took 25 us so.)
 #pragma once
 
+#include "cuda/device/early.cuh"
 #include "cuda/device/tiles.cuh"
 #include "cuda/linear/call.hpp"
 #include "cuda/linear/fragments.cuh"
@@ -69,6 +70,15 @@ struct Product {
 #pragma unroll
         for (int p = 0; p < kPanels; p++) sum[p][b][i] = 0;
       }
+  }
+
+  // Before it waits for other kernels: codes of the tiles that come to the rings of all warps first. begin, end:
+  // of all warps.
+  LOWBIT_INLINE void prefetch(int begin, int end) const {
+    const int tiles = static_cast<int>(smaller(end - begin, kLinearWarps * (kStages - 1)));
+    if (threadIdx.x < kPanels && tiles > 0)
+      prefetch_to_l2(panel(static_cast<int>(threadIdx.x)) + call.sections.codes + begin * kTileBytes,
+                     tiles * kTileBytes);
   }
 
   LOWBIT_INLINE const uint8_t* panel(int p) const {  // the last one again, where there is no other
@@ -304,14 +314,17 @@ LOWBIT_INLINE void linear(const ProductCall& given) {
   const int first_panel = cta / blocks * P::kPanels, first_row = cta % blocks * kRows;
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
   const int split = static_cast<int>(blockIdx.x) % given.splits, of_split = ceil_div(call.tiles, given.splits),
-            end = static_cast<int>(smaller((split + 1) * of_split, call.tiles));
+            begin = split * of_split, end = static_cast<int>(smaller(begin + of_split, call.tiles));
+  let_next_begin();
   if constexpr (is_table(kFormat)) {
     write_levels<kFormat>(shared.levels);
     __syncthreads();
   }
   P product{.call = call, .shared = shared, .first_panel = first_panel, .first_row = first_row, .lane = lane,
             .g = lane / 4, .t = lane % 4, .sum = {}, .total = {}, .result = {}};
-  product.run(warp, split * of_split + warp, end);
+  product.prefetch(begin, end);
+  wait_for_kernels_before();
+  product.run(warp, begin + warp, end);
   const auto& results = product.hand_over(warp);
   for (int at = static_cast<int>(threadIdx.x); at < kRows * kColumns; at += kLinearThreads) {
     const int64_t row = first_row + at / kColumns, n = first_panel * kPanelColumns + at % kColumns;

@@ -92,7 +92,7 @@ void run_ordered(const LinearArgs& args, const LinearKind& kind, int splits, Lau
   const int64_t ctas = as_they_are(kind) ? ceil_div(args.m * spec.tiles() * kChunks, kLinearThreads)
                                          : args.m * call.ctas_of_row;
   program(args.place, of_activations, [&] { return activations_source(kind); })
-      .launch(args.place, "activations", ctas, kLinearThreads, &call);
+      .launch_early(args.place, "activations", ctas, kLinearThreads, &call);
   launch(product);
 }
 
@@ -121,7 +121,7 @@ void add_splits(const LinearArgs& args, const LinearKind& kind, const ProductCal
   const SourceKey of_splits{static_cast<int64_t>(SourceKind::splits), static_cast<int64_t>(kind.format),
                             kind.x_parts == 0, kind.tile_groups > 0};
   program(args.place, of_splits, [&] { return splits_source(kind); })
-      .launch(args.place, "add_splits", ceil_div(args.m * ceil_div(args.weight_spec.n, 4), kLinearThreads),
+      .launch_early(args.place, "add_splits", ceil_div(args.m * ceil_div(args.weight_spec.n, 4), kLinearThreads),
               kLinearThreads, &product);
 }
 
@@ -131,7 +131,7 @@ void run_linear(const LinearArgs& args) {
   run_ordered(args, kind, splits, [&](const ProductCall& product) {
     const int64_t ctas = groups_of_panels(args, kind) * ceil_div(args.m, kind.rows);
     program(args.place, key_of(SourceKind::linear, kind), [&] { return linear_source(kind); })
-        .launch(args.place, "linear", ctas * splits, kLinearThreads, &product, kind.shape().bytes());
+        .launch_early(args.place, "linear", ctas * splits, kLinearThreads, &product, kind.shape().bytes());
     add_splits(args, kind, product);
   });
 }
@@ -157,7 +157,7 @@ void run_wgmma(const LinearArgs& args) {
     key.back() = kind.rows * 2 + (kind.dtype == DType::float16);
     const WgmmaCall call{product};
     program(args.place, key, [&] { return wgmma_source(kind); })
-        .launch(args.place, "linear_wgmma", ctas * splits, shape.warps() * 32, &call, shape.bytes());
+        .launch_early(args.place, "linear_wgmma", ctas * splits, shape.warps() * 32, &call, shape.bytes());
     add_splits(args, kind, product);
   });
 }

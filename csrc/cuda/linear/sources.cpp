@@ -19,17 +19,17 @@ Source activations_source(const LinearKind& kind) {
   if (kind.x_parts == 0)
     return {concat("int8 activations for ", name_of(kind.format), " with ", kind.tile_groups, " scales a tile",
                    kind.matrices ? ", as matrices" : ""),
-            concat(text, kernel_text("activations", "kLinearThreads", "LinearCall",
+            concat(text, early_kernel_text("activations", "kLinearThreads", "LinearCall",
                                      concat("quantize_rows<", text_of(kind.format), ", ", kind.tile_groups, ", ",
                                             text_of(kind.matrices), ">")))};
   if (kind.matrices)
     return {kind.coded ? "int8 activations as matrices of float16" : "activations as matrices",
             concat("#include \"cuda/linear/matrices.cuh\"\n",
-                   kernel_text("activations", "kLinearThreads", "LinearCall",
+                   early_kernel_text("activations", "kLinearThreads", "LinearCall",
                                kind.coded ? "order_codes" : "order_matrices"))};
   const bool swapped = !is_float(kind.format), alone = parts_of(kind.format) > 1;
   return {concat("activations in ", kind.x_parts, " parts", swapped ? ", for codes" : "", alone ? " of parts" : ""),
-          concat(text, kernel_text("activations", "kLinearThreads", "LinearCall",
+          concat(text, early_kernel_text("activations", "kLinearThreads", "LinearCall",
                                    concat("order_floats<", kind.x_parts, ", ", text_of(swapped), ", ", text_of(alone),
                                           ">")))};
 }
@@ -53,7 +53,7 @@ Source splits_source(const LinearKind& kind) {
   return {concat("linear in splits of ", name_of(kind.format),
                  codes ? concat(", int8 activations, ", kind.tile_groups ? "scaled" : "whole", " sums") : ""),
           concat("#include \"cuda/linear/sums.cuh\"\n",
-                 kernel_text("add_splits", "kLinearThreads", "ProductCall",
+                 early_kernel_text("add_splits", "kLinearThreads", "ProductCall",
                              concat("add_splits<", text_of(kind.format), ", ", text_of(codes), ", ",
                                     kind.tile_groups ? 1 : 0, ">")))};
 }

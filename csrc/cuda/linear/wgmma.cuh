@@ -10,6 +10,7 @@
 #pragma once
 
 #include "cuda/device/barrier.cuh"
+#include "cuda/device/early.cuh"
 #include "cuda/device/wgmma.cuh"
 #include "cuda/linear/call.hpp"
 #include "cuda/linear/fragments.cuh"
@@ -174,6 +175,12 @@ struct WgmmaProduct {
     commit_products();
   }
 
+  // Before it waits for other kernels: codes of the first tiles of the panel.
+  LOWBIT_INLINE void prefetch(int begin, int end) const {
+    const int tiles = static_cast<int>(smaller(end - begin, kStages - 2));
+    if (lane == 0 && tiles > 0) prefetch_to_l2(weight + call.sections.codes + begin * kTileBytes, tiles * kTileBytes);
+  }
+
   LOWBIT_INLINE void run(int begin, int end) {
     Source from = source_of(begin);
     for (int i = 0; i < kStages - 2; i++) {
@@ -227,7 +234,8 @@ LOWBIT_INLINE void linear_wgmma(const WgmmaCall& given) {
   const int first_panel = cta / blocks * kWarps, first_row = cta % blocks * kRows;
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
   const int split = static_cast<int>(blockIdx.x) % product.splits, of_split = ceil_div(call.tiles, product.splits),
-            end = static_cast<int>(smaller((split + 1) * of_split, call.tiles));
+            begin = split * of_split, end = static_cast<int>(smaller(begin + of_split, call.tiles));
+  let_next_begin();
   if constexpr (is_table(kFormat))
     if (threadIdx.x < 16) shared.levels[threadIdx.x] = codec_of<kFormat>::level(static_cast<int>(threadIdx.x));
   if (threadIdx.x < P::kStages) {
@@ -242,7 +250,9 @@ LOWBIT_INLINE void linear_wgmma(const WgmmaCall& given) {
          .x = static_cast<const uint8_t*>(call.ordered) +
               static_cast<int64_t>(first_row / kRowsAtOnce) * call.tiles * P::kBlockBytes,
          .sum = sum};
-  part.run(split * of_split, end);
+  part.prefetch(begin, end);
+  wait_for_kernels_before();
+  part.run(begin, end);
   __syncthreads();  // every warp is done with the ring
   part.hand_over();
   __syncthreads();

@@ -94,6 +94,15 @@ int multiprocessors(Device device) {
   return made_once(of(kept, device), [&] { return attribute(kMultiprocessors, device); });
 }
 
+bool can_begin_early(Device device) {
+  static PerDevice<bool> kept{};
+  return made_once(of(kept, device), [&] {
+    int version = 0;
+    driver().version(&version);
+    return version >= 12030 && capability(device) >= 90;
+  });
+}
+
 InContext::InContext(Device device) {
   static std::array<std::atomic<Context>, kMostDevices> primary{};
   std::atomic<Context>& kept = primary[static_cast<std::size_t>(device.index)];

@@ -23,6 +23,17 @@ using Stream = void*;
 
 enum DeviceAttribute { kMultiprocessors = 16, kComputeMajor = 75, kComputeMinor = 76 };
 enum FunctionAttribute { kMostSharedBytes = 8 };
+struct LaunchAttribute {  // CUlaunchAttribute
+  int id;
+  alignas(8) int value[16];
+};
+inline constexpr LaunchAttribute kBeginsEarly{6, {1}};  // CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+struct Launch {                                         // CUlaunchConfig
+  unsigned grid[3], block[3], shared_bytes;
+  Stream stream;
+  const LaunchAttribute* attributes;
+  unsigned count;  // of attributes
+};
 inline constexpr int kOldestDriver = 12010;  // CUDA 12.1: kernel arguments of more than 4 KB
 
 #define LOWBIT_CUDA_DRIVER(X)                                                                                       \
@@ -41,8 +52,7 @@ inline constexpr int kOldestDriver = 12010;  // CUDA 12.1: kernel arguments of m
   X(get_function, "cuKernelGetFunction", Function* function, KernelHandle kernel)                                   \
   X(set_attribute, "cuFuncSetAttribute", Function function, int attribute, int value)                               \
   X(is_capturing, "cuStreamIsCapturing", Stream stream, int* status)                                                \
-  X(launch, "cuLaunchKernel", Function function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x, \
-    unsigned block_y, unsigned block_z, unsigned shared_bytes, Stream stream, void** arguments, void** extra)       \
+  X(launch, "cuLaunchKernelEx", const Launch* launch, Function function, void** arguments, void** extra)            \
   X(copy_to_host, "cuMemcpyDtoHAsync_v2", void* to, uintptr_t from, std::size_t bytes, Stream stream)               \
   X(synchronize, "cuStreamSynchronize", Stream stream)                                                              \
   X(error_name, "cuGetErrorName", Result error, const char** name)                                                  \
@@ -66,6 +76,9 @@ int capability(Device device);  // 90: compute capability 9.0
 std::string architecture(Device device);
 
 int multiprocessors(Device device);
+
+// Whether a kernel can begin before those before it have ended: CUDA graphs know of it from CUDA 12.3 on.
+bool can_begin_early(Device device);
 
 // Whether the stream is being captured in a CUDA graph: nothing can be loaded, allocated or waited for then.
 bool is_captured(const Place& place);

@@ -76,13 +76,27 @@ Function Program::function(const char* kernel, int shared_bytes) const {
 
 void Program::launch(const Place& place, const char* kernel, int64_t ctas, int threads, const void* args,
                      int shared_bytes) const {
+  launch(place, kernel, ctas, threads, args, shared_bytes, false);
+}
+
+void Program::launch_early(const Place& place, const char* kernel, int64_t ctas, int threads, const void* args,
+                           int shared_bytes) const {
+  static std::atomic<const bool*> wanted{nullptr};
+  const bool early = made_once(wanted, [] { return is_on("LOWBIT_EARLY", true); }) && can_begin_early(place.device);
+  launch(place, kernel, ctas, threads, args, shared_bytes, early);
+}
+
+void Program::launch(const Place& place, const char* kernel, int64_t ctas, int threads, const void* args,
+                     int shared_bytes, bool early) const {
   const Function wanted = function(kernel, shared_bytes);
   void* arguments[] = {const_cast<void*>(args)};
   const auto what = [&] {
     return concat(name_of(place.device), ": ", kernel, " of ", name_, ", ", ctas, " CTAs of ", threads, " threads");
   };
-  const Result failed = driver().launch(wanted, static_cast<unsigned>(ctas), 1, 1, static_cast<unsigned>(threads), 1, 1,
-                                        static_cast<unsigned>(shared_bytes), place.stream, arguments, nullptr);
+  const Launch launch{.grid = {static_cast<unsigned>(ctas), 1, 1}, .block = {static_cast<unsigned>(threads), 1, 1},
+                      .shared_bytes = static_cast<unsigned>(shared_bytes), .stream = place.stream,
+                      .attributes = early ? &kBeginsEarly : nullptr, .count = early};
+  const Result failed = driver().launch(&launch, wanted, arguments, nullptr);
   if (failed) ensure(failed, what());
   static std::atomic<const bool*> waits{nullptr};
   if (made_once(waits, [] { return is_on("LOWBIT_SYNC", false); }) && !is_captured(place))

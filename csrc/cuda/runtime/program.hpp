@@ -26,8 +26,13 @@ class Program {
   // the same in every launch. Nothing is waited for.
   void launch(const Place& place, const char* kernel, int64_t ctas, int threads, const void* args,
               int shared_bytes = 0) const;
+  // The same of a kernel that waits itself for those before it (device/early.cuh), where the device can.
+  void launch_early(const Place& place, const char* kernel, int64_t ctas, int threads, const void* args,
+                    int shared_bytes = 0) const;
 
  private:
+  void launch(const Place& place, const char* kernel, int64_t ctas, int threads, const void* args, int shared_bytes,
+              bool early) const;
   Function function(const char* kernel, int shared_bytes) const;
 
   std::string name_;

@@ -79,14 +79,14 @@ def test_code_that_came_with_the_package_is_found_first(capfd: pytest.CaptureFix
 @pytest.mark.parametrize(
     "fail, words",
     [
-        ("cuLaunchKernel:719", r"lowbit_sim:1: encode_state of conversion of signed float8, blocks of 256, 1 CTAs of 256 threads failed: "
+        ("cuLaunchKernelEx:719", r"lowbit_sim:1: encode_state of conversion of signed float8, blocks of 256, 1 CTAs of 256 threads failed: "
                                r"CUDA_ERROR_LAUNCH_FAILED \(719\): as the emulation was told"),
         ("cuLibraryLoadData:2", r"lowbit_sim:1: loading conversion of signed float8, blocks of 512 for sm_90a, which NVRTC 13.0 \(.*\) made, by a driver of CUDA 13.0 failed: CUDA_ERROR_OUT_OF_MEMORY"),
         ("nvrtcCompileProgram:6", r"blocks of 1024: NVRTC 13.0 \(.*libcuda.so.1\) made no code for sm_90a, error 6"),
     ],
 )  # fmt: skip
 def test_a_failure_names_kernel_grid_and_device(fail: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    block_size = {"cuLaunchKernel": 256, "cuLibraryLoadData": 512, "nvrtcCompileProgram": 1024}[fail.partition(":")[0]]
+    block_size = {"cuLaunchKernelEx": 256, "cuLibraryLoadData": 512, "nvrtcCompileProgram": 1024}[fail.partition(":")[0]]
     monkeypatch.setenv("LOWBIT_EMULATED_FAIL", fail)
     with pytest.raises(RuntimeError, match=words):
         encode(block_size)
