@@ -68,7 +68,8 @@ void write(const fs::path& path, const std::string& text) {
 // The barriers and waits for copies of all headers in one numbering, from 0.
 void take_out_wait(std::string& text, int& number) {
   static const std::regex wait(
-      R"((__sync(?:threads|warp)\(|wait_for_(?:copies|kernels_before|(?:groups|products)<[^>]*>)\(|wait_for\([^;]*)\);)");
+      R"((__sync(?:threads|warp)\(|wait_for_(?:copies|kernels_before|(?:groups|products)<[^>]*>)\()"
+      R"(|wait_for\([^;]*)\);)");
   for (std::sregex_iterator i(text.begin(), text.end(), wait), end; i != end; ++i)
     if (number-- == 0) {
       text.replace(static_cast<std::size_t>(i->position()), i->str().size(), i->str().size(), ' ');
