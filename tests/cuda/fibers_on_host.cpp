@@ -72,7 +72,8 @@ bool run_cta(unsigned threads, std::mt19937& random) {
     if (failed) return false;
     if (done) {
       for (const Fiber& fiber : fibers)
-        if (!fiber.has_waited) return std::fputs("emulated CUDA: a thread did not wait for the kernels before\n", stderr), false;
+        if (!fiber.has_waited)
+          return std::fputs("emulated CUDA: a thread did not wait for the kernels before\n", stderr), false;
       return true;
     }
     if (!any && !asleep) return false;
