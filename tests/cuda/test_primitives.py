@@ -58,7 +58,7 @@ LOWBIT_KERNEL(kernel, 32, Args) { primitives(args.in, args.out); }
 LOWBIT_KERNEL(tile_kernel, 32, Args) { tiles(args.in, args.out); }
 extern "C" bool run(const uint32_t* in, uint32_t* out, bool of_tiles) {
   const Args args{in, out};
-  return lowbit_run_grid(reinterpret_cast<void (*)(const void*)>(of_tiles ? tile_kernel : kernel), &args, 1, 32, 0, 0);
+  return lowbit_run_grid(reinterpret_cast<void (*)(const void*)>(of_tiles ? tile_kernel : kernel), &args, 1, 32, 0, 0, false);
 }
 """
 OUT_OF_BOUNDS = """
@@ -70,7 +70,7 @@ LOWBIT_KERNEL(kernel, 32, Args) {
 }
 extern "C" bool run(int place, int dynamic, unsigned bytes) {
   const Args args{place, dynamic};
-  return lowbit_run_grid(reinterpret_cast<void (*)(const void*)>(kernel), &args, 1, 32, bytes, 0);
+  return lowbit_run_grid(reinterpret_cast<void (*)(const void*)>(kernel), &args, 1, 32, bytes, 0, false);
 }
 """
 ON_GPU = BODY + """

@@ -66,7 +66,7 @@ LOWBIT_KERNEL(float16, 128, lowbit::cuda::Products) { lowbit::cuda::multiply<low
 ON_HOST = BODY + """
 extern "C" bool run(const uint16_t* a, const uint16_t* b, const uint16_t* transposed, float* out, bool is_float16, unsigned seed) {
   const lowbit::cuda::Products args{a, b, transposed, out};
-  return lowbit_run_grid(reinterpret_cast<void (*)(const void*)>(is_float16 ? float16 : bfloat16), &args, 1, 128, 0, seed);
+  return lowbit_run_grid(reinterpret_cast<void (*)(const void*)>(is_float16 ? float16 : bfloat16), &args, 1, 128, 0, seed, false);
 }
 """
 
