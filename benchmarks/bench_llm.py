@@ -169,9 +169,10 @@ def peak_mib() -> float:
 
 def tokens_of(path: Path, count: int, pages: Iterable[str | Path] = TEXT) -> list[int]:
     """The first tokens of the text of these pages, as transformers' tokenizer of the file cuts it."""
-    from transformers import AutoTokenizer
+    from lowbit.integrations.gguf.file import GgufFile
+    from lowbit.integrations.gguf.loading import config_of, load_tokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    tokenizer = load_tokenizer(path, config_of(GgufFile.open(path)))
     text = "\n".join((ROOT / page).read_text() for page in pages)
     return tokenizer(text)["input_ids"][:count]
 

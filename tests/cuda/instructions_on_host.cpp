@@ -61,6 +61,10 @@ void check_aligned(const void* p, const char* what, unsigned bytes = 16) {
   if (reinterpret_cast<uintptr_t>(p) % bytes) std::fprintf(stderr, "%s is not aligned\n", what), std::abort();
 }
 
+void check_has_waited() {
+  if (!fibers[current].has_waited) end_launch("a copy before the kernels before are waited for");
+}
+
 void make(const Fiber::Copy& copy) {
   if (copy.from) std::memcpy(copy.to, copy.from, copy.bytes);
   else std::memset(copy.to, 0, copy.bytes);
@@ -247,7 +251,7 @@ void copy_later(void* to, const void* from, unsigned bytes) {
   on_host::check_aligned(to, "copy to shared memory", bytes);
   on_host::check_aligned(from, "copy from global memory", bytes);
   auto& fiber = on_host::fibers[on_host::current];
-  if (!fiber.has_waited) on_host::end_launch("a copy before the kernels before are waited for");
+  on_host::check_has_waited();
   const on_host::Fiber::Copy copy{to, from, bytes, fiber.groups};
   if (on_host::coins() & 256) on_host::make(copy);
   else fiber.copies.push_back(copy);
@@ -292,6 +296,7 @@ void arrive_with_copies(Barrier& barrier) {
   copies.clear();
 }
 void copy_bulk(void* to, const void* from, int bytes, Barrier& barrier) {
+  on_host::check_has_waited();
   on_host::check_aligned(to, "copy to shared memory"), on_host::check_aligned(from, "copy from global memory");
   if (bytes % 16) std::fprintf(stderr, "a copy of %d bytes\n", bytes), std::abort();
   on_host::bulk_copies.push_back([=, state = &on_host::state_of(&barrier)] {

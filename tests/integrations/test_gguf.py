@@ -162,6 +162,7 @@ def test_a_tokenizer_config_beside_the_file_names_the_class(tmp_path):
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "GPT2Tokenizer"}')
     assert type(lowbit.load_gguf(path)[1]) is type(transformers.AutoTokenizer.from_pretrained(tmp_path, gguf_file=path.name))
 
+
 def test_a_tied_table_and_head_are_one_packed_weight(tmp_path):
     model = read(write(tmp_path / "model.gguf", "tied", "Q4_1", embedding="Q8_0"))
     head, table = model.get_output_embeddings(), model.get_input_embeddings()

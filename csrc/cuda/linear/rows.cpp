@@ -122,7 +122,7 @@ void add_splits(const LinearArgs& args, const LinearKind& kind, const ProductCal
                             kind.x_parts == 0, kind.tile_groups > 0};
   program(args.place, of_splits, [&] { return splits_source(kind); })
       .launch_early(args.place, "add_splits", ceil_div(args.m * ceil_div(args.weight_spec.n, 4), kLinearThreads),
-              kLinearThreads, &product);
+                    kLinearThreads, &product);
 }
 
 void run_linear(const LinearArgs& args) {

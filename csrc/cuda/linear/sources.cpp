@@ -20,18 +20,18 @@ Source activations_source(const LinearKind& kind) {
     return {concat("int8 activations for ", name_of(kind.format), " with ", kind.tile_groups, " scales a tile",
                    kind.matrices ? ", as matrices" : ""),
             concat(text, early_kernel_text("activations", "kLinearThreads", "LinearCall",
-                                     concat("quantize_rows<", text_of(kind.format), ", ", kind.tile_groups, ", ",
-                                            text_of(kind.matrices), ">")))};
+                                           concat("quantize_rows<", text_of(kind.format), ", ", kind.tile_groups, ", ",
+                                                  text_of(kind.matrices), ">")))};
   if (kind.matrices)
     return {kind.coded ? "int8 activations as matrices of float16" : "activations as matrices",
             concat("#include \"cuda/linear/matrices.cuh\"\n",
                    early_kernel_text("activations", "kLinearThreads", "LinearCall",
-                               kind.coded ? "order_codes" : "order_matrices"))};
+                                     kind.coded ? "order_codes" : "order_matrices"))};
   const bool swapped = !is_float(kind.format), alone = parts_of(kind.format) > 1;
   return {concat("activations in ", kind.x_parts, " parts", swapped ? ", for codes" : "", alone ? " of parts" : ""),
           concat(text, early_kernel_text("activations", "kLinearThreads", "LinearCall",
-                                   concat("order_floats<", kind.x_parts, ", ", text_of(swapped), ", ", text_of(alone),
-                                          ">")))};
+                                         concat("order_floats<", kind.x_parts, ", ", text_of(swapped), ", ",
+                                                text_of(alone), ">")))};
 }
 
 Source linear_source(const LinearKind& kind) {
@@ -54,8 +54,8 @@ Source splits_source(const LinearKind& kind) {
                  codes ? concat(", int8 activations, ", kind.tile_groups ? "scaled" : "whole", " sums") : ""),
           concat("#include \"cuda/linear/sums.cuh\"\n",
                  early_kernel_text("add_splits", "kLinearThreads", "ProductCall",
-                             concat("add_splits<", text_of(kind.format), ", ", text_of(codes), ", ",
-                                    kind.tile_groups ? 1 : 0, ">")))};
+                                   concat("add_splits<", text_of(kind.format), ", ", text_of(codes), ", ",
+                                          kind.tile_groups ? 1 : 0, ">")))};
 }
 
 Source code_tiles_source(const LinearKind& kind) {
