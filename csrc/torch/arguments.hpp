@@ -117,7 +117,9 @@ struct Arguments : private AllTaken<Op> {
 
   using AllTaken<Op>::AllTaken;
   template <Text name>
-  auto& get() { return static_cast<Taken<Op, place_of_argument<Op, name>()>&>(*this).value; }
+  auto& get() { return at<place_of_argument<Op, name>()>(); }
+  template <std::size_t place>
+  auto& at() { return static_cast<Taken<Op, place>&>(*this).value; }
 };
 
 // The same for a call that is traced.
@@ -157,6 +159,31 @@ std::vector<int64_t> integers(Given& given) {
   return {values.begin(), values.end()};
 }
 
+// A tensor of which the result holds no number.
+constexpr bool is_differentiable(std::string_view name) { return name != "like"; }
+
+// Autograd is above the kernels (python/lowbit/ops/autograd.py). Where recording of gradients still is on here, none of
+// these tensors is recorded: their gradients would be missing without an error.
+inline void refuse_gradients(std::string_view op, std::string_view name, const Tensor& tensor) {
+  if (requires_grad(tensor.handle())) refuse_gradient(op, name);
+}
+inline void refuse_gradients(std::string_view op, std::string_view name, const List& list) {
+  for (const StableIValue item : list.values(op))  // the list's own, to be taken once
+    if (requires_grad(reinterpret_cast<TensorHandle>(item))) refuse_gradient(op, name);
+}
+
+template <class Op>
+void refuse_gradients(Arguments<Op>& given) {
+  [&]<std::size_t... index>(std::index_sequence<index...>) {
+    constexpr const auto& all = kArguments<Op>;
+    const auto look = [&]<std::size_t at>() {
+      if constexpr (all[at].type.starts_with("Tensor") && is_differentiable(all[at].name))
+        refuse_gradients(given.op, all[at].name, given.template at<at>());
+    };
+    (look.template operator()<index>(), ...);
+  }(std::make_index_sequence<kArguments<Op>.size()>());
+}
+
 inline void give(StableIValue* stack, Tensor&& result) { *stack = to_value(std::move(result)); }
 inline void give(StableIValue* stack, List&& result) { *stack = to_value(std::move(result)); }
 template <std::size_t count>
@@ -179,6 +206,7 @@ template <class Op>
 void boxed(StableIValue* stack, uint64_t, uint64_t) {
   try {
     Arguments<Op> given(stack);
+    if (loaded_symbols().grad_mode_is_enabled()) refuse_gradients(given);
     if constexpr (std::is_void_v<decltype(Op::run(given))>) Op::run(given);
     else give(stack, Op::run(given));
   } catch (const Error& error) {

@@ -126,6 +126,12 @@ void rethrow_for_torch(const Error& error) {
   throw std::runtime_error(error.what());
 }
 
+void refuse_gradient(std::string_view op, std::string_view name) {
+  throw Error(ErrorKind::not_implemented,
+              concat(op, ": ", name, " must not require a gradient in a call below torch's autograd, which cannot record "
+                     "it: detach it, or call under torch.no_grad()"));
+}
+
 TensorView contiguous_view(Device device, DType dtype, int rank, const int64_t* shape) {
   TensorView view{.dtype = dtype, .device = device, .rank = rank};
   int64_t stride = 1;

@@ -14,6 +14,11 @@
 
 namespace lowbit::torch {
 
+// A handle is an at::Tensor*, which is one pointer to a c10::TensorImpl.
+inline bool requires_grad(TensorHandle tensor) {
+  return tensor && loaded_symbols().requires_grad(*reinterpret_cast<const void* const*>(tensor));
+}
+
 class Tensor {
  public:
   Tensor() = default;
@@ -26,6 +31,7 @@ class Tensor {
     if (handle_) loaded_symbols().delete_tensor(handle_);
   }
 
+  TensorHandle handle() const { return handle_; }
   TensorHandle release() { return std::exchange(handle_, nullptr); }
   TensorView view(std::string_view op, std::string_view name) const;  // to read; empty view of a missing tensor
   // To write: a copy-on-write clone (torch._lazy_clone) gets memory of its own first.
@@ -89,6 +95,8 @@ void check_rank(std::string_view op, std::string_view name, int64_t rank);
 // From now on tensors are asked for their device, and torch for its current stream there. Until then all are the CPU's:
 // the kernels are registered for nothing else.
 void look_at_devices();
+
+[[noreturn]] void refuse_gradient(std::string_view op, std::string_view name);
 
 // Turns lowbit::Error into the exception that torch's Python layer shows as the right kind.
 [[noreturn]] void rethrow_for_torch(const Error& error);

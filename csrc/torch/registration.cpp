@@ -25,12 +25,20 @@ struct Libraries {
   LibraryHandle definitions = nullptr, cpu = nullptr;
 };
 
+// Each op has a second entry, the overload `detached`, for callers who know that no gradient is wanted: torch's layers
+// of autograd do nothing there, where Python looks at the tensors of the first (python/lowbit/ops/autograd.py).
+std::string detached(const RegisteredOp& op) { return concat(op.name, ".detached"); }
+std::string detached_schema(const RegisteredOp& op) { return concat(detached(op), op.schema + op.name.size()); }
+
 bool register_kernel(const Symbols& torch, LibraryHandle library, const RegisteredOp& op) {
-  return torch.library_impl(library, std::string(op.name).c_str(), op.kernel, kAbi) == 0;
+  for (const std::string& name : {std::string(op.name), detached(op)})
+    if (torch.library_impl(library, name.c_str(), op.kernel, kAbi) != 0) return false;
+  return true;
 }
 
 std::string register_op(const Symbols& torch, const Libraries& libraries, const RegisteredOp& op) {
-  if (torch.library_def(libraries.definitions, op.schema) != 0)
+  if (torch.library_def(libraries.definitions, op.schema) != 0 ||
+      torch.library_def(libraries.definitions, detached_schema(op).c_str()) != 0)
     return "torch refused the schema (it wrote why to stderr)";
   return register_kernel(torch, libraries.cpu, op) ? "" : "torch refused the CPU kernel (it wrote why to stderr)";
 }

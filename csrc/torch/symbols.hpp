@@ -41,6 +41,8 @@ struct Symbols {
                           int32_t device_type, int32_t device_index, TensorHandle*) = nullptr;
   Status (*new_tensor_handle)(TensorHandle, TensorHandle* other) = nullptr;  // of the same tensor
   Status (*delete_tensor)(TensorHandle) = nullptr;
+  bool (*grad_mode_is_enabled)() = nullptr;
+  bool (*requires_grad)(const void* tensor_impl) = nullptr;  // c10::TensorImpl's: the stable ABI can only set it
   Status (*copy)(TensorHandle into, TensorHandle from, int32_t non_blocking) = nullptr;
   Status (*new_stable_ivalue)(StableIValue**) = nullptr;        // torch >= 2.13, else null: plain new
   Status (*delete_stable_ivalue)(StableIValue*) = nullptr;      // torch >= 2.13, else null: plain delete

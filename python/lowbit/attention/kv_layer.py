@@ -11,16 +11,16 @@ from torch.autograd import forward_ad
 
 from lowbit import devices
 from lowbit.ops.forward_mode import refuse_tangents
-from lowbit.ops.registration import register
+from lowbit.ops.registration import function_of, register
 
 register()
 
 FORMATS = ("int8", "int4")
 _GROUP = 32  # elements of a row are padded to it; int4 has one scale for so many
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_decode = torch.ops.lowbit.decode.default
-_quantize = torch.ops.lowbit.kv_quantize_.default
-_dequantize = torch.ops.lowbit.kv_dequantize_.default
+_decode = function_of("decode")
+_quantize = function_of("kv_quantize_")
+_dequantize = function_of("kv_dequantize_")
 
 
 class QuantizedKVLayer:
@@ -154,6 +154,8 @@ class QuantizedKVLayer:
         scale = 1 / math.sqrt(e) if scale is None else float(scale)
         if mask is not None:
             mask = mask.detach()[(None,) * (4 - mask.dim())]
+        if sink is not None:
+            sink = sink.detach()
         k, v, position = self._k, self._v, length - query.shape[2]
         return _decode(
             query, k.codes, v.codes, scale, k.scale, v.scale, self.rotated, causal, position, window, ev, mask, sink,

@@ -29,7 +29,7 @@ def c_shim_options() -> dict[str, Any]:
     """
     lookup = "void (*lowbit_c_shim(const char*))()"
     shims = {
-        getattr(torch.ops.lowbit, name).default: [lookup, declaration]
+        getattr(torch.ops.lowbit, name).detached: [lookup, declaration]  # the entry in graphs of Inductor
         for name, declaration in _C.c_declarations().items()
     }
     folder = shlex.quote(str(Path(_C.__file__).parent))  # Inductor has no option for the folder of a library

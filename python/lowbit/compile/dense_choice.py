@@ -39,7 +39,7 @@ from lowbit.ops.fakes import name_of
 from lowbit.ops.registration import argument_names
 from lowbit.quant.packing import all_finite, pack_weight
 
-_LINEAR = torch.ops.lowbit.linear.default
+_LINEAR = torch.ops.lowbit.linear.detached
 _MOST_COPIES, _MOST_BYTES = 16, 2**28  # of a weight that is timed
 _NAME = "lowbit_linear"
 _ACTIVATIONS = {("none", ""): "none", ("relu", ""): "relu", ("gelu", "none"): "gelu", ("gelu", "tanh"): "gelu_tanh",
@@ -79,7 +79,7 @@ class DenseChoice(ExternKernelCaller):
         return f"DenseChoice({self.product})"
 
     def call_name(self) -> str:
-        return "torch.ops.lowbit.linear.default"
+        return "torch.ops.lowbit.linear.detached"
 
     def hash_key(self) -> str:
         """All that the time depends on besides the inputs: Inductor keeps times by it."""

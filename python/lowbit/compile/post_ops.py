@@ -30,7 +30,7 @@ from lowbit.ops import linear as linear_op
 from lowbit.ops.fakes import FLOATS
 from lowbit.ops.registration import argument_names
 
-_LINEAR = torch.ops.lowbit.linear.default
+_LINEAR = torch.ops.lowbit.linear.detached
 _CAST = torch.ops.prims.convert_element_type.default
 _ACTIVATIONS = tuple(_C.ACTIVATIONS)
 _BINARY = {torch.ops.aten.mul.Tensor: "mul", torch.ops.aten.add.Tensor: "add"}

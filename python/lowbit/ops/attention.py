@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention with its gradient, for scaled_dot_product_attention and flex_attention.
 
-As for `linear`, the Function stands outside the op and is used only when a gradient is wanted. It keeps q, k, v, the
+As for `linear`, the Function stands outside of the op and is used only when a gradient is wanted. It keeps q, k, v, the
 result (on a CPU in float32) and one log-sum-exp per row; the scores are computed again in the backward.
 """
 
@@ -22,7 +22,7 @@ register()
 batching.register("attention_forward")
 batching.register("attention_backward")
 _forward, _backward = by_name("attention_forward"), by_name("attention_backward")
-_is_grad_enabled = torch.is_grad_enabled
+_is_grad_enabled, _compiler = torch.is_grad_enabled, torch.compiler
 _is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 _is_transformed = torch._C._are_functorch_transforms_active
 
@@ -88,14 +88,11 @@ def attention(
         "blocks": blocks, "block_size": block_size, "want_max_scores": want_max_scores, "real_out": False,
     }  # fmt: skip
     if forward_ad._current_level >= 0:  # -1 outside of forward mode
-        if not (score_mod or mask_mod or blocks):
-            return attention_formulas.forward(call)
-        tensors = refuse_tangents("attention with score_mod, mask_mod or a block mask", _tensors(call))
-        call = _joined(_without_tensors(call), tensors)
-    compiling = _is_dynamo_compiling()
-    transformed = not compiling and _is_transformed()
-    if not _is_grad_enabled() or not (
-        transformed  # inside vmap a tensor does not say that the one around it requires a gradient
+        return _with_tangents(call)
+    # Inside vmap a tensor does not say that the one around it requires a gradient. An exported program gets it from the
+    # dispatcher when it runs.
+    if _compiler._is_exporting_flag or not _is_grad_enabled() or not (
+        (not _is_dynamo_compiling() and _is_transformed())
         or q.requires_grad
         or k.requires_grad
         or v.requires_grad
@@ -104,13 +101,34 @@ def attention(
         or any(tensor.requires_grad for tensor in score_captured)
     ):
         return _forward(call)
+    return _recorded(call)
+
+
+def differentiated_attention_forward(**call: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """`lowbit::attention_forward` with its derivative (derivatives.py)."""
+    real_out = call["real_out"]
+    out, lse, max_scores = (_with_tangents if forward_ad._current_level >= 0 else _recorded)(call)
+    return out.to(lse.dtype) if real_out else out, lse, max_scores
+
+
+def _with_tangents(call: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
+    if not (call["score_mod"] or call["mask_mod"] or call["blocks"]):
+        return attention_formulas.forward(call)
+    tensors = refuse_tangents("attention with score_mod, mask_mod or a block mask", _tensors(call))
+    return _recorded(_joined(_without_tensors(call), tensors))
+
+
+def _recorded(call: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
+    """The op in a Function, which records nothing where no gradient is wanted."""
+    q = call["q"]
     # want_max_scores keeps the call from `decode`, which sums q k^T in another order than the backward: at |s| = 200
     # p = exp(s - lse) would be off by four times as much. real_out asks for the result in float32. A gradient of the
     # scores is p (dp - sum of grad_out * out), and where one score is far above the others this difference is nothing
     # but the rounding of the result.
     # On a GPU both stay off: decode sums in the order of the tiles there, and every library has results of 16 bits.
     call["want_max_scores"] = call["real_out"] = not q.is_cuda
-    function = _TransformedAttention if compiling or transformed else _Attention
+    transformed = _is_dynamo_compiling() or _is_transformed()
+    function = _TransformedAttention if transformed else _Attention
     out, lse, max_scores = function.apply(_without_tensors(call), *_tensors(call))
     return out if out.dtype == q.dtype else out.to(q.dtype), lse, max_scores
 

@@ -14,11 +14,12 @@ _KEYS = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA"}
 def register_linear(library: torch.library.Library) -> None:
     """Register the op's kernels for autocast; without autocast they are not on the way."""
     for device, key in _KEYS.items():
-        library.impl("linear", _linear_of(device, torch._C.DispatchKeySet(torch._C._dispatch_key_parse(key))), key)
+        keys = torch._C.DispatchKeySet(torch._C._dispatch_key_parse(key))
+        library.impl("linear", _cast_before(torch.ops.lowbit.linear.default, device, keys), key)
+        library.impl("linear.detached", _cast_before(torch.ops.lowbit.linear.detached, device, keys), key)
 
 
-def _linear_of(device: str, keys: torch._C.DispatchKeySet) -> Callable[..., Tensor]:
-    op = torch.ops.lowbit.linear.default
+def _cast_before(op: torch._ops.OpOverload, device: str, keys: torch._C.DispatchKeySet) -> Callable[..., Tensor]:
     casts = [argument.name in ("x", "mul", "add") for argument in op._schema.arguments]
 
     def linear(*arguments):  # those at the end that have their default are left out

@@ -20,12 +20,16 @@ from lowbit.ops.registration import argument_names, keep
 
 
 def register(name: str) -> None:
-    """Give ``lowbit::name`` rules for both, unless another copy of the package did."""
+    """Give both entries of ``lowbit::name`` (derivatives.py) rules for both, unless another copy of the package did."""
     if torch._C._dispatch_has_kernel_for_dispatch_key(f"lowbit::{name}", "FuncTorchBatched"):
         return
-    op = getattr(torch.ops.lowbit, name).default
-    names = argument_names(name)
     library = keep(torch.library.Library("lowbit", "FRAGMENT"))
+    names, packet = argument_names(name), getattr(torch.ops.lowbit, name)
+    _register(name, packet.default, names, library)
+    _register(f"{name}.detached", packet.detached, names, library)
+
+
+def _register(entry: str, op: Callable[..., Any], names: list[str], library: torch.library.Library) -> None:
 
     def rule(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
         stacked = _folded(
@@ -52,8 +56,8 @@ def register(name: str) -> None:
         finally:
             torch._C._vmapmode_increment_nesting()
 
-    torch.library.register_vmap(f"lowbit::{name}", rule, lib=library)
-    library.impl(name, older_rule, "Batched")
+    torch.library.register_vmap(f"lowbit::{entry}", rule, lib=library)
+    library.impl(entry, older_rule, "Batched")
 
 
 def _folded(op: Callable[..., Any], count: int, call: dict[str, Any], dims: dict[str, Any]) -> Any:

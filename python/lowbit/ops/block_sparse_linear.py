@@ -47,9 +47,19 @@ def block_sparse_linear(
     tensors = x, values, bias
     if forward_ad._current_level >= 0:  # -1 outside of forward mode
         refuse_tangents("block_sparse_linear", tensors)
-    if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors):
+    wanted = torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
+    if wanted and not torch.compiler._is_exporting_flag:  # an exported program gets it from the dispatcher
         return _BlockSparseLinear.apply(x, values, crow_indices, col_indices, bias)
     return _call(x, values, crow_indices, col_indices, bias)
+
+
+def differentiated_block_sparse_linear(
+    x: Tensor, values: Tensor, crow_indices: Tensor, col_indices: Tensor, bias: Tensor | None
+) -> Tensor:
+    """`lowbit::block_sparse_linear` with its gradient (derivatives.py)."""
+    if forward_ad._current_level >= 0:
+        refuse_tangents("block_sparse_linear", (x, values, bias))
+    return _BlockSparseLinear.apply(x, values, crow_indices, col_indices, bias)
 
 
 class _BlockSparseLinear(torch.autograd.Function):

@@ -9,7 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
-from lowbit.ops.registration import function_of, is_differentiated, refuse_derivatives, register
+from lowbit.ops.derivatives import is_differentiated, refuse_derivatives
+from lowbit.ops.registration import function_of, register
 
 register()
 _call = function_of("decoder_layers_")

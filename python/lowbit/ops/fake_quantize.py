@@ -15,12 +15,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from lowbit.ops.registration import register
+from lowbit.ops.registration import function_of, register
 
 register()
-_weight_op = torch.ops.lowbit.fake_quantize.default
-_gradient_op = torch.ops.lowbit.fake_quantize_backward_.default
-_activations_op = torch.ops.lowbit.fake_quantize_activations.default
+_weight_op = function_of("fake_quantize")
+_gradient_op = function_of("fake_quantize_backward_")
+_activations_op = function_of("fake_quantize_activations")
+_compiler = torch.compiler  # an exported program gets its gradients from the dispatcher (derivatives.py)
 
 WeightFormat = tuple[int, int, int]
 """(format, group_size, mapping), the numbers of `_C.FORMATS` and `_C.MAPPINGS`."""
@@ -44,6 +45,8 @@ def fake_quantize_weight(
         ValueError: a shape or number is another; says which.
         TypeError: another dtype.
     """
+    if _compiler._is_exporting_flag:
+        return _weight_op(weight, *format, scale, zero)[0]
     return _Weight.apply(weight, scale, zero, *format)
 
 
@@ -62,6 +65,9 @@ def fake_quantized_linear(
         weight, format, scale, zero: as of `fake_quantize_weight`.
         bias: ``[n]`` or None.
     """
+    if _compiler._is_exporting_flag:
+        rounded = fake_quantize_weight(weight, format, scale, zero)
+        return functional.linear(x, rounded.to(x.dtype) if torch.is_autocast_enabled(x.device.type) else rounded, bias)
     return _Linear.apply(x, weight, bias, scale, zero, *format)
 
 
@@ -84,7 +90,33 @@ def fake_quantize_activations(x: Tensor, x_format: int, group_size: int) -> Tens
         ValueError: a number is another.
         TypeError: another dtype.
     """
+    if _compiler._is_exporting_flag:
+        return _activations_op(x, x_format, group_size)
     return _Activations.apply(x, x_format, group_size)
+
+
+def differentiated_fake_quantize(
+    weight: Tensor,
+    format: int,
+    group_size: int,
+    mapping: int,
+    scale: Tensor | None,
+    zero: Tensor | None,
+    codes: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`lowbit::fake_quantize` with its gradient (derivatives.py), which codes do not have."""
+    if codes:
+        return _weight_op(weight.detach(), format, group_size, mapping, _detached(scale), _detached(zero), True)
+    return _WeightAndScales.apply(weight, scale, zero, format, group_size, mapping)
+
+
+def differentiated_fake_quantize_activations(x: Tensor, x_format: int, group_size: int) -> Tensor:
+    """`lowbit::fake_quantize_activations` with its gradient (derivatives.py)."""
+    return _Activations.apply(x, x_format, group_size)
+
+
+def _detached(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.detach()
 
 
 class _Weight(torch.autograd.Function):
@@ -100,6 +132,21 @@ class _Weight(torch.autograd.Function):
         grad_weight = grad.clone(memory_format=torch.contiguous_format)  # others may hold grad
         grad_scale = _masked(ctx, grad_weight, *ctx.saved_tensors, ctx.needs_input_grad[1])
         return grad_weight, grad_scale, None, None, None, None
+
+
+class _WeightAndScales(_Weight):
+    """The same with the scales and zero points that were used, as the op returns them."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
+        out = _Weight.forward(ctx, *inputs)
+        _, scale, zero = ctx.to_save
+        ctx.mark_non_differentiable(scale, zero)
+        return out, scale, zero
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+        return _Weight.backward(ctx, grad)
 
 
 class _Linear(torch.autograd.Function):

@@ -16,8 +16,10 @@ import torch
 from torch import Tensor
 
 from lowbit import _C
+from lowbit.ops.registration import function_of, register
 
-_dequantize_op = torch.ops.lowbit.dequantize.default
+register()
+_dequantize_op = function_of("dequantize")
 _PANEL = 16  # columns
 _SLICE = 2**20  # weights: 4 MB of float32, which stay in the cache until they are read again
 
@@ -32,7 +34,7 @@ def input_gradient(grad_out: Tensor, weight: Tensor, weight_args: WeightArgs) ->
     n, k, *rest = weight_args
     in_bfloat16 = grad_out.dtype is torch.bfloat16 and weight.is_cpu and BFLOAT16_PRODUCTS
     if in_bfloat16 or not weight.is_cpu:
-        return grad_out @ _dequantize_op(weight, n, k, *rest, like=grad_out)
+        return grad_out @ _dequantize_op(weight, n, k, *rest, grad_out)
     grad_out = grad_out.float()
     panels = max(1, _SLICE // (_PANEL * k))
     if torch.compiler.is_compiling() or panels >= weight.shape[0]:

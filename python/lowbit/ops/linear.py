@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """y = act(x @ w.T + bias) * mul + add with a packed weight, and its gradient.
 
-The op `lowbit::linear` has no autograd formula: one registered with torch costs 5-9 us a call even without gradients.
-The Function below stands outside the op and is used only when a gradient is wanted.
+The Function below stands outside of the op and is used only when a gradient is wanted: one that torch's dispatcher
+calls costs 5-9 us a call even without gradients. Programs of torch.export have that one (derivatives.py).
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ from torch.autograd import forward_ad
 from torch.nn import functional
 
 from lowbit.ops.input_gradient import input_gradient
-from lowbit.ops.registration import register
+from lowbit.ops.registration import detached_function, function_of, register
 
 register()
 _linear_op = torch.ops.lowbit.linear.default
-_dequantize_op = torch.ops.lowbit.dequantize.default
-_linear_function = _linear_op._op  # an OpOverload calls it: 0.2 us less, but unknown to Dynamo
+_dequantize_op = function_of("dequantize")
+_linear_function = detached_function("linear")
+_compiler = torch.compiler
 _is_grad_enabled = torch.is_grad_enabled
 _is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 _is_transformed = torch._C._are_functorch_transforms_active
@@ -65,6 +66,8 @@ def linear(
         TypeError: a dtype is not one of the above.
         NotImplementedError: no kernel row serves these arguments, or the forced one does not (lists each row's reason).
     """
+    if _compiler._is_exporting_flag:
+        return _exported(x, weight, op_args, bias, activation, mul, add, row)
     compiling = _is_dynamo_compiling()
     if forward_ad._current_level >= 0:  # -1 outside of forward mode
         if compiling:
@@ -103,8 +106,48 @@ def linear(
     return op(x, weight, *op_args, bias, activation, mul, add, row)
 
 
+def _exported(
+    x: Tensor,
+    weight: Tensor,
+    op_args: LinearArgs,
+    bias: Tensor | None,
+    activation: int,
+    mul: Tensor | None,
+    add: Tensor | None,
+    row: int,
+) -> Tensor:
+    """One node, to which the dispatcher gives the gradient when the program runs."""
+    bias, mul, add = (None if tensor is None else tensor.contiguous() for tensor in (bias, mul, add))
+    return _linear_op(x.contiguous(), weight, *op_args, bias, activation, mul, add, row)
+
+
+def differentiated_linear(
+    x: Tensor,
+    weight: Tensor,
+    n: int,
+    k: int,
+    format: int,
+    group_size: int,
+    asymmetric: bool,
+    x_format: int,
+    bias: Tensor | None,
+    activation: int,
+    mul: Tensor | None,
+    add: Tensor | None,
+    row: int,
+) -> Tensor:
+    """`lowbit::linear` with its derivative (derivatives.py)."""
+    op_args = n, k, format, group_size, asymmetric, x_format
+    if forward_ad._current_level >= 0:
+        y = _LinearWithTangents.apply(x, weight, bias, _Leaf(op_args), row)
+    else:
+        y = _Linear.apply(x, weight, bias, op_args, row)
+    return _post_ops(y, activation, mul, add)
+
+
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None, op_args: LinearArgs, row: int) -> Tensor:
-    return _linear_op(x.contiguous(), weight, *op_args, None if bias is None else bias.contiguous(), row=row)
+    op = _linear_op if _is_dynamo_compiling() else _linear_function
+    return op(x.contiguous(), weight, *op_args, None if bias is None else bias.contiguous(), 0, None, None, row)
 
 
 def _adds_exactly(x: Tensor, bias: Tensor, op_args: LinearArgs) -> bool:

@@ -14,9 +14,12 @@ from torch import Tensor, nn
 
 from lowbit import _C
 from lowbit.formats.spec import LinearSpec
+from lowbit.ops.registration import function_of, register
 from lowbit.quant.layout import in_layout, stored_problem
 from lowbit.quant.linear_layers import is_scaled_embedding
 
+register()
+_embedding = function_of("embedding")
 ROW_MAJOR = "row-major"
 
 
@@ -83,7 +86,7 @@ class QuantEmbedding(nn.Embedding):
         return torch.tensor(self.scalar_embed_scale, dtype=self.like.dtype, device="cpu").item()
 
     def forward(self, input: Tensor) -> Tensor:
-        rows = torch.ops.lowbit.embedding(self._parameters["weight"], input, self._buffers["like"], *self.op_args)
+        rows = _embedding(self._parameters["weight"], input, self._buffers["like"], *self.op_args)
         if self.float_class is nn.Embedding:
             return rows
         # Not the buffer: from_pretrained makes those that no file holds anew, and fills in those of classes it knows.
@@ -94,7 +97,7 @@ class QuantEmbedding(nn.Embedding):
         """Return the weight ``[num_embeddings, embedding_dim]`` as float."""
         weight = self._parameters["weight"]
         rows = torch.arange(self.num_embeddings, device=weight.device)
-        return torch.ops.lowbit.embedding(weight, rows, rows.new_empty(0, dtype=dtype), *self.op_args)
+        return _embedding(weight, rows, rows.new_empty(0, dtype=dtype), *self.op_args)
 
     def reset_parameters(self) -> None:
         raise RuntimeError("QuantEmbedding: a packed weight has no initial value; load a state dict or use quantize_")

@@ -24,11 +24,11 @@ import torch
 from torch import Tensor
 
 from lowbit.ops.input_gradient import BFLOAT16_PRODUCTS
-from lowbit.ops.registration import register
+from lowbit.ops.registration import function_of, register
 from lowbit.training.float8_config import CastConfig, ScalingGranularity
 
 register()
-_cast_op = torch.ops.lowbit.float8_cast.default
+_cast_op = function_of("float8_cast")
 _SMALLEST_AMAX = 1e-12  # torchao's, which keeps the scale of zeros finite
 _MULTIPLE = 16  # of sizes of matrices that cuBLASLt multiplies in float8
 

@@ -9,10 +9,13 @@ import torch
 from torch import Tensor
 
 from lowbit.formats.spec import LinearSpec
+from lowbit.ops.registration import function_of, register
+
+register()
 
 SPEC = LinearSpec("int8", x_format="int8_row", mapping="symmetric_no_clipping_err")
-_linear_op = torch.ops.lowbit.linear.default
-_pack_op = torch.ops.lowbit.int8_pack.default
+_linear_op = function_of("linear")
+_pack_op = function_of("int8_pack")
 
 
 def _int8_product(a: Tensor, b: Tensor) -> Tensor:

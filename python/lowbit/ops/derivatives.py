@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Derivatives of our ops in torch's dispatcher: those that layers give, for calls that are not a layer's.
+
+Such are the calls of an exported program, `torch.ops.lowbit.*` by hand, and what torch.compile and torch.func make of
+both. Each op has two entries. The first, ``lowbit::linear``, has a kernel in Python for autograd, which computes the
+derivative or says that there is none. It takes some 5 us. The second, ``lowbit::linear.detached``, is for callers who
+have looked already: layers in eager mode, and graphs behind AOTAutograd. Autograd does nothing there, and the kernel
+itself refuses a tensor whose gradient would be lost.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from lowbit.ops.forward_mode import refuse_tangents
+
+_MODULES = {
+    "linear": "linear",
+    "block_sparse_linear": "block_sparse_linear",
+    "attention_forward": "attention",
+    "fake_quantize": "fake_quantize",
+    "fake_quantize_activations": "fake_quantize",
+}
+"""Files in which ``differentiated_<op>`` is: the op, of its arguments by name, with its derivative."""
+_OF_DTYPES = ("dequantize", "embedding")  # they read the dtype of a floating argument, and none of its numbers
+
+
+def register(name: str, library: torch.library.Library) -> None:
+    """Register what autograd does for both entries of ``lowbit::name``."""
+    library.impl(name, _kernel(name), "Autograd", with_keyset=True)
+    library.impl(f"{name}.detached", torch.library.fallthrough_kernel, "Autograd")
+
+
+def is_differentiated() -> bool:
+    """Whether a call may be asked for a derivative: gradients are recorded, or it is in forward mode."""
+    return torch.is_grad_enabled() or forward_ad._current_level >= 0  # -1 outside of forward mode
+
+
+def refuse_derivatives(op: str, tensors: Sequence[Tensor | None]) -> None:
+    """Raise where a derivative is wanted of an op that has none.
+
+    Raises:
+        NotImplementedError: a tensor requires a gradient, or has a tangent.
+    """
+    if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors):
+        raise NotImplementedError(f"{op}: no argument may require a gradient, which this op does not have")
+    if forward_ad._current_level >= 0:
+        refuse_tangents(op, tensors)
+
+
+def _kernel(name: str) -> Callable[..., Any]:
+    """The kernel for autograd; arguments at the end that have their default are left out."""
+    op, detached = getattr(torch.ops.lowbit, name).default, getattr(torch.ops.lowbit, name).detached
+    arguments = op._schema.arguments
+    names = [argument.name for argument in arguments]
+    defaults = {argument.name: argument.default_value for argument in arguments if argument.has_default_value()}
+
+    def kernel(keys: torch._C.DispatchKeySet, *given: Any) -> Any:
+        if name not in _OF_DTYPES and is_differentiated():
+            tensors = _tensors(given)
+            if forward_ad._current_level >= 0 or any(tensor.requires_grad for tensor in tensors):
+                if torch._C._are_functorch_transforms_active():  # a Function has to begin above their levels
+                    raise NotImplementedError(
+                        f"{name}: torch.func takes derivatives of lowbit's layers and functions, such as lowbit.linear, "
+                        f"and none of torch.ops.lowbit.{name}"
+                    )
+                if name in _MODULES:
+                    return _differentiated(name)(**defaults | dict(zip(names, given, strict=False)))
+                refuse_derivatives(name, tensors)
+        if torch.compiler.is_exporting():  # a graph that will be called with gradients keeps the entry that has them
+            with torch._C._AutoDispatchBelowAutograd():
+                return op.redispatch(keys & torch._C._after_autograd_keyset, *given)
+        return detached(*given)
+
+    return kernel
+
+
+def _tensors(given: Sequence[Any]) -> list[Tensor]:
+    """The tensors among the arguments of a call, those of lists too."""
+    tensors: list[Tensor] = []
+    for value in given:
+        if isinstance(value, Tensor):
+            tensors.append(value)
+        elif isinstance(value, (list, tuple)):
+            tensors += [item for item in value if isinstance(item, Tensor)]
+    return tensors
+
+
+def _differentiated(name: str) -> Callable[..., Any]:
+    """Looked up in a call: the files import this one, and a program that is loaded may need none of them."""
+    return getattr(importlib.import_module(f"lowbit.ops.{_MODULES[name]}"), f"differentiated_{name}")
