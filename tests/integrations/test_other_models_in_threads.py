@@ -4,21 +4,18 @@ what they said, and the functions, classes and tables of other packages are what
 
 from __future__ import annotations
 
-import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import FunctionType
 from typing import Any
 
 import gguf_files
 import pytest
 import torch
 from decoders import CONFIGS, in_float, logits, made, prompt, transformers
+from foreign_functions import callables_and_tables
 from torch import Tensor, nn
-
-from transformers.utils.generic import GeneralInterface  # noqa: E402
 
 import lowbit
 from lowbit.quant.fused import Fused
@@ -115,7 +112,7 @@ def test_models_of_other_threads_stay(change: Callable[[nn.Module, Path], nn.Mod
     fused = made("qwen3")
     lowbit.fuse(fused)
     served = [plain(), in_float("Llama", {}, "eager"), in_float("Llama", {}), fused]
-    before = dict(callables_and_tables())
+    before = dict(callables_and_tables(PACKAGES))
     wrong: list[float] = []
     counts = [0] * len(served)
     over = threading.Event()
@@ -144,35 +141,14 @@ def test_models_of_other_threads_stay(change: Callable[[nn.Module, Path], nn.Mod
             thread.join()
     assert not wrong
     assert wanted is None or all(each.equal(wanted) for each in got)  # autoquant chooses by the clock
-    after = dict(callables_and_tables())
+    after = dict(callables_and_tables(PACKAGES))
     assert [name for name, value in before.items() if after.get(name) is not value] == []
 
 
-def callables_and_tables() -> Iterator[tuple[str, Any]]:
-    """Functions and classes of modules, functions of classes, and entries of tables, of packages that are not ours."""
-    for module_name, module in sorted(sys.modules.items()):
-        if module_name.partition(".")[0] not in PACKAGES or module is None:
-            continue
-        for name, value in list(vars(module).items()):
-            path = f"{module_name}.{name}"
-            if type(value) is FunctionType or isinstance(value, type):
-                yield path, value
-            if isinstance(value, type) and value.__module__ == module_name:
-                yield from ((f"{path}.{key}", of) for key, of in vars(value).items() if isinstance(of, FunctionType))
-            if name.isupper():
-                yield from entries(path, value)
-
-
-def entries(path: str, table: Any) -> Iterator[tuple[str, Any]]:
-    parts = [table] if type(table) is dict else [table._local_mapping, table._global_mapping] if isinstance(table, GeneralInterface) else []
-    for number, part in enumerate(parts):
-        yield from ((f"{path}[{number}][{key!r}]", value) for key, value in list(part.items()))
-
-
 def test_a_replaced_attention_function_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = dict(callables_and_tables())
+    before = dict(callables_and_tables(PACKAGES))
     monkeypatch.setitem(transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS, "sdpa", lambda *_: None)
-    after = dict(callables_and_tables())
+    after = dict(callables_and_tables(PACKAGES))
     assert before.keys() != after.keys()
 
 
