@@ -3,17 +3,13 @@
 
 from __future__ import annotations
 
-import tempfile
 from pathlib import Path
 from typing import Any
 
-import gguf
-import numpy as np
 import torch
 from torch import nn
 from transformers import (
     TOKENIZER_MAPPING,
-    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     PreTrainedConfig,
@@ -21,6 +17,7 @@ from transformers import (
 )
 
 from lowbit.integrations.fuse import fuse as fuse_pieces
+from lowbit.integrations.gguf.config import config_of
 from lowbit.integrations.gguf.file import GgufFile
 from lowbit.integrations.gguf.weights import ACTIVATIONS, StateReader
 from lowbit.quant.load import load
@@ -31,8 +28,8 @@ def load_gguf(
 ) -> tuple[nn.Module, Any]:
     """Return the model and the tokenizer of a GGUF file; its weights are packed with the codes that they have.
 
-    No float model is made: weights are read one by one. Architectures and names are those that transformers' tables
-    know; docs/gguf.md has the types of tensors.
+    No float model is made: weights are read one by one. docs/gguf.md has the architectures, what their keys mean, and
+    the types of tensors.
 
     Args:
         path: the file, or the first of one that was split.
@@ -41,8 +38,8 @@ def load_gguf(
         fuse: make the pieces around the linear layers faster, as `lowbit.fuse` does.
 
     Raises:
-        FileNotFoundError, ValueError: the file or a part of it is missing, is cut, or has a tensor without a place in
-            the model; names it. Nothing is half loaded.
+        FileNotFoundError, ValueError: the file or a part of it is missing, is cut, or has a key or a tensor that the
+            model has no place for; names it. Nothing is half loaded.
 
     Example:
         >>> model, tokenizer = lowbit.load_gguf("SmolLM2-135M-Instruct.Q4_1.gguf")
@@ -82,30 +79,3 @@ def load_tokenizer(path: Path, config: PreTrainedConfig) -> Any:
     if not is_of_the_file or (path.parent / "tokenizer_config.json").exists():  # which may name another class
         kind = AutoTokenizer
     return kind.from_pretrained(path.parent, gguf_file=path.name)
-
-
-def config_of(file: GgufFile) -> PreTrainedConfig:
-    """Return the configuration that transformers makes of the metadata.
-
-    It is given a file of the same header without the vocabulary, over every word of which its reader steps (5 s of a
-    Zen 3 for 49,152 of them), and with tensors of the same names.
-
-    Raises:
-        ValueError: transformers does not know the architecture.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        writer = gguf.GGUFWriter(Path(folder) / "header.gguf", file.architecture)
-        for key, value in file.metadata.items():
-            is_of_words = key.startswith("tokenizer.") and isinstance(value, list)
-            if key != "general.architecture" and value != [] and not is_of_words:
-                writer.add_key_value(key, value, file.kinds[key])
-        for name in file.tensors:
-            writer.add_tensor(name, np.zeros(1, np.float32))
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
-        config = AutoConfig.from_pretrained(folder, gguf_file="header.gguf")
-    if "token_embd.weight" in file.tensors:
-        config.vocab_size = file.tensors["token_embd.weight"].shape[0]
-    return config
