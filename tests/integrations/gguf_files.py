@@ -51,10 +51,10 @@ def random_blocks(type: str, rows: int, k: int, seed: int = 0, spread: float = 1
     return blocks.reshape(rows, -1)
 
 
-def write(path: Path, name: str, type: str = "Q4_0", *, seed: int = 0, embedding: str | None = None, config: transformers.PreTrainedConfig | None = None, words: bool = False, more: Callable[[gguf.GGUFWriter], None] = lambda writer: None) -> Path:
+def write(path: Path, name: str, type: str = "Q4_0", *, seed: int = 0, embedding: str | None = None, config: transformers.PreTrainedConfig | None = None, words: bool = False, spread: float = 0.1, more: Callable[[gguf.GGUFWriter], None] = lambda writer: None) -> Path:
     """A file of the model of this name whose matrices are all of ``type``, the table of words of ``embedding``; of
-    another configuration, if one is given; with ``words`` that its tokenizer can cut a text into; ``more`` writes what
-    else is in it, and takes the place of a key that is there."""
+    another configuration, if one is given; with ``words`` that its tokenizer can cut a text into; float32 matrices of
+    this ``spread``; ``more`` writes what else is in it, and takes the place of a key that is there."""
     config = config or CONFIGS[name]
     architecture = {"tied": "llama"}.get(name, name)
     with torch.device("meta"):
@@ -74,7 +74,7 @@ def write(path: Path, name: str, type: str = "Q4_0", *, seed: int = 0, embedding
             shape = shape[::-1]
         kind = embedding or type if to.startswith("token_embd") else type
         if len(shape) == 1 or "position_embd" in to or kind == "F32":
-            writer.add_tensor(to, random.normal(1 if "norm" in to else 0, 0.1, shape).astype(np.float32))
+            writer.add_tensor(to, random.normal(1 if "norm" in to else 0, 0.1 if len(shape) == 1 else spread, shape).astype(np.float32))
         elif kind == "F16":
             writer.add_tensor(to, random.normal(0, 0.1, shape).astype(np.float16))
         else:
