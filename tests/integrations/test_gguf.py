@@ -149,22 +149,12 @@ def test_a_model_of_every_type(type, tmp_path):
     assert distance(logits(read(tmp_path / "model.gguf", "int8")), logits(wanted)) < 0.5
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_the_tokenizer_is_that_of_transformers_and_the_words_are_read_once(name, tmp_path, monkeypatch):
-    path, opened = write(tmp_path / "model.gguf", name, words=True), []
-    wanted = transformers.AutoTokenizer.from_pretrained(tmp_path, gguf_file=path.name)
-    reader = gguf.GGUFReader.__init__
-    monkeypatch.setattr(gguf.GGUFReader, "__init__", lambda self, of, *mode: (opened.append(Path(of)), reader(self, of, *mode))[1])
-    model, tokenizer = lowbit.load_gguf(path)
-    assert path not in opened and type(tokenizer) is type(wanted)
-    assert tokenizer.backend_tokenizer.to_str() == wanted.backend_tokenizer.to_str() and tokenizer.special_tokens_map == wanted.special_tokens_map
-    assert tokenizer("abc ab<|end|>")["input_ids"] == wanted("abc ab<|end|>")["input_ids"]
-
-
-def test_a_tokenizer_config_beside_the_file_names_the_class(tmp_path):
-    path = write(tmp_path / "model.gguf", "tied", words=True)
-    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "GPT2Tokenizer"}')
-    assert type(lowbit.load_gguf(path)[1]) is type(transformers.AutoTokenizer.from_pretrained(tmp_path, gguf_file=path.name))
+def test_the_slow_reader_of_the_gguf_package_is_not_asked(tmp_path, monkeypatch):
+    """It makes a view of every word: 3 to 6 s for 49,152 of them."""
+    path = write(tmp_path / "model.gguf", "llama", words=True)
+    monkeypatch.setattr(gguf.GGUFReader, "__init__", lambda *args: pytest.fail("GGUFReader"))
+    tokenizer = lowbit.load_gguf(path)[1]
+    assert tokenizer("abc ab<|end|>")["input_ids"] == [5, 6, 4, 8]
 
 
 def test_a_tied_table_and_head_are_one_packed_weight(tmp_path):

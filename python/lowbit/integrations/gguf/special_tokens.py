@@ -8,13 +8,14 @@ from typing import Any
 from lowbit.integrations.gguf.metadata import Metadata
 
 _NONE = 2**32 - 1  # -1, as some writers say "no such word"
-_ENDS = frozenset(
-    "<|eot_id|> <|im_end|> <|end|> <|return|> <|call|> <|flush|> <|calls|> <end_of_turn> <|endoftext|> </s> <|eom_id|>"
+ENDS = frozenset(
+    "<|eot_id|> <|im_end|> <|end|> <end_of_turn> <|endoftext|> <|eom_id|>"
     " <EOT> _<EOT> [EOT] [EOS] <|end_of_text|> <end_of_utterance> <eos> <turn|> <|tool_response> <｜end▁of▁sentence｜>"
     " [e~[ <|fim_pad|> <fim-pad> <fim_pad> <|fim_repo|> <|repo_name|> <fim-repo> <REPO> <reponame> <|file_sep|>".split()
 )
-"""Words that end an answer in llama.cpp wherever a vocabulary has them (src/llama-vocab.cpp), besides those that the
-file names. "<PAD>" and "[PAD]" do there too; here a text is never answered by padding."""
+"""Words that end an answer in llama.cpp wherever a vocabulary has them, whatever their type (src/llama-vocab.cpp),
+besides those that the file names; but those of gpt-oss, whose architecture is not read, padding, and "</s>", which is a
+piece of HTML in the vocabularies that do not name it."""
 _ROLES = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
 _SENTENCEPIECE = {"bos": 1, "eos": 2}  # where a file of this kind names none
 
@@ -42,7 +43,7 @@ def special_tokens(keys: Metadata, words: int) -> dict[str, Any]:
     number("unknown")
     ends = [end for role in _ROLES if (end := number(role)) is not None]
     texts = keys.file.texts.get("tokenizer.ggml.tokens", ())
-    ends += [index for index, word in enumerate(texts) if word in _ENDS and index < words]
+    ends += [index for index, word in enumerate(texts) if word in ENDS and index < words]
     ends = list(dict.fromkeys(ends))
     return {
         "bos_token_id": number("bos"),
