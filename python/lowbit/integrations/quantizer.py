@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedConfig
 from transformers.core_model_loading import ConversionOps
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
 from transformers.utils.quantization_config import QuantizationMethod
@@ -62,6 +63,7 @@ class LowbitQuantizer(HfQuantizer):
             str("gguf" if quantization_config.gguf else quantization_config.config or "by plan")
         )
         self.gguf_file: str | None = None
+        self.model_config: PreTrainedConfig | None = None  # of from_pretrained, until it makes the model
         if quantization_config.gguf:
             # With another method from_pretrained refuses gguf_file; validate_environment, its next step, takes it back.
             quantization_config.quant_method = QuantizationMethod.GGUF
@@ -95,9 +97,26 @@ class LowbitQuantizer(HfQuantizer):
             return
         self.report.rows += self.select(model)
 
+    def update_attn_implementation(self, config: PreTrainedConfig) -> PreTrainedConfig:
+        """Note the configuration of which from_pretrained is about to make the model."""
+        self.model_config = config
+        return config
+
     def read_header(self, gguf_file: str) -> None:
-        """Note the file, as from_pretrained tells it before it makes the model."""
+        """Note the file, and make the configuration say what lowbit reads in it: transformers leaves out keys that
+        change the numbers."""
+        from lowbit.integrations.gguf.config import attributes_of
+        from lowbit.integrations.gguf.file import GgufFile
+
         self.gguf_file = gguf_file
+        model_type, attributes = attributes_of(GgufFile.open(gguf_file))
+        if model_type != self.model_config.model_type:
+            raise ValueError(
+                f"from_pretrained: the model_type of {gguf_file} must be {model_type!r}, got "
+                f"{self.model_config.model_type!r}"
+            )
+        for name, value in attributes.items():
+            setattr(self.model_config, name, value)
 
     def update_dtype(self, dtype: torch.dtype | None) -> torch.dtype:
         """The dtype of parameters that are not packed: float32 where neither the caller nor the file says it."""

@@ -2,7 +2,7 @@
 """The header of a GGUF file, checked as a whole before a weight is read: metadata, and where each tensor lies.
 
 The ``gguf`` package's reader makes a numpy view of every word of a vocabulary (3 to 6 s for 49,152 words on two cores);
-here the words are stepped over, and the claims of a damaged file are compared with its size first.
+here the words are decoded when they are asked for, and the claims of a damaged file are compared with its size first.
 """
 
 from __future__ import annotations
@@ -47,15 +47,32 @@ class GgufTensor:
     data: memoryview
 
 
+@dataclass(frozen=True, slots=True)
+class Texts:
+    """An array of texts in a header, such as the words of a tokenizer: decoded when they are asked for."""
+
+    data: memoryview
+    count: int
+
+    def __iter__(self) -> Iterator[str]:
+        at, length_at = 0, struct.Struct("<Q").unpack_from
+        for _ in range(self.count):
+            begin = at + 8
+            at = begin + length_at(self.data, at)[0]
+            yield str(self.data[begin:at], "utf-8", "replace")
+
+
 @dataclass(slots=True)
 class GgufFile:
     """A GGUF file, or all files of one that was split."""
 
     paths: list[Path]
     metadata: dict[str, Any]
-    """Values by key, but for arrays of texts (the vocabulary), which are stepped over."""
+    """Values by key, but for arrays of texts."""
+    texts: dict[str, Texts]
+    """Arrays of texts by key."""
     kinds: dict[str, GGUFValueType]
-    """The type of each value in the file."""
+    """The type of each value in ``metadata``."""
     tensors: dict[str, GgufTensor]
     maps: list[mmap.mmap] = field(repr=False)
 
@@ -119,7 +136,7 @@ class _Header:
     def text(self) -> str:
         return bytes(self.take(self.number("Q"))).decode("utf-8", "replace")
 
-    def skip_texts(self, count: int) -> None:
+    def texts(self, count: int) -> Texts:
         """Step over texts: a tokenizer has 100,000 of them, which took 1.6 s by `text`."""
         data, at, length_at = self.data, self.at, struct.Struct("<Q").unpack_from
         for _ in range(count):
@@ -127,10 +144,10 @@ class _Header:
                 at += 8
                 break
             at += 8 + length_at(data, at)[0]
-        self.take(at - self.at)
+        return Texts(self.take(at - self.at), count)
 
     def value(self, kind: GGUFValueType) -> Any:
-        """A value of this kind; None for an array of texts."""
+        """A value of this kind; `Texts` for an array of texts."""
         if kind is GGUFValueType.STRING:
             return self.text()
         if kind is not GGUFValueType.ARRAY:
@@ -140,8 +157,7 @@ class _Header:
             return list(self.numbers(_NUMBERS[kind], count))
         if kind is GGUFValueType.ARRAY:
             raise ValueError(f"{self.path}: metadata must hold no arrays of arrays, got one at byte {self.at}")
-        self.skip_texts(count)
-        return None
+        return self.texts(count)
 
     def kind(self) -> GGUFValueType:
         number = self.number("I")
@@ -167,11 +183,13 @@ def _read(path: Path) -> GgufFile:
         order = ", of a file in the other byte order" if version & 0xFFFF == 0 else ""
         raise ValueError(f"{path}: the version must be 2 or 3, got {version}{order}")
     tensor_count, value_count = header.numbers("Q", 2)
-    metadata, kinds = {}, {}
+    metadata, texts, kinds = {}, {}, {}
     for _ in range(value_count):
         key, kind = header.text(), header.kind()
         value = header.value(kind)
-        if value is not None:
+        if isinstance(value, Texts):
+            texts[key] = value
+        else:
             metadata[key], kinds[key] = value, kind
     if not isinstance(metadata.get("general.architecture"), str):
         raise ValueError(f"{path}: general.architecture must be in the metadata, got none")
@@ -181,7 +199,7 @@ def _read(path: Path) -> GgufFile:
     tensors = {info[0]: _tensor(header, begin, *info) for info in infos}
     if len(tensors) < tensor_count:
         raise ValueError(f"{path}: tensors must have names of their own, got {tensor_count} with {len(tensors)} names")
-    return GgufFile([path], metadata, kinds, tensors, [mapped])
+    return GgufFile([path], metadata, texts, kinds, tensors, [mapped])
 
 
 def _shape(header: _Header) -> tuple[int, ...]:

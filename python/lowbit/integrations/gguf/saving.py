@@ -57,6 +57,9 @@ def save(model: nn.Module, path: str | Path, like: str | Path) -> None:
         if not field.name.startswith(("GGUF.", "split.")) and field.name != "general.architecture":
             kind, *sub = field.types
             writer.add_key_value(field.name, field.contents(), kind, sub_type=sub[-1] if sub else None)
+    for name in reader.of_configuration:
+        if name in source.tensors:
+            tensors[name] = np.frombuffer(source.tensors[name].data, np.float32), "F32"
     for name, (values, type) in tensors.items():
         writer.add_tensor(name, values, raw_dtype=GGMLQuantizationType[type])
     writer.write_header_to_file()

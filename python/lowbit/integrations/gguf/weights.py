@@ -7,8 +7,6 @@ packed weight's rows is found by asking the same table for the numbers of the ro
 
 from __future__ import annotations
 
-import warnings
-
 import numpy as np
 import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
@@ -17,6 +15,7 @@ from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorPr
 
 from lowbit import _C
 from lowbit.formats.spec import LinearSpec
+from lowbit.integrations.gguf.architectures import ARCHITECTURES
 from lowbit.integrations.gguf.blocks import BLOCK_TYPES, FLOAT_TYPES, pack_blocks
 from lowbit.integrations.gguf.file import GgufFile, GgufTensor
 from lowbit.integrations.selection import tied_modules
@@ -39,8 +38,8 @@ class StateReader:
         activations: "int8" rounds those of layers whose codes are integers, "float" none.
 
     Raises:
-        ValueError: a tensor has a type or a shape that no layer of the model takes, a parameter of the model is not in
-            the file, or transformers does not say where the tensors of this architecture belong.
+        ValueError: a tensor has no place in the model, or a type or a shape that its layer does not take, a parameter
+            of the model is not in the file, or transformers does not say where the tensors of this architecture belong.
     """
 
     def __init__(self, file: GgufFile, model: nn.Module, activations: str) -> None:
@@ -51,18 +50,19 @@ class StateReader:
             self.names = get_gguf_hf_weights_map(_Names(model), self.processor)
         except NotImplementedError as error:
             raise ValueError(f"gguf: transformers cannot name the tensors of {file.architecture}: {error}") from error
+        self.of_configuration = ARCHITECTURES[file.architecture].rope_tensors
         self.tied = tied_modules(model)
         self.parameters = dict(model.named_parameters(remove_duplicate=False))
 
     def read(self) -> dict[str, Tensor]:
-        """Return packed weights with the numbers beside them, and all other parameters as floats. Warns of tensors for
-        which the model has no parameter."""
+        """Return packed weights with the numbers beside them, and all other parameters as floats."""
         state: dict[str, Tensor] = {}
         unread = []
         for tensor in self.file.tensors.values():
             name = self.names.get(tensor.name)
             if name not in self.parameters:
-                unread.append(tensor.name)
+                if tensor.name not in self.of_configuration:
+                    unread.append(tensor.name)
                 continue
             try:
                 state |= self._read(tensor, name)
@@ -72,7 +72,7 @@ class StateReader:
         if missing := sorted(self.parameters.keys() - state.keys()):
             raise ValueError(f"gguf: the file must hold every parameter of {of}, misses {first_five(missing)}")
         if unread:
-            warnings.warn(f"gguf: {of} of transformers has no place for {first_five(unread)}: not read", stacklevel=4)
+            raise ValueError(f"gguf: every tensor must have a place in {of} of transformers, got {first_five(unread)}")
         return state
 
     def _read(self, tensor: GgufTensor, name: str) -> dict[str, Tensor]:
