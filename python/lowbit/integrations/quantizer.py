@@ -27,16 +27,19 @@ from transformers.utils.quantization_config import QuantizationMethod
 from lowbit import _C, devices
 from lowbit.formats.spec import LinearSpec
 from lowbit.integrations.checkpoint_names import renamed, stored_tensors
+from lowbit.integrations.config_entry import note_formats
 from lowbit.integrations.fuse import fuse
 from lowbit.integrations.lowbit_config import METHOD, LowbitConfig
 from lowbit.integrations.mapped_pages import release_pages
 from lowbit.integrations.resizing import refuse_to_resize_packed_tables
 from lowbit.integrations.selection import Selection, tied_modules
+from lowbit.quant.block_sparse import Blocks, hold_blocks
+from lowbit.quant.changing_layers import OBSERVERS
 from lowbit.quant.dequantize import dequantize_
 from lowbit.quant.fast_path import disable_encoder_fast_path
 from lowbit.quant.layout import in_layout
 from lowbit.quant.linear_layers import features_of, is_embedding, matrix_of
-from lowbit.quant.load import PACKED, RENAMINGS, packed_layers
+from lowbit.quant.load import PACKED, RENAMINGS, packed_layers, sparse_layers
 from lowbit.quant.load_check import check_state_dicts_of
 from lowbit.quant.quant_embedding import QuantEmbedding, quantize_embedding_in_place
 from lowbit.quant.quant_linear import QuantLinear, all_finite, pack_weight, quantize_in_place
@@ -84,6 +87,7 @@ class LowbitQuantizer(HfQuantizer):
         self, model: nn.Module, checkpoint_files: list[str] | None = None, **kwargs: Any
     ) -> None:
         self.files = list(checkpoint_files or ())
+        model._adjust_bias = _leave_bias
         if self.gguf_file is not None:
             return  # get_state_dict is next
         if self.quantization_config.gguf and not self.pre_quantized:
@@ -116,6 +120,7 @@ class LowbitQuantizer(HfQuantizer):
     def select(self, model: nn.Module) -> list[ReportRow]:
         """Note the layers to pack, each with its configuration; return the rows of those that stay float."""
         settings, kept = self.quantization_config, self.quantization_config.modules_to_not_convert
+        settings.check_can_pack()
         keep, keep_embeddings = (
             self.get_modules_to_not_convert(model, names, model._keep_in_fp32_modules) for names in (kept, kept or [])
         )
@@ -162,6 +167,7 @@ class LowbitQuantizer(HfQuantizer):
         return True
 
     def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: Any) -> nn.Module:
+        del model._adjust_bias
         if self.selection is not None:
             self._join_tied(model, self.selection)
         _repack(model)
@@ -272,19 +278,38 @@ def _become_packed(
         quantize_in_place(module, weight, spec)
 
 
-def _hold_stored(model: nn.Module, stored: dict[str, Tensor]) -> None:
-    """Make every layer whose packed weight the files hold a QuantLinear or QuantEmbedding on the meta device, in the
-    layout of the file. Of tied weights the files may hold one."""
+def _hold_stored(model: nn.Module, stored: dict[str, Tensor]) -> bool:
+    """Make every layer whose packed weight or blocks the files hold a QuantLinear, QuantEmbedding or BlockSparseLinear
+    on the meta device, in the layout of the file; return whether there is one. Of tied weights the files may hold
+    one."""
     for name, shared in tied_modules(model).items():
         weight = next((stored[f"{other}.weight"] for other in shared if f"{other}.weight" in stored), None)
         if weight is not None:
             stored.setdefault(f"{name}.weight", weight)
-    for name, (module, layer) in dict(packed_layers(model, stored)).items():
+    packed, sparse = dict(packed_layers(model, stored)), dict(sparse_layers(model, stored))
+    for name, (module, layer) in packed.items():
         weight = torch.empty(layer.shape, dtype=torch.uint8, device="meta")
         _become_packed(module, nn.Parameter(weight, requires_grad=False), layer.spec, layer.layout)
         module.layout = torch.empty_like(stored[f"{name}.layout"], device="meta")
         # transformers would draw random numbers for the packed weight of a table whose tied head alone is in the file.
         module._is_hf_initialized = is_embedding(module)
+    for module, blocks in sparse.values():
+        meta = Blocks(*(part.to("meta") for part in (blocks.values, blocks.crow_indices, blocks.col_indices)))
+        hold_blocks(module, nn.Parameter(meta.values.to(module.weight.dtype)), meta)
+    _untie(model, {*packed, *sparse})
+    return bool(packed or sparse)
+
+
+def _untie(model: nn.Module, packed: set[str]) -> None:
+    """Forget the ties between a packed weight and a float one, which were untied when one of them was packed."""
+    for target, source in [*model.all_tied_weights_keys.items()]:
+        if (target.removesuffix(".weight") in packed) != (source.removesuffix(".weight") in packed):
+            del model.all_tied_weights_keys[target]
+
+
+def _leave_bias(*_: nn.Module) -> None:
+    """In place of the model's own step of tying, which cuts the bias of a head to as many elements as its weight has
+    rows: a packed weight has other rows."""
 
 
 def _repack(model: nn.Module) -> None:
@@ -306,4 +331,5 @@ def _repack(model: nn.Module) -> None:
 register_quantization_config(METHOD)(LowbitConfig)
 register_quantizer(METHOD)(LowbitQuantizer)
 RENAMINGS.append(renamed)
+OBSERVERS.append(note_formats)
 refuse_to_resize_packed_tables()

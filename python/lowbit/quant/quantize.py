@@ -17,6 +17,7 @@ from lowbit.formats.block_sparse import BlockSparseWeightConfig
 from lowbit.formats.torchao import from_torchao
 from lowbit.quant.adapters import adopt_lora_layers
 from lowbit.quant.calibration import Calibration
+from lowbit.quant.changing_layers import changing_layers
 from lowbit.quant.fast_path import disable_encoder_fast_path
 from lowbit.quant.linear_layers import features_of, is_conv1d, is_embedding, matrix_of
 from lowbit.quant.load_check import check_state_dicts_of
@@ -87,8 +88,9 @@ def quantize_(
     seen = calibration_of(model, calibration, config, selected)
     report = QuantizationReport(str(config), model_bytes_before=model_bytes(model))
     rows = {}
-    for group in _progress(by_weight(selected), report):
-        rows |= {row.layer: row for row in _quantize_group(group, device, seen)}
+    with changing_layers(model):
+        for group in _progress(by_weight(selected), report):
+            rows |= {row.layer: row for row in _quantize_group(group, device, seen)}
     if not selected:
         report.notes.append(
             "no layer was selected" if filter_fn else "the model has no nn.Linear that can be quantized"

@@ -23,6 +23,7 @@ from transformers import (
 from lowbit.integrations.fuse import fuse as fuse_pieces
 from lowbit.integrations.gguf.file import GgufFile
 from lowbit.integrations.gguf.weights import ACTIVATIONS, StateReader
+from lowbit.integrations.lowbit_config import LowbitConfig
 from lowbit.quant.load import load
 
 
@@ -65,6 +66,7 @@ def load_model(
         model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.float32)
     model.tie_weights()
     load(model, StateReader(file, model, activations).read())
+    model.config.quantization_config = LowbitConfig("gguf", activations=activations, fuse=fuse)
     model.eval()
     if fuse:
         fuse_pieces(model)
