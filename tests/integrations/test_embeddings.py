@@ -133,9 +133,10 @@ def test_a_plan_names_single_embeddings(tmp_path):
     ],
 )
 def test_a_tied_pair_of_which_one_is_to_stay_float_stays_float(options, note, tmp_path):
-    folder = save("tied", tmp_path)
-    loaded = transformers.LlamaForCausalLM.from_pretrained(folder, quantization_config=lowbit.LowbitConfig(embeddings=INT8, **options))
-    assert formats(loaded) == {} and notes(loaded)["model.embed_tokens"] == note
+    folder, other = save("tied", tmp_path), "model.layers.0.mlp.up_proj"
+    config = lowbit.LowbitConfig(embeddings=INT8, **options | {"plan": {other: W4A8, **options.get("plan", {})}})
+    loaded = transformers.LlamaForCausalLM.from_pretrained(folder, quantization_config=config)
+    assert set(formats(loaded)) == {other} and notes(loaded)["model.embed_tokens"] == note
     assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
 
 

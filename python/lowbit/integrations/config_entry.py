@@ -29,7 +29,7 @@ from lowbit.integrations.lowbit_config import METHOD, STORED, LowbitConfig
 from lowbit.integrations.selection import tied_modules
 from lowbit.quant.adapters import adapter_modules
 from lowbit.quant.block_sparse import BlockSparseLinear
-from lowbit.quant.linear_layers import is_embedding, is_linear
+from lowbit.quant.linear_layers import is_linear
 from lowbit.quant.load import PACKED
 from lowbit.quant.output_head import INT8, head_config, head_layers
 from lowbit.quant.read_weights import weights_that_are_read
