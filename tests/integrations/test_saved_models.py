@@ -297,6 +297,33 @@ def test_weights_that_transformers_split_are_saved_apart(tmp_path):
         check_it_comes_back(model, tmp_path)
 
 
+@pytest.mark.parametrize("type", ["Q4_0", "Q4_K", "Q6_K", "MXFP4"])
+@pytest.mark.parametrize("name", ["llama", "tied", "gpt2", "gemma3"])
+def test_a_model_of_a_gguf_file_comes_back(name, type, tmp_path):
+    files = pytest.importorskip("gguf_files")
+    path = files.write(tmp_path / "file.gguf", name, type)
+    for more in ({}, {"attention": "sdpa", "fuse": False}):
+        model = lowbit.integrations.gguf.load_model(path, activations="float", **more)
+        assert entry(model) == lowbit.LowbitConfig("gguf", activations="float", fuse=not more).to_dict()
+        model.save_pretrained(tmp_path / "packed")
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "packed", attn_implementation=more.get("attention", "lowbit"))
+        assert formats(loaded) == formats(model) and torch.equal(logits(loaded), logits(model))
+        lowbit.dequantize_(model)
+        assert not hasattr(model.config, "quantization_config")
+
+
+def test_a_fused_model_comes_back(tmp_path):
+    model = float_model("llama", tmp_path)
+    lowbit.quantize_(model, W4A8, linear_in("q_proj", "k_proj", "v_proj", "mlp"))
+    wanted = logits(model)
+    assert lowbit.fuse(model)
+    lowbit.quantize_(model, INT8, linear_in("o_proj"))
+    model.save_pretrained(tmp_path / "packed")
+    loaded = type(model).from_pretrained(tmp_path / "packed")
+    assert formats(loaded) == formats(model) and len(formats(model)) == 14
+    assert (logits(loaded) - logits(model)).abs().max() < 1e-5 * wanted.abs().max()  # attention of other kernels
+
+
 def test_a_sentence_transformer_comes_back(tmp_path):
     sentence_transformers = pytest.importorskip("sentence_transformers")
     save("bert", tmp_path)

@@ -24,7 +24,8 @@ def dequantize_(model: nn.Module, dtype: torch.dtype | None = None) -> LayerName
 
     The weights are the values of the packed ones: the error of rounding stays. Layers keep their identity, hooks and
     bias; layers that share a packed weight share the float one. Fused modules become what they were; a layer that was a
-    Conv1D of transformers becomes an nn.Linear, which computes the same.
+    Conv1D of transformers becomes an nn.Linear, which computes the same. The config of a model of transformers no
+    longer says that it is packed.
 
     Args:
         model: any module, also a QuantLinear by itself.

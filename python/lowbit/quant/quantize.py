@@ -45,7 +45,8 @@ def quantize_(
 
     Layers are packed one by one and each float weight is freed at once, so memory peaks at the model plus one layer.
     Layers that share a weight share the packed one. On the meta device only the structure changes; load a quantized
-    state dict with ``assign=True`` then. Every check comes before the first change.
+    state dict with ``assign=True`` then. Every check comes before the first change. The config of a model of
+    transformers says then that it is packed, for ``save_pretrained`` and ``from_pretrained``.
 
     Args:
         model: any module; its layers keep their identity, hooks and bias.
