@@ -194,6 +194,31 @@ def test_a_head_that_is_no_longer_tied_comes_back_without_a_warning(tmp_path, ca
     assert "tie" not in caplog.text
 
 
+def tables(model: nn.Module) -> list[nn.Module]:
+    return [module for name, module in model.named_modules() if name.endswith("embed_tokens")]
+
+
+T5 = dict(vocab_size=97, d_model=64, d_kv=16, d_ff=128, num_layers=2, num_heads=4, decoder_start_token_id=0)
+SEAMLESS = dict(vocab_size=97, hidden_size=64, max_position_embeddings=64, pad_token_id=0, **dict.fromkeys(("encoder_layers", "decoder_layers", "speech_encoder_layers", "t2u_encoder_layers", "t2u_decoder_layers"), 2))
+
+
+@pytest.mark.parametrize("config", [INT4, INT8], ids=str)
+@pytest.mark.parametrize("name", ["T5ForConditionalGeneration", "SeamlessM4TForTextToText"])
+def test_weights_of_which_some_are_untied_come_back(name, config, tmp_path):
+    """A head and three tables are one weight: int4 packs all tables that it can, int8 the head alone."""
+    cls, ids = getattr(transformers, name), torch.arange(14).view(2, 7)
+    torch.manual_seed(0)
+    model = cls(cls.config_class(**(T5 if "T5" in name else SEAMLESS))).eval()
+    lowbit.quantize_(model, config)
+    model.save_pretrained(tmp_path)
+    loaded, info = cls.from_pretrained(tmp_path, output_loading_info=True)
+    assert formats(loaded) == formats(model) and not any(info.values())
+    with torch.no_grad():
+        assert torch.equal(loaded(ids, decoder_input_ids=ids).logits, model(ids, decoder_input_ids=ids).logits)
+    shared = [len({id(module.weight) for module in (of.lm_head, of.shared, *tables(of))}) for of in (model, loaded)]
+    assert shared[0] == shared[1] < 4
+
+
 def test_dequantize_takes_the_entry_out(tmp_path):
     model = float_model("llama", tmp_path)
     lowbit.quantize_(model, W4A8)

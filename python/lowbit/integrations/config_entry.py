@@ -49,7 +49,7 @@ def note_formats(model: nn.Module) -> None:
     """
     noted: set[int] = set()
     for module in model.modules():  # the outer before the inner
-        if isinstance(module, PreTrainedModel) and id(module.config) not in noted:
+        if _is_whole(module) and id(module.config) not in noted:
             noted.add(id(module.config))
             _note(_owner(module))
     for module in model.modules():
@@ -57,6 +57,11 @@ def note_formats(model: nn.Module) -> None:
         if isinstance(config, PreTrainedConfig) and id(config) not in noted:
             noted.add(id(config))
             _note_part(model, config)
+
+
+def _is_whole(module: nn.Module) -> bool:
+    """Whether this is a model of transformers; one whose ``post_init`` was not called cannot be loaded there."""
+    return isinstance(module, PreTrainedModel) and hasattr(module, "all_tied_weights_keys")
 
 
 def _owner(model: PreTrainedModel) -> PreTrainedModel:

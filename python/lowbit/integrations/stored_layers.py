@@ -34,9 +34,10 @@ def hold_stored(model: nn.Module, stored: dict[str, Tensor]) -> bool:
     BlockSparseLinear on the meta device, in the layout of the file; return whether there is one. Of tied weights the
     files may hold one."""
     for name, shared in tied_modules(model).items():
-        weight = next((stored[f"{other}.weight"] for other in shared if f"{other}.weight" in stored), None)
-        if weight is not None:
-            stored.setdefault(f"{name}.weight", weight)
+        held = [stored[f"{other}.weight"] for other in shared if f"{other}.weight" in stored]
+        alike = [weight for weight in held if weight.is_floating_point() != (f"{name}.layout" in stored)]
+        if held:
+            stored.setdefault(f"{name}.weight", next(iter(alike or held)))
     packed, sparse = dict(packed_layers(model, stored)), dict(sparse_layers(model, stored))
     for name, (module, layer) in packed.items():
         weight = torch.empty(layer.shape, dtype=torch.uint8, device="meta")
@@ -52,10 +53,15 @@ def hold_stored(model: nn.Module, stored: dict[str, Tensor]) -> bool:
 
 
 def _untie(model: nn.Module, packed: set[str]) -> None:
-    """Forget the ties between a packed weight and a float one, which were untied when one of them was packed."""
-    for target, source in [*model.all_tied_weights_keys.items()]:
+    """Forget the ties between packed weights and float ones, which were untied when the first were packed; those that
+    were tied to the same weight stay tied to each other."""
+    ties, first = model.all_tied_weights_keys, {}
+    for target, source in [*ties.items()]:
         if (target.removesuffix(".weight") in packed) != (source.removesuffix(".weight") in packed):
-            del model.all_tied_weights_keys[target]
+            del ties[target]
+            if source in first:
+                ties[target] = first[source]
+            first.setdefault(source, target)
 
 
 def leave_bias(*_: nn.Module) -> None:
