@@ -322,6 +322,16 @@ def test_weights_that_transformers_split_are_saved_apart(tmp_path):
         check_it_comes_back(model, tmp_path)
 
 
+def test_a_model_of_bitsandbytes_whose_layers_were_replaced_comes_back(tmp_path):
+    pytest.importorskip("bitsandbytes")
+    folder = save("llama", tmp_path)
+    config = transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
+    model = transformers.LlamaForCausalLM.from_pretrained(folder, quantization_config=config, device_map="cpu", dtype=torch.float32)
+    lowbit.integrations.bitsandbytes.replace_linear4bit(model)
+    assert not hasattr(model, "hf_quantizer") and entry(model)["config"].startswith("nf4_weight_only")
+    check_it_comes_back(model, tmp_path)
+
+
 @pytest.mark.parametrize("type", ["Q4_0", "Q4_K", "Q6_K", "MXFP4"])
 @pytest.mark.parametrize("name", ["llama", "tied", "gpt2", "gemma3"])
 def test_a_model_of_a_gguf_file_comes_back(name, type, tmp_path):

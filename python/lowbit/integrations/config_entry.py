@@ -81,6 +81,7 @@ def _note(model: PreTrainedModel) -> None:
         return  # of another method, whose layers are beside ours
     entry = entry_of(model, old)
     quantizer = getattr(model, "hf_quantizer", None)
+    quantizer = quantizer if isinstance(getattr(quantizer, "quantization_config", None), LowbitConfig) else None
     if entry is not None:
         model.config.quantization_config = entry
         if quantizer is not None:
