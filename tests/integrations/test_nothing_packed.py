@@ -30,6 +30,13 @@ def packed(model: nn.Module) -> int:
     return sum(isinstance(module, (lowbit.QuantLinear, lowbit.QuantEmbedding)) for module in model.modules())
 
 
+def packed_folder(folder: Path) -> Path:
+    model = transformers.LlamaForCausalLM(copy.deepcopy(MODELS["llama"][1]))
+    lowbit.quantize_(model, W4A8)
+    model.save_pretrained(folder / "packed")
+    return folder / "packed"
+
+
 def free_port() -> int:
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
@@ -65,8 +72,8 @@ def sharded(rank: int, port: int, folder: str) -> None:
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch.distributed is not available")
 def test_a_model_that_is_cut_among_processes_is_refused_before_it_is_read(tmp_path):
-    cls, folder = transformers.LlamaForCausalLM, save("llama", tmp_path)
-    cls.from_pretrained(folder, quantization_config=CONFIG).save_pretrained(tmp_path / "packed")
+    save("llama", tmp_path)
+    packed_folder(tmp_path)
     save("llama", tmp_path / "again")
     (tmp_path / "again" / "float").rename(tmp_path / "whole")
     for name in ("float", "packed"):
@@ -110,10 +117,18 @@ def test_float_files_beside_an_entry_load_with_a_warning(tmp_path):
         loaded = cls.from_pretrained(folder)
     assert not packed(loaded) and torch.equal(logits(loaded), wanted)
     assert not hasattr(loaded.config, "quantization_config") and getattr(loaded, "hf_quantizer", None) is None
+    with pytest.warns(UserWarning, match="no file holds a packed one"):  # the config of a model has an object there
+        assert not packed(cls.from_pretrained(folder, config=cls.from_pretrained(packed_folder(tmp_path)).config))
     loaded.save_pretrained(tmp_path / "again")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert torch.equal(logits(cls.from_pretrained(tmp_path / "again")), wanted)
+
+
+def test_a_folder_loads_by_the_config_of_a_packed_model(tmp_path):
+    loaded = transformers.LlamaForCausalLM.from_pretrained(packed_folder(tmp_path))
+    again = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "packed", config=loaded.config)
+    assert packed(again) == 15 and torch.equal(logits(again), logits(loaded))
 
 
 def test_every_other_way_to_give_weights_packs_them(tmp_path):

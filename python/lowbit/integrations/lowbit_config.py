@@ -133,6 +133,11 @@ class LowbitConfig(QuantizationConfigMixin):
     def _head(self, head: Any) -> FormatConfig | None:
         return head_config("LowbitConfig", head, None if self.config == STORED else self.config)
 
+    def get(self, field: str, default: Any = None) -> Any:
+        """Return a field of the entry: transformers asks the one of ``from_pretrained(config=)`` as if it were a dict,
+        and it is this object where the config is that of a model."""
+        return self.to_dict().get(field, default)
+
     def check_can_pack(self) -> None:
         """Raise ValueError where a format is "stored", by which nothing can be packed."""
         for name, layer in {"config": self.config, "head": self.head, **self.plan}.items():
