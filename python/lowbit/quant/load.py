@@ -17,6 +17,7 @@ from lowbit import _C
 from lowbit.formats.spec import StoredWeight
 from lowbit.quant.adapters import adopt_lora_layers
 from lowbit.quant.block_sparse import INDICES, Blocks, BlockSparseLinear, blocks_problem, hold_blocks
+from lowbit.quant.changing_layers import changing_layers
 from lowbit.quant.fast_path import disable_encoder_fast_path
 from lowbit.quant.layout import numbers_of
 from lowbit.quant.linear_layers import features_of, is_embedding, is_linear, is_scaled_embedding
@@ -69,26 +70,27 @@ def load(model: nn.Module, file: str | Path | Mapping[str, Tensor]) -> LayerName
     shared = _shared_names(model)
     state |= {other: state[first] for other, first in shared.items() if other not in state and first in state}
     _check_names(model, state)
-    packed, sparse = dict(packed_layers(model, state)), dict(_sparse_layers(model, state))
+    packed, sparse = dict(packed_layers(model, state)), dict(sparse_layers(model, state))
     turned = LayerNames(name for name, (module, _) in packed.items() if not isinstance(module, PACKED))
     of_linear = {id(module.weight) for module, _ in packed.values() if is_linear(module)}
-    for name in turned:
-        module, stored = packed[name]
-        if not isinstance(module, PACKED):  # one layer may have two names
-            alone = is_embedding(module) and id(module.weight) not in of_linear
-            layout = stored.layout if alone else _C.LAYOUT
-            shape = stored.spec.shape(stored.n, stored.k, layout)
-            weight = nn.Parameter(torch.empty(shape, dtype=torch.uint8, device="meta"), requires_grad=False)
-            if is_embedding(module):
-                quantize_embedding_in_place(module, weight, stored.spec, layout)
-            else:
-                quantize_in_place(module, weight, stored.spec)
-    for name, (module, blocks) in sparse.items():
-        if not isinstance(module, BlockSparseLinear):
-            turned.append(name)
-        hold_blocks(module, nn.Parameter(blocks.values, requires_grad=module.weight.requires_grad), blocks)
-    model.load_state_dict(state, assign=True)
-    _share_again(model, shared)
+    with changing_layers(model):
+        for name in turned:
+            module, stored = packed[name]
+            if not isinstance(module, PACKED):  # one layer may have two names
+                alone = is_embedding(module) and id(module.weight) not in of_linear
+                layout = stored.layout if alone else _C.LAYOUT
+                shape = stored.spec.shape(stored.n, stored.k, layout)
+                weight = nn.Parameter(torch.empty(shape, dtype=torch.uint8, device="meta"), requires_grad=False)
+                if is_embedding(module):
+                    quantize_embedding_in_place(module, weight, stored.spec, layout)
+                else:
+                    quantize_in_place(module, weight, stored.spec)
+        for name, (module, blocks) in sparse.items():
+            if not isinstance(module, BlockSparseLinear):
+                turned.append(name)
+            hold_blocks(module, nn.Parameter(blocks.values, requires_grad=module.weight.requires_grad), blocks)
+        model.load_state_dict(state, assign=True)
+        _share_again(model, shared)
     _fill_buffers(model)
     disable_encoder_fast_path(model)
     check_state_dicts_of(model)
@@ -149,7 +151,7 @@ def packed_layers(
         yield name, (module, stored)
 
 
-def _sparse_layers(model: nn.Module, state: Mapping[str, Tensor]) -> Iterator[tuple[str, tuple[nn.Module, Blocks]]]:
+def sparse_layers(model: nn.Module, state: Mapping[str, Tensor]) -> Iterator[tuple[str, tuple[nn.Module, Blocks]]]:
     """Yield the linear layers of whose weight the state dict holds blocks."""
     for name, module in model.named_modules(remove_duplicate=False):
         prefix = f"{name}." if name else ""

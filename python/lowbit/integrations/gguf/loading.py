@@ -15,6 +15,7 @@ from lowbit.integrations.gguf.config import config_of
 from lowbit.integrations.gguf.file import GgufFile
 from lowbit.integrations.gguf.tokenizer import load_tokenizer
 from lowbit.integrations.gguf.weights import ACTIVATIONS, StateReader
+from lowbit.integrations.lowbit_config import LowbitConfig
 from lowbit.quant.load import load
 
 
@@ -66,6 +67,7 @@ def _model(file: GgufFile, config: PreTrainedConfig, activations: str, attention
         model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.float32)
     model.tie_weights()
     load(model, StateReader(file, model, activations).read())
+    model.config.quantization_config = LowbitConfig("gguf", activations=activations, fuse=fuse)
     model.eval()
     if fuse:
         fuse_pieces(model)
