@@ -18,6 +18,8 @@ from types import ModuleType
 _SERVED = {
     "transformers.modeling_utils": ("lowbit.integrations.transformers", "lowbit.integrations.quantizer"),
     "torchao.quantization.quant_api": ("lowbit.integrations.torchao_configs",),
+    "trl.trainer.utils": ("lowbit.integrations.trl",),
+    "trl.trainer.distillation_trainer": ("lowbit.integrations.trl_distillation",),
 }
 failures: dict[str, str] = {}
 """Integrations that do not fit the package that is there: they say why when they are imported by name, and in info."""
