@@ -21,8 +21,11 @@ _LOSS = "_chunked_divergence_loss"
 _STUDENT, _TEACHER = 1, 4  # apply(hidden, weight, bias, hidden, weight, bias, ...)
 _Trainer = distillation_trainer.DistillationTrainer
 
-_known = all(hasattr(distillation_trainer, name) for name in (_FUNCTION, _LOSS)) and "_compute_loss" in vars(_Trainer)
-if not _known:
+if not (
+    hasattr(distillation_trainer, _FUNCTION)
+    and hasattr(distillation_trainer, _LOSS)
+    and "_compute_loss" in vars(_Trainer)
+):
     raise ImportError(
         f"lowbit.integrations.trl_distillation knows the loss of trl 1.16, got trl {trl.__version__}, which has "
         "another: DistillationTrainer wants models whose output head is float (LowbitConfig(head=None), filter_fn of quantize_)"

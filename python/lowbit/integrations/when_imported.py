@@ -18,6 +18,11 @@ from types import ModuleType
 _SERVED = {
     "transformers.modeling_utils": ("lowbit.integrations.transformers", "lowbit.integrations.quantizer"),
     "torchao.quantization.quant_api": ("lowbit.integrations.torchao_configs",),
+    "torchao.float8.float8_linear_utils": ("lowbit.integrations.float8_of_torchao",),
+    "accelerate.utils": ("lowbit.integrations.accelerate",),
+    "liger_kernel.transformers.monkey_patch": ("lowbit.integrations.liger",),
+    "peft.tuners.tuners_utils": ("lowbit.integrations.peft",),
+    "peft.peft_model": ("lowbit.integrations.peft_prompts",),
     "trl.trainer.utils": ("lowbit.integrations.trl",),
     "trl.trainer.distillation_trainer": ("lowbit.integrations.trl_distillation",),
 }
