@@ -12,6 +12,7 @@ import pytest
 import torch
 import trl_runs
 from gguf_files import write
+from tiny_models import save
 from torch import Tensor, nn
 from trl_runs import dpo, grpo, lora, losses, not_the_head, packing, quantized, rows, sft, tokenizer, with_float_head
 
@@ -89,6 +90,35 @@ def test_what_is_not_packed_trains_without_adapters_and_a_reference_is_packed_to
     check_against_the_decoded_head(run, quantized(CONFIGS["int4"]), tmp_path)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "autocast"])
+def test_bfloat16_models_and_autocast(dtype: str, tmp_path: Path) -> None:
+    model = quantized(CONFIGS["nf4"])
+    if dtype == "bfloat16":
+        model = model.to(torch.bfloat16)
+
+    def run(model: nn.Module, folder: Path, adapters: Any) -> Any:
+        head = model.lm_head
+        if type(head) is nn.Linear:
+            head.to(model.dtype)
+        return sft(model, folder, adapters, bf16=dtype == "autocast")
+
+    check_against_the_decoded_head(run, model, tmp_path, adapters=lora())
+
+
+def test_a_model_is_named_by_its_folder_and_a_run_is_resumed(tmp_path: Path) -> None:
+    folder = save("tied", tmp_path)
+    tokenizer().save_pretrained(folder)
+    options = {"save_strategy": "steps", "save_steps": 2, "quantization_config": lowbit.LowbitConfig(CONFIGS["nf4"])}
+    whole = sft(str(folder), tmp_path / "whole", lora(), **options)
+    assert type(whole.model.get_output_embeddings()) is QuantLinear
+    wanted = losses(whole)
+    resumed = sft(str(folder), tmp_path / "whole", lora(), **options)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
+    assert [float(entry["loss"]) for entry in resumed.state.log_history if "loss" in entry] == wanted
+    pairs = trained(whole.model), trained(resumed.model)
+    assert pairs[0] and all(torch.equal(pairs[0][name], pairs[1][name]) for name in pairs[0])
+
+
 def head_errors(model: nn.Module, weight: Tensor) -> tuple[float, Tensor]:
     """The bound of the difference of a logit, over all texts; and the head's differences of weights, checked against
     the bound of its format: half a step, and what 11 bits of a scale leave of the largest code, 127."""
@@ -139,6 +169,10 @@ def test_a_head_that_is_trained_with_rounding_is_read_rounded(tmp_path: Path) ->
     assert not torch.equal(model.lm_head.weight, before)
 
 
+def test_a_reward_model_with_a_float_score_trains(tmp_path: Path) -> None:
+    assert len(losses(trl_runs.reward(CONFIGS["nf4"], tmp_path))) == 3
+
+
 def test_other_models_and_trl_itself_stay_as_they_are(tmp_path: Path) -> None:
     from trl.trainer import distillation_trainer, utils
 
@@ -171,12 +205,25 @@ def test_heads_that_cannot_be_read_are_refused_by_name(tmp_path: Path, subtests:
     blocks = quantized(CONFIGS["int4"], filter_fn=not_the_head, vocab_size=96)
     lowbit.sparsify_(blocks, lowbit.block_sparse_weight(16), filter_fn=lambda module, name: name == "lm_head")
     trained_int8 = quantized(lowbit.training.Int8WeightOnlyQuantizedTrainingConfig())
-    for name, model in (("BlockSparseLinear", blocks), ("Int8WeightLinear", trained_int8)):
+    pruned = quantized(CONFIGS["int4"], filter_fn=not_the_head, vocab_size=96)
+    kind = lowbit.training.SemiSparseLinear
+    lowbit.training.swap_linear_with_semi_sparse_linear(pruned, {"lm_head": kind})
+    heads = {"BlockSparseLinear": blocks, "Int8WeightLinear": trained_int8, "SemiSparseLinear": pruned}
+    for name, model in heads.items():
         for function, run in (("add_fused_lm_head", sft), ("DistillationTrainer", distill)):
             with subtests.test(name, function=function), pytest.raises(ValueError, match=rf"{function}: .*got {name}"):
                 losses(run(copy.deepcopy(model), tmp_path))
     with pytest.raises(ValueError, match="cast_lm_head_to_fp32 must be False for an output head that lowbit made"):
         grpo(quantized(CONFIGS["int4"]), tmp_path, lora(), cast_lm_head_to_fp32=True)
+
+
+def test_a_trainer_with_a_loop_of_its_own_refuses_a_packed_head() -> None:
+    from trl.experimental.async_distillation import AsyncDistillationTrainer as Trainer
+
+    with pytest.raises(ValueError, match="AsyncDistillationTrainer: the output head must be float, got int8 g32"):
+        Trainer._compute_loss(None, quantized(CONFIGS["int4"]), {})
+    with pytest.raises(KeyError, match="attention_mask"):  # passed through
+        Trainer._compute_loss(None, quantized(CONFIGS["int4"], filter_fn=not_the_head), {})
 
 
 def distill(model: nn.Module, folder: Path) -> Any:

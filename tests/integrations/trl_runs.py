@@ -83,9 +83,14 @@ def settings(kind: type, folder: Path, **options: Any) -> Any:
     return kind(str(folder), **defaults | options)
 
 
-def sft(model: nn.Module, folder: Path, adapters: Any = None, **options: Any) -> Any:
+def sft(
+    model: nn.Module | str, folder: Path, adapters: Any = None, quantization_config: Any = None, **options: Any
+) -> Any:
     given = settings(trl.SFTConfig, folder, max_length=32, **options)
-    return trl.SFTTrainer(model, given, train_dataset=rows("text"), processing_class=tokenizer(), peft_config=adapters)
+    return trl.SFTTrainer(
+        model, given, train_dataset=rows("text"), processing_class=tokenizer(), peft_config=adapters,
+        quantization_config=quantization_config,
+    )  # fmt: skip
 
 
 def packing(model: nn.Module, folder: Path, adapters: Any = None) -> Any:
@@ -129,6 +134,18 @@ def distillation(model: nn.Module, folder: Path, adapters: Any = None, teacher: 
     return trl.DistillationTrainer(
         model, teacher, given, train_dataset=rows("prompt"), processing_class=tokenizer(), peft_config=adapters
     )
+
+
+def reward(config: Any, folder: Path) -> Any:
+    torch.manual_seed(0)
+    settings_of_model = transformers.LlamaConfig(**MODELS["llama"][1].to_dict() | {"num_labels": 1, "pad_token_id": 0})
+    model = transformers.LlamaForSequenceClassification(settings_of_model)
+    lowbit.quantize_(model, config, filter_fn=lambda module, name: isinstance(module, nn.Linear) and name != "score")
+    adapters = peft.LoraConfig(task_type="SEQ_CLS", target_modules=["q_proj"])
+    return trl.RewardTrainer(
+        model, settings(trl.RewardConfig, folder, max_length=32), train_dataset=rows("pairs"),
+        processing_class=tokenizer(), peft_config=adapters,
+    )  # fmt: skip
 
 
 def losses(run: Any) -> list[float]:

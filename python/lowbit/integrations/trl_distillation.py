@@ -28,7 +28,8 @@ if not (
 ):
     raise ImportError(
         f"lowbit.integrations.trl_distillation knows the loss of trl 1.16, got trl {trl.__version__}, which has "
-        "another: DistillationTrainer wants models whose output head is float (LowbitConfig(head=None), filter_fn of quantize_)"
+        "another: its trainer wants models whose output head is float (LowbitConfig(head=None), filter_fn of "
+        "quantize_)"
     )
 
 

@@ -25,6 +25,7 @@ _SERVED = {
     "peft.peft_model": ("lowbit.integrations.peft_prompts",),
     "trl.trainer.utils": ("lowbit.integrations.trl",),
     "trl.trainer.distillation_trainer": ("lowbit.integrations.trl_distillation",),
+    "trl.experimental.async_distillation.async_distillation_trainer": ("lowbit.integrations.trl_async_distillation",),
 }
 failures: dict[str, str] = {}
 """Integrations that do not fit the package that is there: they say why when they are imported by name, and in info."""
