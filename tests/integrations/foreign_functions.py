@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What code of ours could replace in another package that was imported."""
+"""All that code of ours could replace in another package that was imported."""
 
 from __future__ import annotations
 
