@@ -15,9 +15,9 @@ from collections.abc import Iterator
 from weakref import WeakValueDictionary
 
 from torch import nn
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, core_model_loading
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import PrefixChange, WeightConverter
+from transformers.core_model_loading import WeightConverter
 from transformers.modeling_utils import PreTrainedModel
 from transformers.quantizers import HfQuantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
@@ -36,6 +36,7 @@ from lowbit.quant.read_weights import weights_that_are_read
 from lowbit.quant.select import reason_to_skip
 
 _PACKED = (*PACKED, BlockSparseLinear)
+_PREFIX_CHANGE = getattr(core_model_loading, "PrefixChange", ())  # not in the first versions of transformers 5
 _owners: WeakValueDictionary[int, PreTrainedModel] = WeakValueDictionary()
 """By the id of a config the largest model seen that has it: a model and its base model share one config."""
 
@@ -142,7 +143,7 @@ def _save_packed_by_their_names(model: PreTrainedModel) -> None:
     conversions = getattr(model, "_weight_conversions", None)
     if conversions is None:  # as save_pretrained finds them
         conversions = get_model_conversion_mapping(model, add_legacy=False)
-        conversions = [item for item in conversions if not isinstance(item, PrefixChange)]
+        conversions = [item for item in conversions if not isinstance(item, _PREFIX_CHANGE)]
     names = [f"{name}.weight" for name, _ in _packed(model)]
     kept = [item for item in conversions if not (isinstance(item, WeightConverter) and _makes(item, names))]
     if len(kept) < len(conversions):
