@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from gguf_files import CONFIGS, gguf, write
-from test_gguf_metadata import both, every_second, frequencies, linear, longrope, yarn
+from test_gguf_metadata import both, divisors_of_llama3, every_second, frequencies, linear, longrope, yarn
 
 from lowbit.integrations.gguf import load_model
 
@@ -46,10 +46,10 @@ for begin in range(0, len(tokens), 512):
 np.save(out, logits)
 """
 POSITIONS = (0, 4000, 20000)
-SCALINGS = {"none": lambda writer: writer.add_rope_freq_base(30000.0), "linear": linear, "yarn": yarn, "longrope": longrope, "llama 3": frequencies}
+SCALINGS = {"none": lambda writer: writer.add_rope_freq_base(30000.0), "linear": linear, "yarn": yarn, "longrope": longrope, "divisors": frequencies, "llama 3": lambda writer: writer.add_tensor("rope_freqs.weight", divisors_of_llama3(8.0, 10000.0))}
 CASES = [(name, "none") for name in CONFIGS if name not in ("tied", "gpt2")]
 CASES += [(name, scaling) for name in ("llama", "qwen2", "qwen3", "gemma2", "gemma3", "starcoder2", "stablelm", "nemotron") for scaling in ("linear", "yarn")]
-CASES += [("llama", "llama 3"), ("llama", "longrope"), ("phi3", "linear"), ("phi3", "longrope"), ("gpt2", "none")]
+CASES += [("llama", "llama 3"), ("llama", "divisors"), ("llama", "longrope"), ("phi3", "linear"), ("phi3", "longrope"), ("gpt2", "none")]
 
 
 def small(name: str):

@@ -145,6 +145,26 @@ def test_divisors_in_tensors(name, more, short, long, magnitude, tmp_path, monke
     assert_rotates(path, plain_angles(30000.0) / short, magnitude)
 
 
+def divisors_of_llama3(factor: float, base: float, half: int = HALF) -> np.ndarray:
+    """As llama.cpp's converter writes them (conversion/llama.py)."""
+    divisors = []
+    for frequency in base ** -(np.arange(half) / half):
+        wave = 2 * math.pi / frequency
+        smooth = (8192 / wave - 1.0) / (4.0 - 1.0)
+        divisors.append(1 if wave < 8192 / 4.0 else factor if wave > 8192 / 1.0 else 1 / ((1 - smooth) / factor + smooth))
+    return np.array(divisors, np.float32)
+
+
+@pytest.mark.parametrize(("factor", "theta", "scale"), [(8.0, 500000.0, 1), (32.0, 500000.0, 1), (4.0, 10000.0, 1), (8.0, 500000.0, 1.01)])
+def test_the_divisors_of_llama3_have_their_name(factor, theta, scale, tmp_path):
+    divisors = divisors_of_llama3(factor, theta) * np.float32(scale)
+    more = both(base(theta), lambda writer: writer.add_tensor("rope_freqs.weight", divisors))
+    path = write(tmp_path / "model.gguf", "llama", config=small("llama"), more=more)
+    rope = attributes_of(GgufFile.open(path))[1]["rope_parameters"]
+    assert rope["rope_type"] == ("llama3" if scale == 1 else "longrope") and rope["factor"] == (factor if scale == 1 else 1)
+    assert_rotates(path, plain_angles(theta) / divisors)
+
+
 @pytest.mark.parametrize("name", ["phi3", "stablelm", "nemotron"])
 @pytest.mark.parametrize("rotated", [16, 24, 48])
 def test_the_rotated_columns_are_those_of_the_file(name, rotated, tmp_path):
