@@ -246,7 +246,9 @@ def test_an_answer_ends_at_every_word_that_ends_it(tmp_path):
     attributes = attributes_of(GgufFile.open(write(tmp_path / "model.gguf", "llama", words=True, more=more)))[1]
     assert attributes["eos_token_id"] == [8, 20, 30]  # 8: "<|end|>", which the file names too
     model = load_model(write(tmp_path / "model.gguf", "llama", "F32", more=more))
-    assert model.generation_config.eos_token_id == [20, 30]
+    config = lowbit.LowbitConfig("gguf")
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="model.gguf", quantization_config=config)
+    assert again.generation_config.eos_token_id == model.generation_config.eos_token_id == [20, 30]
     head = torch.zeros(64, 256)
     head[20] = 1  # of a norm whose weights are near 1
     model.lm_head, model.model.norm = torch.nn.Linear(256, 64, bias=False), torch.nn.Identity()
@@ -369,13 +371,18 @@ WRONG = {
     "llama.rope.scaling.yarn_ext_factor": (0.5, "1.0 or -1.0 .transformers has no such mixture., got 0.5"),
     "llama.attention.causal": (False, "True .the model continues texts., got False"),
     "llama.expert_count": (8, "0 .mixtures of experts are not read., got 8"),
+    "phi3.attention.sliding_window": (-1, "one number from 1 on, got -1"),
+    "gemma3.attention.sliding_window": (2.5, "one number from 1 on, got 2.5"),
+    "gemma3.final_logit_softcapping": (float("nan"), "a number above 0, got nan"),
+    "gemma3.attention.sliding_window_pattern": ([True], r"a number or 2 flags, got \[True\]"),
     "tokenizer.ggml.eos_token_id": (9999, "a number below 64, how many words the model has, got 9999"),
 }
 
 
 @pytest.mark.parametrize("key", WRONG)
 def test_a_value_without_a_meaning_is_refused_by_the_name_of_its_key(key, tmp_path):
-    file = GgufFile.open(write(tmp_path / "model.gguf", "llama"))
+    name = key.partition(".")[0]
+    file = GgufFile.open(write(tmp_path / "model.gguf", name if name in ARCHITECTURES else "llama"))
     value, message = WRONG[key]
     file.metadata[key] = value
     with pytest.raises(ValueError, match=f"model.gguf: {key} must be {message}"):
