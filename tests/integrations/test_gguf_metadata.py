@@ -205,6 +205,20 @@ def test_a_scaled_model_is_saved_and_read_by_from_pretrained(tmp_path):
         assert all((other(x).logits - wanted).norm() < 1e-5 * wanted.norm() for other in (again, packed))
 
 
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_from_pretrained_makes_the_same_model(name, tmp_path):
+    """Of attributes that transformers' own reading of a file leaves out."""
+    path = write(tmp_path / "model.gguf", name, config=small(name) if name != "gpt2" else None, more=linear if name not in ("gpt2", "phi3") else lambda writer: None)
+    config = lowbit.LowbitConfig("gguf", activations="float")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=path.name, quantization_config=config, attn_implementation="lowbit")
+    attributes = attributes_of(GgufFile.open(path))[1]
+    assert {key: getattr(model.config, key) for key in attributes} == attributes
+    x = torch.arange(40)[None]
+    with torch.no_grad():
+        wanted = load_model(path, activations="float", fuse=False)(x).logits
+        assert (model(x).logits - wanted).norm() < 1e-5 * wanted.norm()
+
+
 # ---- windows -------------------------------------------------------------------------------------------------------
 
 
