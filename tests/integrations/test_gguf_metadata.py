@@ -243,6 +243,15 @@ def test_layers_with_a_window_as_the_file_says(tmp_path):
     assert attributes_of(file)[1]["layer_types"] == ["full_attention", "full_attention"]
 
 
+def test_a_gemma3_without_a_window_sees_everything(tmp_path):
+    config = small("gemma3")
+    config.sliding_window = None
+    model = load_model(write(tmp_path / "model.gguf", "gemma3", "F32", config=config), fuse=False)
+    x = torch.arange(60)[None]
+    with torch.no_grad():
+        assert (model(x).logits - model(torch.cat([x[:, :1] + 1, x[:, 1:]], dim=1)).logits)[0, -1].abs().max() > 1e-4
+
+
 def test_a_window_that_the_model_does_not_have(tmp_path):
     path = write(tmp_path / "model.gguf", "llama", more=lambda writer: writer.add_sliding_window(8))
     with pytest.raises(ValueError, match="llama.attention.sliding_window must be 0 or the context length .the model has no window., got 8"):

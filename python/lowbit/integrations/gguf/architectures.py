@@ -94,7 +94,7 @@ def _gemma3(keys: Metadata, known: dict[str, Any]) -> dict[str, Any]:
     return {
         "final_logit_softcapping": keys.positive("final_logit_softcapping") if has_cap else None,
         "query_pre_attn_scalar": _attention_scalar(known, largest=62),
-        "sliding_window": window,
+        "sliding_window": window or known["max_position_embeddings"],  # transformers makes its mask in any case
         "layer_types": layers if window else ["full_attention"] * len(layers),
         "rope_parameters": {
             "full_attention": known["rope_parameters"],
