@@ -145,6 +145,26 @@ def test_divisors_in_tensors(name, more, short, long, magnitude, tmp_path, monke
     assert_rotates(path, plain_angles(30000.0) / short, magnitude)
 
 
+def divisors_of_llama3(factor: float, base: float, half: int = HALF) -> np.ndarray:
+    """As llama.cpp's converter writes them (conversion/llama.py)."""
+    divisors = []
+    for frequency in base ** -(np.arange(half) / half):
+        wave = 2 * math.pi / frequency
+        smooth = (8192 / wave - 1.0) / (4.0 - 1.0)
+        divisors.append(1 if wave < 8192 / 4.0 else factor if wave > 8192 / 1.0 else 1 / ((1 - smooth) / factor + smooth))
+    return np.array(divisors, np.float32)
+
+
+@pytest.mark.parametrize(("factor", "theta", "scale"), [(8.0, 500000.0, 1), (32.0, 500000.0, 1), (4.0, 10000.0, 1), (8.0, 500000.0, 1.01)])
+def test_the_divisors_of_llama3_have_their_name(factor, theta, scale, tmp_path):
+    divisors = divisors_of_llama3(factor, theta) * np.float32(scale)
+    more = both(base(theta), lambda writer: writer.add_tensor("rope_freqs.weight", divisors))
+    path = write(tmp_path / "model.gguf", "llama", config=small("llama"), more=more)
+    rope = attributes_of(GgufFile.open(path))[1]["rope_parameters"]
+    assert rope["rope_type"] == ("llama3" if scale == 1 else "longrope") and rope["factor"] == (factor if scale == 1 else 1)
+    assert_rotates(path, plain_angles(theta) / divisors)
+
+
 @pytest.mark.parametrize("name", ["phi3", "stablelm", "nemotron"])
 @pytest.mark.parametrize("rotated", [16, 24, 48])
 def test_the_rotated_columns_are_those_of_the_file(name, rotated, tmp_path):
@@ -185,6 +205,20 @@ def test_a_scaled_model_is_saved_and_read_by_from_pretrained(tmp_path):
         assert all((other(x).logits - wanted).norm() < 1e-5 * wanted.norm() for other in (again, packed))
 
 
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_from_pretrained_makes_the_same_model(name, tmp_path):
+    """Of attributes that transformers' own reading of a file leaves out."""
+    path = write(tmp_path / "model.gguf", name, config=small(name) if name != "gpt2" else None, more=linear if name not in ("gpt2", "phi3") else lambda writer: None)
+    config = lowbit.LowbitConfig("gguf", activations="float")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=path.name, quantization_config=config, attn_implementation="lowbit")
+    attributes = attributes_of(GgufFile.open(path))[1]
+    assert {key: getattr(model.config, key) for key in attributes} == attributes
+    x = torch.arange(40)[None]
+    with torch.no_grad():
+        wanted = load_model(path, activations="float", fuse=False)(x).logits
+        assert (model(x).logits - wanted).norm() < 1e-5 * wanted.norm()
+
+
 # ---- windows -------------------------------------------------------------------------------------------------------
 
 
@@ -209,6 +243,15 @@ def test_layers_with_a_window_as_the_file_says(tmp_path):
     assert attributes_of(file)[1]["layer_types"] == ["full_attention", "full_attention"]
 
 
+def test_a_gemma3_without_a_window_sees_everything(tmp_path):
+    config = small("gemma3")
+    config.sliding_window = None
+    model = load_model(write(tmp_path / "model.gguf", "gemma3", "F32", config=config), fuse=False)
+    x = torch.arange(60)[None]
+    with torch.no_grad():
+        assert (model(x).logits - model(torch.cat([x[:, :1] + 1, x[:, 1:]], dim=1)).logits)[0, -1].abs().max() > 1e-4
+
+
 def test_a_window_that_the_model_does_not_have(tmp_path):
     path = write(tmp_path / "model.gguf", "llama", more=lambda writer: writer.add_sliding_window(8))
     with pytest.raises(ValueError, match="llama.attention.sliding_window must be 0 or the context length .the model has no window., got 8"):
@@ -226,7 +269,9 @@ def test_an_answer_ends_at_every_word_that_ends_it(tmp_path):
     attributes = attributes_of(GgufFile.open(write(tmp_path / "model.gguf", "llama", words=True, more=more)))[1]
     assert attributes["eos_token_id"] == [8, 20, 30]  # 8: "<|end|>", which the file names too
     model = load_model(write(tmp_path / "model.gguf", "llama", "F32", more=more))
-    assert model.generation_config.eos_token_id == [20, 30]
+    config = lowbit.LowbitConfig("gguf")
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="model.gguf", quantization_config=config)
+    assert again.generation_config.eos_token_id == model.generation_config.eos_token_id == [20, 30]
     head = torch.zeros(64, 256)
     head[20] = 1  # of a norm whose weights are near 1
     model.lm_head, model.model.norm = torch.nn.Linear(256, 64, bias=False), torch.nn.Identity()
@@ -349,13 +394,18 @@ WRONG = {
     "llama.rope.scaling.yarn_ext_factor": (0.5, "1.0 or -1.0 .transformers has no such mixture., got 0.5"),
     "llama.attention.causal": (False, "True .the model continues texts., got False"),
     "llama.expert_count": (8, "0 .mixtures of experts are not read., got 8"),
+    "phi3.attention.sliding_window": (-1, "one number from 1 on, got -1"),
+    "gemma3.attention.sliding_window": (2.5, "one number from 1 on, got 2.5"),
+    "gemma3.final_logit_softcapping": (float("nan"), "a number above 0, got nan"),
+    "gemma3.attention.sliding_window_pattern": ([True], r"a number or 2 flags, got \[True\]"),
     "tokenizer.ggml.eos_token_id": (9999, "a number below 64, how many words the model has, got 9999"),
 }
 
 
 @pytest.mark.parametrize("key", WRONG)
 def test_a_value_without_a_meaning_is_refused_by_the_name_of_its_key(key, tmp_path):
-    file = GgufFile.open(write(tmp_path / "model.gguf", "llama"))
+    name = key.partition(".")[0]
+    file = GgufFile.open(write(tmp_path / "model.gguf", name if name in ARCHITECTURES else "llama"))
     value, message = WRONG[key]
     file.metadata[key] = value
     with pytest.raises(ValueError, match=f"model.gguf: {key} must be {message}"):

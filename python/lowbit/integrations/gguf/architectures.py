@@ -52,7 +52,8 @@ def _no_window(keys: Metadata, known: dict[str, Any]) -> dict[str, Any]:
 
 def _window(keys: Metadata, known: dict[str, Any]) -> dict[str, Any]:
     """Of all layers; 0 is none."""
-    return {"sliding_window": keys.value("attention.sliding_window", 0) or None}
+    has_one = keys.value("attention.sliding_window", 0) != 0
+    return {"sliding_window": keys.count("attention.sliding_window") if has_one else None}
 
 
 def _phi3(keys: Metadata, known: dict[str, Any]) -> dict[str, Any]:
@@ -88,12 +89,12 @@ def _gemma2(keys: Metadata, known: dict[str, Any]) -> dict[str, Any]:
 
 
 def _gemma3(keys: Metadata, known: dict[str, Any]) -> dict[str, Any]:
-    window = keys.value("attention.sliding_window", 0)
+    window, has_cap = _window(keys, known)["sliding_window"], keys.value("final_logit_softcapping", 0.0) != 0
     layers, local = _layer_types(keys, known, every=6), keys.positive("rope.freq_base_swa", 10000.0)
     return {
-        "final_logit_softcapping": keys.value("final_logit_softcapping", 0.0) or None,
+        "final_logit_softcapping": keys.positive("final_logit_softcapping") if has_cap else None,
         "query_pre_attn_scalar": _attention_scalar(known, largest=62),
-        "sliding_window": window or None,
+        "sliding_window": window or known["max_position_embeddings"],  # transformers makes its mask in any case
         "layer_types": layers if window else ["full_attention"] * len(layers),
         "rope_parameters": {
             "full_attention": known["rope_parameters"],

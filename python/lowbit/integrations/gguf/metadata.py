@@ -13,8 +13,8 @@ from lowbit.tables.folding import first_five
 
 WITHOUT_EFFECT = {
     "describes the file": r"general\.(type|name|author|version|organization|finetune|basename|description|quantized_by"
-    r"|size_label|license|license\..*|url|doi|uuid|repo_url|source\..*|base_model\..*|dataset\..*|datasets|tags"
-    r"|languages)",
+    r"|size_label|parameter_count|license|license\..*|url|doi|uuid|repo_url|source\..*|base_model\..*|dataset\..*"
+    r"|datasets|tags|languages)",
     "is read with the header": r"general\.(architecture|alignment)|split\..*",
     "says what each tensor says": r"general\.(file_type|quantization_version)|ARCH\.(vocab_size|tensor_data_layout)",
     "is a default of llama.cpp's programs; generate takes its caller's": r"general\.sampling\..*",

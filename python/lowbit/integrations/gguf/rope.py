@@ -58,6 +58,8 @@ def _scaled(keys: Metadata, architecture: Architecture, rotated: int) -> dict[st
         return {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": trained} | yarn
     if attention != 1:
         keys.refuse("rope.scaling.attn_factor", "1.0", attention, f"the scaling is {kind}")
+    if factor == 1 and (of_llama3 := _llama3(divisors.get(FREQUENCIES, [1.0]), keys.positive("rope.freq_base", _BASE))):
+        return of_llama3
     if FREQUENCIES in divisors or (factor != 1 and architecture.model_type == "phi3"):
         both = [divisor * factor for divisor in divisors.get(FREQUENCIES, [1.0] * (rotated // 2))]
         return _longrope(both, both, context, context, 1.0)
@@ -82,6 +84,24 @@ def _yarn(keys: Metadata, factor: float, attention: float) -> dict[str, Any]:
         "attention_factor": float(magnitude * attention),
         "beta_fast": keys.positive("rope.scaling.yarn_beta_fast", 32.0),
         "beta_slow": keys.positive("rope.scaling.yarn_beta_slow", 1.0),
+    }
+
+
+def _llama3(divisors: list[float], base: float) -> dict[str, Any] | None:
+    """The divisors of Llama 3.1 to 3.3 by the name that transformers has for them, which computes them once and not in
+    every call; None for others. Waves longer than the context of the training are divided by the factor, those of
+    less than a quarter of it are not, and between them 1 / divisor grows with the number of waves in the context."""
+    factor, context = max(divisors), 8192
+    waves = context / (2 * np.pi * base ** (np.arange(len(divisors)) / len(divisors)))
+    ramp = np.clip((waves - 1) / 3, 0, 1)
+    if factor == 1 or not np.allclose(1 / ((1 - ramp) / factor + ramp), divisors, rtol=1e-5, atol=0):
+        return None
+    return {
+        "rope_type": "llama3",
+        "factor": factor,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": context,
     }
 
 
