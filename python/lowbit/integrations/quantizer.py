@@ -82,8 +82,10 @@ class LowbitQuantizer(HfQuantizer):
                     f"got {device!r} for {name or 'the model'!r} ({reason})"
                 )
 
-    def update_attn_implementation(self, config: Any) -> Any:
-        """Refuse a model that is to be cut among processes; the first call from from_pretrained that knows of it."""
+    def update_attn_implementation(self, config: PreTrainedConfig) -> PreTrainedConfig:
+        """Note the configuration of which from_pretrained is about to make the model, and refuse one that is to be cut
+        among processes: no earlier call knows of either."""
+        self.model_config = config
         distributed = getattr(config, "distributed_config", None)
         parts = {name: getattr(distributed, name, None) or 1 for name in ("tp_size", "dp_size", "pp_size")}
         if any(size > 1 for size in parts.values()):
@@ -121,11 +123,6 @@ class LowbitQuantizer(HfQuantizer):
                 )
             return
         self.report.rows += self.select(model)
-
-    def update_attn_implementation(self, config: PreTrainedConfig) -> PreTrainedConfig:
-        """Note the configuration of which from_pretrained is about to make the model."""
-        self.model_config = config
-        return config
 
     def read_header(self, gguf_file: str) -> None:
         """Note the file, and make the configuration say what lowbit reads in it: transformers leaves out keys that
