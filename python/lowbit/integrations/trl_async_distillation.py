@@ -26,8 +26,8 @@ def refuse_packed_heads() -> None:
         head = output_head(unwrapped_model)
         if is_served(_NAME, head):
             raise ValueError(
-                f"{_NAME}: the output head must be float, got {head.spec.name}: LowbitConfig(head=None) or filter_fn of "
-                "quantize_ leaves it so"
+                f"{_NAME}: the output head must be float, got {head.spec.name}; leave it float "
+                "(LowbitConfig(head=None), filter_fn of quantize_)"
             )
         return compute(self, unwrapped_model, *args, **kwargs)
 
