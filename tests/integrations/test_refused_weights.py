@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -54,6 +54,24 @@ def test_float8_training_of_torchao_takes_float_layers_alone() -> None:
     convert_to_float8_training(mixed, module_filter_fn=lambda module, name: name.endswith("q_proj"))
     assert type(mixed.model.layers[0].self_attn.q_proj).__name__ == "Float8Linear"
     assert type(mixed.lm_head) is lowbit.QuantLinear
+
+
+def test_a_program_without_packed_layers_imports_nothing_of_them(python: Callable[..., str]) -> None:
+    pytest.importorskip("accelerate")
+    code = """
+import sys
+sys.modules["transformers"] = None  # which accelerate need not have
+import lowbit
+from accelerate.utils import bnb
+import torch
+print(hasattr(bnb.replace_with_bnb_layers, "_before_lowbit"), "lowbit.quant.quant_linear" in sys.modules)
+try:
+    bnb.replace_with_bnb_layers(torch.nn.Sequential(torch.nn.Linear(4, 4)), None)
+except AttributeError as error:
+    print(error)
+"""
+    lines = python(code).splitlines()
+    assert lines == ["True False", "'NoneType' object has no attribute 'load_in_8bit'"]
 
 
 def test_layers_of_bitsandbytes_and_transformer_engine_are_made_of_float_ones() -> None:

@@ -14,8 +14,6 @@ from typing import Any
 
 from torch import nn
 
-from lowbit.quant.quant_linear import QuantLinear
-
 Reads = Callable[[str, nn.Module, Mapping[str, Any]], bool]
 """Of the name of a packed layer, the layer and the arguments of the function by name: whether it reads the weight."""
 
@@ -36,12 +34,15 @@ def refuse_packed_layers(home: ModuleType, function: str, reads: Reads, instead:
 
     @functools.wraps(original)
     def checked(*args: Any, **kwargs: Any) -> Any:
+        packed = sys.modules.get("lowbit.quant.quant_linear")  # programs without packed layers need not import it
+        if packed is None:
+            return original(*args, **kwargs)
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
         model = next(iter(bound.arguments.values()))
         given = {**bound.arguments, **bound.kwargs}  # those of **kwargs by their own names too
         for name, module in model.named_modules():
-            if isinstance(module, QuantLinear) and reads(name, module, given):
+            if isinstance(module, packed.QuantLinear) and reads(name, module, given):
                 raise ValueError(
                     f"{function}: the weights of linear layers must be float, got {name or 'the model'} as "
                     f"{module.spec.name}; {instead}"
