@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lowbit.documents.whole_file import replaced_file
 from lowbit.quant.evaluation import arguments_of, evaluating
 from lowbit.quant.fast_path import without_encoder_fast_path
 from lowbit.quant.input_moments import InputMoments
@@ -35,7 +36,9 @@ class Calibration:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write it to a file, which holds tensors and plain values alone."""
         layers = {name: (layer.rows, layer.squares, layer.products) for name, layer in self.layers.items()}
-        torch.save({"lowbit_calibration": VERSION, "layers": layers, "uncalled": list(self.uncalled)}, path)
+        held = {"lowbit_calibration": VERSION, "layers": layers, "uncalled": list(self.uncalled)}
+        with replaced_file(path) as place:
+            torch.save(held, place)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Calibration:

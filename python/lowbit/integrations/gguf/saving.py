@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import gguf
@@ -11,6 +12,7 @@ import torch
 from gguf import GGMLQuantizationType
 from torch import Tensor, nn
 
+from lowbit.documents.whole_file import replaced_file
 from lowbit.formats.spec import StoredWeight
 from lowbit.integrations.gguf.file import GgufFile, GgufTensor
 from lowbit.integrations.gguf.weights import StateReader
@@ -52,6 +54,12 @@ def save(model: nn.Module, path: str | Path, like: str | Path) -> None:
     reader = StateReader(source, model, "float")
     known = [tensor for tensor in source.tensors.values() if tensor.name in reader.names]
     tensors = {tensor.name: _encode(reader, tensor) for tensor in [*known, *_others(reader, known)]}
+    with replaced_file(path) as place:
+        _write(place, source, tensors)
+
+
+def _write(path: Path, source: GgufFile, tensors: Mapping[str, tuple[np.ndarray, str]]) -> None:
+    """Write the tensors with the metadata of another file."""
     writer = gguf.GGUFWriter(path, source.architecture)
     for field in gguf.GGUFReader(source.paths[0]).fields.values():
         if not field.name.startswith(("GGUF.", "split.")) and field.name != "general.architecture":
