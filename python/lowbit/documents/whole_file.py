@@ -16,8 +16,8 @@ def replaced_file(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Yield a path of the same name to write to, in a folder beside ``path``; the file takes its place when the block
     ends, with the bytes on the disk, and keeps the rights of the old one. After an error there is no trace of it.
 
-    More files that the block writes beside it (external data of ONNX) take their places before. What is no regular
-    file, such as a pipe, is written as it is.
+    More files that the block writes beside it (external data of ONNX) take their places before. The path of a pipe or
+    of a device is yielded as it is.
 
     Raises:
         OSError: the folder or the file cannot be written.

@@ -16,6 +16,7 @@ from lowbit.quant.evaluation import arguments_of, evaluating
 from lowbit.quant.fast_path import without_encoder_fast_path
 from lowbit.quant.input_moments import InputMoments
 from lowbit.quant.linear_layers import features_of, is_linear
+from lowbit.quant.read_state import unpickled
 
 VERSION = 1
 PROGRESS_AFTER_S = 2.0
@@ -47,10 +48,11 @@ class Calibration:
         Raises:
             ValueError: it is another file, or of a version that is not here.
         """
-        held = torch.load(path, weights_only=True, map_location="cpu")
+        wanted = f"Calibration.load: {path} must be a calibration of version {VERSION}"
+        held = unpickled(path, wanted)
         version = held.get("lowbit_calibration") if isinstance(held, dict) else None
         if version != VERSION:
-            raise ValueError(f"Calibration.load: {path} must be a calibration of version {VERSION}, got {version}")
+            raise ValueError(f"{wanted}, got {version}")
         return cls({name: InputMoments(*layer) for name, layer in held["layers"].items()}, tuple(held["uncalled"]))
 
     def __repr__(self) -> str:
