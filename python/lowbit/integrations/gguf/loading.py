@@ -21,6 +21,7 @@ from transformers import (
 )
 
 from lowbit.integrations.fuse import fuse as fuse_pieces
+from lowbit.integrations.gguf.errors import errors_of
 from lowbit.integrations.gguf.file import GgufFile
 from lowbit.integrations.gguf.weights import ACTIVATIONS, StateReader
 from lowbit.quant.load import load
@@ -50,7 +51,8 @@ def load_gguf(
         >>> print(tokenizer.decode(model.generate(**tokens, max_new_tokens=20)[0]))
     """
     model = load_model(path, activations=activations, attention=attention, fuse=fuse)
-    return model, load_tokenizer(Path(path), model.config)
+    with errors_of(path, "the tokenizer"):
+        return model, load_tokenizer(Path(path), model.config)
 
 
 def load_model(
@@ -60,11 +62,13 @@ def load_model(
     if activations not in ACTIVATIONS:
         raise ValueError(f"load_gguf: activations must be one of {', '.join(ACTIVATIONS)}, got {activations!r}")
     file = GgufFile.open(path)
-    config = config_of(file)
+    with errors_of(path, "the metadata"):
+        config = config_of(file)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.float32)
     model.tie_weights()
-    load(model, StateReader(file, model, activations).read())
+    with errors_of(path, "the weights"):
+        load(model, StateReader(file, model, activations).read())
     model.eval()
     if fuse:
         fuse_pieces(model)

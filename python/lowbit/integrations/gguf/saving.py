@@ -89,7 +89,7 @@ def _others(reader: StateReader, known: list[GgufTensor]) -> list[GgufTensor]:
         module = reader.model.get_submodule(path)
         is_matrix = key == "weight" and (is_linear(module) or is_embedding(module))
         shape = features_of(module) if is_matrix else tuple(reader.parameters[parameter].shape)
-        others.append(GgufTensor(names[parameter], "", shape, memoryview(b"")))
+        others.append(GgufTensor(names[parameter], "", shape))
     return others
 
 
