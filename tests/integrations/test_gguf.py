@@ -400,24 +400,6 @@ def test_a_type_that_nobody_knows_and_a_tensor_beyond_the_end(tmp_path, subtests
                 GgufFile.open(path)
 
 
-def test_a_random_byte_never_ends_the_process(tmp_path):
-    whole = write(tmp_path / "model.gguf", "llama").read_bytes()
-    header = whole.index(b"output.weight") + 64
-    generator = torch.Generator().manual_seed(0)
-    path = tmp_path / "flipped.gguf"
-    refused = 0
-    for _ in range(300):
-        damaged = bytearray(whole)
-        for at in torch.randint(header, (3,), generator=generator).tolist():
-            damaged[at] ^= 1 << int(torch.randint(8, (1,), generator=generator))
-        path.write_bytes(damaged)
-        try:
-            GgufFile.open(path)
-        except ValueError:
-            refused += 1
-    assert 30 < refused < 300  # a name or a number of the configuration may be another one
-
-
 def written(writer: gguf.GGUFWriter) -> None:
     writer.write_header_to_file(), writer.write_kv_data_to_file(), writer.write_tensors_to_file()
     writer.close()

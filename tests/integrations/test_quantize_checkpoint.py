@@ -220,7 +220,8 @@ def test_a_process_that_is_killed_can_be_taken_up(tmp_path):
     process.send_signal(signal.SIGKILL)
     process.wait()
     if not (tmp_path / "packed").exists():
-        (progress.parent / "progress.json.1-1.tmp").write_text("{")  # as a run that was killed while it wrote
+        (progress.parent / "progress.json.ab12cd34.tmp").mkdir()  # as a run that was killed while it wrote
+        (progress.parent / "progress.json.ab12cd34.tmp" / "progress.json").write_text("{")
         assert main(command[3:]) == 0
     assert bytes_of(tmp_path / "packed") == bytes_of(tmp_path / "whole")
 

@@ -146,11 +146,12 @@ class LowbitQuantizer(HfQuantizer):
 
     def get_state_dict(self, gguf_file: str, model: nn.Module) -> dict[str, Tensor]:
         """Read all parameters of the model from a GGUF file, packed, and make its layers those that hold them."""
+        from lowbit.integrations.gguf.errors import errors_of
         from lowbit.integrations.gguf.file import GgufFile
         from lowbit.integrations.gguf.weights import StateReader
 
-        reader = StateReader(GgufFile.open(gguf_file), model, self.quantization_config.activations)
-        state = reader.read()
+        with errors_of(gguf_file, "the weights"):
+            state = StateReader(GgufFile.open(gguf_file), model, self.quantization_config.activations).read()
         hold_stored(model, state)
         return state
 

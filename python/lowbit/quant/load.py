@@ -24,15 +24,8 @@ from lowbit.quant.linear_layers import features_of, is_embedding, is_linear, is_
 from lowbit.quant.load_check import check_state_dicts_of
 from lowbit.quant.quant_embedding import QuantEmbedding, quantize_embedding_in_place
 from lowbit.quant.quant_linear import QuantLinear, quantize_in_place
-from lowbit.quant.safetensors_file import shards_of
+from lowbit.quant.read_state import read_state
 from lowbit.tables.folding import LayerNames, first_five
-
-_INDEX_OR_FILE = (
-    "model.safetensors.index.json",
-    "model.safetensors",
-    "pytorch_model.bin.index.json",
-    "pytorch_model.bin",
-)
 
 PACKED = (QuantLinear, QuantEmbedding)
 RENAMINGS: list[Callable[[nn.Module, dict[str, Tensor]], dict[str, Tensor]]] = []
@@ -40,7 +33,7 @@ RENAMINGS: list[Callable[[nn.Module, dict[str, Tensor]], dict[str, Tensor]]] = [
 integration of that library."""
 
 
-def load(model: nn.Module, file: str | Path | Mapping[str, Tensor]) -> LayerNames:
+def load(model: nn.Module, file: str | Path | Mapping[str, Tensor], *, mmap: bool | None = None) -> LayerNames:
     """Load the state dict of a quantized model into ``model``, in place; its linear layers become those of the file.
 
     ``model`` may be built on the meta device: then nothing is allocated twice. Its parameters become the file's
@@ -50,6 +43,8 @@ def load(model: nn.Module, file: str | Path | Mapping[str, Tensor]) -> LayerName
         model: the float model (or one that is quantized in the same way), on the cpu or the meta device.
         file: a ``.safetensors`` file, a file of ``torch.save(model.state_dict())``, a folder that ``save_pretrained``
             wrote, or a state dict.
+        mmap: True maps the file: pages are read as they are used, and can leave memory again, but the file must stay
+            as it is while the model lives. False reads it into memory. None maps ``.safetensors`` files alone.
 
     Returns:
         Names of the layers that were turned into QuantLinear, QuantEmbedding and BlockSparseLinear, a list; it prints
@@ -57,17 +52,28 @@ def load(model: nn.Module, file: str | Path | Mapping[str, Tensor]) -> LayerName
 
     Raises:
         FileNotFoundError: there is no such file, or none in the folder.
-        ValueError: names are missing or not the model's, or a packed weight does not fit its layer: checked before the
-            model is changed. Or a buffer that no file holds (not persistent) would stay on the meta device.
+        ValueError: the file is another or damaged, names are missing or not the model's, or a packed weight does not
+            fit its layer: checked before the model is changed. Or a buffer that no file holds (not persistent) would
+            stay on the meta device.
 
     Example:
         >>> torch.save(quantized.state_dict(), "model.pt")
         >>> lowbit.load(build_model(), "model.pt")
     """
-    state = dict(file) if isinstance(file, Mapping) else _read(Path(file))
+    if isinstance(file, Mapping):
+        return _load(model, dict(file))
+    state = read_state(Path(file), mmap)
+    try:
+        return _load(model, state)
+    except ValueError as error:
+        raise ValueError(f"{error}, in {file}") from error
+
+
+def _load(model: nn.Module, state: dict[str, Tensor]) -> LayerNames:
     for rename in RENAMINGS:
         state = rename(model, state)
     shared = _shared_names(model)
+    state |= {first: state[other] for other, first in shared.items() if first not in state and other in state}
     state |= {other: state[first] for other, first in shared.items() if other not in state and first in state}
     _check_names(model, state)
     packed, sparse = dict(packed_layers(model, state)), dict(sparse_layers(model, state))
@@ -96,26 +102,6 @@ def load(model: nn.Module, file: str | Path | Mapping[str, Tensor]) -> LayerName
     check_state_dicts_of(model)
     adopt_lora_layers(model)
     return turned
-
-
-def _read(path: Path) -> dict[str, Tensor]:
-    if path.is_dir():
-        found = next((path / name for name in _INDEX_OR_FILE if (path / name).exists()), None)
-        if found is None:
-            raise FileNotFoundError(f"load: {path} must hold one of {', '.join(_INDEX_OR_FILE)}, and has none")
-        path = found
-    if path.name.endswith(".index.json"):
-        return {name: tensor for part in shards_of(path) for name, tensor in _read(path.parent / part).items()}
-    if not path.exists():
-        raise FileNotFoundError(f"load: there is no file {path}")
-    if path.suffix == ".safetensors":
-        from safetensors.torch import load_file
-
-        return load_file(path)
-    state = torch.load(path, map_location="cpu", weights_only=True)
-    if not isinstance(state, Mapping) or not all(isinstance(value, Tensor) for value in state.values()):
-        raise ValueError(f"load: {path} must hold a state dict of tensors; save model.state_dict()")
-    return dict(state)
 
 
 def packed_layers(
@@ -163,7 +149,8 @@ def sparse_layers(model: nn.Module, state: Mapping[str, Tensor]) -> Iterator[tup
 
 
 def _shared_names(model: nn.Module) -> dict[str, str]:
-    """Every further name of a parameter that has several, and its first: safetensors stores the first alone."""
+    """Every further name of a parameter that has several, and its first: safetensors stores one of them, transformers
+    the first and ``save_model`` of safetensors the least."""
     first: dict[int, str] = {}
     shared = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):

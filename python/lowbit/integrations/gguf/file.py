@@ -7,7 +7,6 @@ here the words are decoded when they are asked for, and the claims of a damaged 
 
 from __future__ import annotations
 
-import mmap
 import re
 import struct
 from collections.abc import Iterator
@@ -18,6 +17,9 @@ from typing import Any
 
 import gguf
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
+
+from lowbit.integrations.gguf.counts import check_counts
+from lowbit.integrations.gguf.open_file import OpenFile
 
 _NUMBERS = {
     GGUFValueType.UINT8: "B",
@@ -32,19 +34,34 @@ _NUMBERS = {
     GGUFValueType.INT64: "q",
     GGUFValueType.FLOAT64: "d",
 }
+_FIRST, _MOST = 1 << 20, 1 << 29
+"""Bytes of a file in which the header is looked for, at first and at most."""
 _SPLIT = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 
 
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
-    """One tensor of a file, as bytes of its memory map."""
+    """One tensor of a file, whose bytes are read when they are asked for."""
 
     name: str
     type: str
     """As the ``gguf`` package names it: "F32", "Q4_0" ..."""
     shape: tuple[int, ...]
     """As torch has it: rows first."""
-    data: memoryview
+    file: OpenFile | None = None
+    """None: of a tensor that is yet to be written."""
+    begin: int = 0
+    nbytes: int = 0
+
+    @property
+    def data(self) -> bytearray:
+        """All of its bytes."""
+        return self.rows(0, self.shape[0])
+
+    def rows(self, begin: int, end: int) -> bytearray:
+        """The bytes of rows ``begin`` to ``end``; errors are those of `OpenFile.read`."""
+        size = self.nbytes // self.shape[0]
+        return self.file.read(self.begin + begin * size, (end - begin) * size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,18 +91,16 @@ class GgufFile:
     kinds: dict[str, GGUFValueType]
     """The type of each value in ``metadata``."""
     tensors: dict[str, GgufTensor]
-    maps: list[mmap.mmap] = field(repr=False)
+    files: list[OpenFile] = field(repr=False)
 
     @property
     def architecture(self) -> str:
         return self.metadata["general.architecture"]
 
-    def release(self) -> None:
-        """Let go of the pages that were read. Until then each of them counts as memory of the process; it is read again
-        when it is touched."""
-        if hasattr(mmap, "MADV_DONTNEED"):
-            for mapped in self.maps:
-                mapped.madvise(mmap.MADV_DONTNEED)
+    def check_unchanged(self) -> None:
+        """Raise ValueError if a part was written since it was opened."""
+        for file in self.files:
+            file.check_unchanged()
 
     @classmethod
     def open(cls, path: str | Path) -> GgufFile:
@@ -93,15 +108,19 @@ class GgufFile:
 
         Raises:
             FileNotFoundError: the file is not there, or a part of it is not.
-            ValueError: it is no GGUF file of this byte order and version, it is cut, or it holds a type of tensor that
-                the ``gguf`` package does not know; names the file and the tensor.
+            ValueError: it is no GGUF file of this byte order and version, it is cut, it holds a type of tensor that
+                the ``gguf`` package does not know, or its numbers of layers, features or heads are not those of its
+                tensors; names the file, and the tensor or the key.
         """
         path = Path(path)
         whole = _read(path)
-        for other in _other_parts(path, whole.metadata.get("split.count", 1)):
+        count = whole.metadata.get("split.count", 1)
+        if type(count) is not int:
+            raise ValueError(f"{path}: split.count must be a number, got {count!r:.80}")
+        for other in _other_parts(path, count):
             part = _read(other)
             whole.paths.append(other)
-            whole.maps += part.maps
+            whole.files += part.files
             for name, tensor in part.tensors.items():
                 if name in whole.tensors:
                     raise ValueError(f"{other}: tensor {name} must be in one part, got it in two")
@@ -109,21 +128,28 @@ class GgufFile:
         wanted = whole.metadata.get("split.tensors.count", len(whole.tensors))
         if wanted != len(whole.tensors):
             raise ValueError(f"{path}: all parts must hold {wanted} tensors together, got {len(whole.tensors)}")
+        check_counts(path, whole.architecture, whole.metadata, {t.name: t.shape for t in whole.tensors.values()})
         return whole
+
+
+class _Longer(Exception):
+    """The header goes on behind the bytes that were read."""
 
 
 class _Header:
     """Steps through the bytes of a header, and says where a file ends too early."""
 
-    def __init__(self, path: Path, data: memoryview) -> None:
-        self.path, self.data, self.at = path, data, 0
+    def __init__(self, file: OpenFile, data: memoryview) -> None:
+        self.path, self.size, self.data, self.at = file.path, file.size, data, 0
 
     def take(self, count: int) -> memoryview:
-        if count > len(self.data) - self.at:
+        if count > self.size - self.at:
             raise ValueError(
                 f"{self.path}: the header must go on for {count} bytes from byte {self.at} on, got a file of "
-                f"{len(self.data)} bytes: it is cut or damaged"
+                f"{self.size} bytes: it is cut or damaged"
             )
+        if count > len(self.data) - self.at:
+            raise _Longer
         self.at += count
         return self.data[self.at - count : self.at]
 
@@ -170,12 +196,21 @@ class _Header:
 
 
 def _read(path: Path) -> GgufFile:
-    with path.open("rb") as file:
-        size = file.seek(0, 2)
-        if size < 24:
-            raise ValueError(f"{path}: a GGUF file has at least 24 bytes, got {size}")
-        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    header = _Header(path, memoryview(mapped))
+    file, length = OpenFile(path), _FIRST
+    if file.size < 24:
+        raise ValueError(f"{path}: a GGUF file has at least 24 bytes, got {file.size}")
+    while True:
+        header = _Header(file, memoryview(file.read(0, min(length, file.size))))
+        try:
+            return _parsed(file, header)
+        except _Longer:
+            if length >= _MOST:
+                raise ValueError(f"{path}: the header must end within {_MOST} bytes: it is damaged") from None
+            length *= 8
+
+
+def _parsed(file: OpenFile, header: _Header) -> GgufFile:
+    path = file.path
     magic, version = bytes(header.take(4)), header.number("I")
     if magic != b"GGUF":
         raise ValueError(f"{path}: a GGUF file begins with b'GGUF', got {magic!r}")
@@ -195,11 +230,18 @@ def _read(path: Path) -> GgufFile:
         raise ValueError(f"{path}: general.architecture must be in the metadata, got none")
     infos = [(header.text(), _shape(header), header.number("I"), header.number("Q")) for _ in range(tensor_count)]
     alignment = metadata.get("general.alignment", gguf.GGUF_DEFAULT_ALIGNMENT)
-    begin = -(-header.at // alignment) * alignment
-    tensors = {info[0]: _tensor(header, begin, *info) for info in infos}
+    if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
+        raise ValueError(f"{path}: general.alignment must be a power of two, got {alignment!r:.80}")
+    begin = place = -(-header.at // alignment) * alignment
+    tensors: dict[str, GgufTensor] = {}
+    for name, shape, number, offset in infos:
+        tensor = tensors[name] = _tensor(file, begin + offset, name, shape, number)
+        if tensor.begin != place:  # as llama.cpp has it
+            raise ValueError(f"{path}: tensor {name} must begin behind the one before, at byte {place}, got {tensor.begin}")
+        place += -(-tensor.nbytes // alignment) * alignment
     if len(tensors) < tensor_count:
         raise ValueError(f"{path}: tensors must have names of their own, got {tensor_count} with {len(tensors)} names")
-    return GgufFile([path], metadata, texts, kinds, tensors, [mapped])
+    return GgufFile([path], metadata, texts, kinds, tensors, [file])
 
 
 def _shape(header: _Header) -> tuple[int, ...]:
@@ -209,24 +251,23 @@ def _shape(header: _Header) -> tuple[int, ...]:
     return header.numbers("Q", dims)[::-1]
 
 
-def _tensor(header: _Header, begin: int, name: str, shape: tuple[int, ...], number: int, offset: int) -> GgufTensor:
+def _tensor(file: OpenFile, begin: int, name: str, shape: tuple[int, ...], number: int) -> GgufTensor:
     try:
         kind = GGMLQuantizationType(number)
     except ValueError:
         known = f"0..{max(GGMLQuantizationType)}"
-        raise ValueError(f"{header.path}: the type of tensor {name} must be one of {known}, got {number}") from None
+        raise ValueError(f"{file.path}: the type of tensor {name} must be one of {known}, got {number}") from None
     elements, size = GGML_QUANT_SIZES[kind]
     if min(shape) < 1 or shape[-1] % elements:
         raise ValueError(
-            f"{header.path}: rows of tensor {name} must be whole blocks of {elements} for {kind.name}, got {shape}"
+            f"{file.path}: rows of tensor {name} must be whole blocks of {elements} for {kind.name}, got {shape}"
         )
-    first = begin + offset
-    last = first + prod(shape) // elements * size
-    if last > len(header.data):
+    nbytes = prod(shape) // elements * size
+    if begin + nbytes > file.size:
         raise ValueError(
-            f"{header.path}: tensor {name} must end at byte {last}, got a file of {len(header.data)} bytes: it is cut"
+            f"{file.path}: tensor {name} must end at byte {begin + nbytes}, got a file of {file.size} bytes: it is cut"
         )
-    return GgufTensor(name, kind.name, shape, header.data[first:last])
+    return GgufTensor(name, kind.name, shape, file, begin, nbytes)
 
 
 def _other_parts(path: Path, count: int) -> Iterator[Path]:

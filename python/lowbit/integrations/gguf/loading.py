@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from lowbit.integrations.fuse import fuse as fuse_pieces
 from lowbit.integrations.gguf.config import config_of
+from lowbit.integrations.gguf.errors import errors_of
 from lowbit.integrations.gguf.file import GgufFile
 from lowbit.integrations.gguf.tokenizer import load_tokenizer
 from lowbit.integrations.gguf.weights import ACTIVATIONS, StateReader
@@ -43,7 +44,8 @@ def load_gguf(
         >>> print(tokenizer.decode(model.generate(**tokens, max_new_tokens=20)[0]))
     """
     file, config = _opened(path, activations)
-    tokenizer = load_tokenizer(file)  # before the weights, which take more time
+    with errors_of(path, "the tokenizer"):  # before the weights, which take more time
+        tokenizer = load_tokenizer(file)
     return _model(file, config, activations, attention, fuse), tokenizer
 
 
@@ -59,14 +61,16 @@ def _opened(path: str | Path, activations: str) -> tuple[GgufFile, PreTrainedCon
     if activations not in ACTIVATIONS:
         raise ValueError(f"load_gguf: activations must be one of {', '.join(ACTIVATIONS)}, got {activations!r}")
     file = GgufFile.open(path)
-    return file, config_of(file)
+    with errors_of(path, "the metadata"):
+        return file, config_of(file)
 
 
 def _model(file: GgufFile, config: PreTrainedConfig, activations: str, attention: str, fuse: bool) -> nn.Module:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.float32)
     model.tie_weights()
-    load(model, StateReader(file, model, activations).read())
+    with errors_of(file.paths[0], "the weights"):
+        load(model, StateReader(file, model, activations).read())
     model.config.quantization_config = LowbitConfig("gguf", activations=activations, fuse=fuse)
     model.eval()
     if fuse:

@@ -68,6 +68,7 @@ class StateReader:
                 state |= self._read(tensor, name)
             except ValueError as error:
                 raise ValueError(f"gguf: tensor {tensor.name} ({tensor.type}) cannot be {name}: {error}") from None
+        self.file.check_unchanged()
         of = type(self.model).__name__
         if missing := sorted(self.parameters.keys() - state.keys()):
             raise ValueError(f"gguf: the file must hold every parameter of {of}, misses {first_five(missing)}")
@@ -97,16 +98,19 @@ class StateReader:
         """The packed weight, made a few rows at a time: an unpacked block type takes several times its bytes, and a
         table of words may be half of the file."""
         (n, k), spec = tensor.shape, self._spec(tensor)
-        source = np.frombuffer(tensor.data, np.uint8).reshape(n, -1)
+        moved = None if rows is None else torch.frombuffer(tensor.data, dtype=torch.uint8).view(n, -1)
         packed = torch.empty(spec.shape(n, k, layout), dtype=torch.uint8, device="cpu")
         step = max(_PANEL, _AT_A_TIME // k // _PANEL * _PANEL)
         at = 0
         for begin in range(0, n, step):
-            of_step = slice(begin, begin + step) if rows is None else rows[begin : begin + step].numpy()
-            part = _pack(torch.from_numpy(source[of_step].copy()), tensor.type, spec, layout)
+            if moved is None:
+                read = tensor.rows(begin, min(begin + step, n))
+                of_step = torch.frombuffer(read, dtype=torch.uint8).view(-1, tensor.nbytes // n)
+            else:
+                of_step = moved[rows[begin : begin + step]]
+            part = _pack(of_step, tensor.type, spec, layout)
             packed[at : at + len(part)] = part
             at += len(part)
-            self.file.release()
         return packed, spec
 
     def _spec(self, tensor: GgufTensor) -> LinearSpec:
@@ -128,7 +132,7 @@ class StateReader:
         return torch.from_numpy(rows.astype(np.int64))
 
     def _floats(self, tensor: GgufTensor, shape: tuple[int, ...]) -> Tensor:
-        values = _bytes(tensor).view(FLOAT_TYPES[tensor.type]).view(tensor.shape).float()
+        values = torch.frombuffer(tensor.data, dtype=torch.uint8).view(FLOAT_TYPES[tensor.type]).view(tensor.shape).float()
         made = torch.from_numpy(self.processor.process(weights=values.numpy(), name=tensor.name).weights)
         if tuple(made.shape) != shape:
             raise ValueError(f"the shape must be {list(shape)}, got {list(made.shape)}")
@@ -155,8 +159,3 @@ class _Names:
 
     def named_children(self) -> list[tuple[str, _Names]]:
         return self.children
-
-
-def _bytes(tensor: GgufTensor) -> Tensor:
-    """A copy, so that the pages of the file can go."""
-    return torch.frombuffer(bytearray(tensor.data), dtype=torch.uint8)
