@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""check_counts: the numbers of a file's header against its tensors, before a model is made of them. A flipped bit in the
-number of layers would make layers for ever, or a smaller model without a word."""
+"""check_counts: the numbers of a file's header against its tensors, before a model is made of them. A flipped bit in
+the number of layers would make layers for ever, or a smaller model without a word."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ _SIZES = {
 _HEADS = {"attention.head_count": "blk.0.attn_q.weight", "attention.head_count_kv": "blk.0.attn_k.weight"}
 
 
-def check_counts(path: Path, architecture: str, metadata: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> None:
+def check_counts(
+    path: Path, architecture: str, metadata: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
+) -> None:
     """Refuse a file whose numbers of layers, features or heads are not those of its tensors.
 
     Args:

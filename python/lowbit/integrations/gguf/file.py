@@ -237,7 +237,9 @@ def _parsed(file: OpenFile, header: _Header) -> GgufFile:
     for name, shape, number, offset in infos:
         tensor = tensors[name] = _tensor(file, begin + offset, name, shape, number)
         if tensor.begin != place:  # as llama.cpp has it
-            raise ValueError(f"{path}: tensor {name} must begin behind the one before, at byte {place}, got {tensor.begin}")
+            raise ValueError(
+                f"{path}: tensor {name} must begin behind the one before, at byte {place}, got {tensor.begin}"
+            )
         place += -(-tensor.nbytes // alignment) * alignment
     if len(tensors) < tensor_count:
         raise ValueError(f"{path}: tensors must have names of their own, got {tensor_count} with {len(tensors)} names")

@@ -38,7 +38,9 @@ class OpenFile:
         while done < count:
             got = os.preadv(self._descriptor, [memory[done:]], begin + done)
             if not got:
-                raise ValueError(f"{self.path}: the file must have {begin + count} bytes, got {begin + done}: it was cut")
+                raise ValueError(
+                    f"{self.path}: the file must have {begin + count} bytes, got {begin + done}: it was cut"
+                )
             done += got
         return data
 

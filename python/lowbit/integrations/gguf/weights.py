@@ -132,7 +132,7 @@ class StateReader:
         return torch.from_numpy(rows.astype(np.int64))
 
     def _floats(self, tensor: GgufTensor, shape: tuple[int, ...]) -> Tensor:
-        values = torch.frombuffer(tensor.data, dtype=torch.uint8).view(FLOAT_TYPES[tensor.type]).view(tensor.shape).float()
+        values = torch.frombuffer(tensor.data, dtype=FLOAT_TYPES[tensor.type]).view(tensor.shape).float()
         made = torch.from_numpy(self.processor.process(weights=values.numpy(), name=tensor.name).weights)
         if tuple(made.shape) != shape:
             raise ValueError(f"the shape must be {list(shape)}, got {list(made.shape)}")
