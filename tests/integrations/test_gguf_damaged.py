@@ -30,6 +30,7 @@ def header_length(whole: bytes) -> int:
 def test_flipped_bits_and_cut_ends_are_refused_by_the_name_of_the_file_or_load(name: str, trials: int, tmp_path: Path) -> None:
     """From the header to the tokenizer and the first logits; the memory and the time of a whole file are bounds too."""
     whole = write(tmp_path / "model.gguf", name, words=True).read_bytes()
+    lowbit.load_gguf(tmp_path / "model.gguf")
     generator, path, refused = torch.Generator().manual_seed(0), tmp_path / "flipped.gguf", 0
     for trial in range(trials):
         damaged = bytearray(whole)
@@ -43,7 +44,7 @@ def test_flipped_bits_and_cut_ends_are_refused_by_the_name_of_the_file_or_load(n
         except (ValueError, OSError) as error:
             assert path.name in str(error), repr(error)
             refused += 1
-    assert trials / 5 < refused < trials
+    assert refused > trials / 5
 
 
 def patched(tmp_path: Path, key: str, kind: str, value: object, name: str = "llama") -> Path:
