@@ -13,7 +13,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from lowbit.integrations.decoder_pieces import FOUR_NORMS, HALVES, TWO_NORMS
 from lowbit.integrations.fused_attention import FusedAttention
 from lowbit.integrations.layer_weights import LayerWeights
-from lowbit.integrations.transformers import lowbit_attention, softcap_program, weights_are_recorded
+from lowbit.integrations.lowbit_attention import lowbit_attention, softcap_program, weights_are_recorded
 from lowbit.ops.decoder_layers import decoder_layers
 from lowbit.quant.fused import Fused, has_own_tensors, hooked, is_inference, probe_of
 from lowbit.quant.fused_norm import FusedRMSNorm
