@@ -168,11 +168,11 @@ def peak_mib() -> float:
 
 
 def tokens_of(path: Path, count: int, pages: Iterable[str | Path] = TEXT) -> list[int]:
-    """The first tokens of the text of these pages, as transformers' tokenizer of the file cuts it."""
+    """The first tokens of the text of these pages, as the tokenizer of the file cuts it."""
     from lowbit.integrations.gguf.file import GgufFile
-    from lowbit.integrations.gguf.loading import config_of, load_tokenizer
+    from lowbit.integrations.gguf.tokenizer import load_tokenizer
 
-    tokenizer = load_tokenizer(path, config_of(GgufFile.open(path)))
+    tokenizer = load_tokenizer(GgufFile.open(path))
     text = "\n".join((ROOT / page).read_text() for page in pages)
     return tokenizer(text)["input_ids"][:count]
 

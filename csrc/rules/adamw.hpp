@@ -2,9 +2,10 @@
 // Adam and AdamW (Kingma and Ba, arXiv 1412.6980; Loshchilov and Hutter, arXiv 1711.05101), as torch computes them:
 //   m += (1 - beta1) (g - m);  v = beta2 v + (1 - beta2) g^2
 //   p -= lr / (1 - beta1^t) * m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
-// amsgrad divides by the largest v so far. Counted in units of 1 - beta1 and 1 - beta2, a new moment is one FMA;
-// the rate divides the divisor, so that the new parameter is one FMA too. One division and one square root an
-// element, both exact.
+// amsgrad divides by the largest v so far. Counted in units of (1 - beta1) / gain and (1 - beta2) / gain^2, a new
+// moment is one FMA of gain * g; the rate divides the divisor, so that the new parameter is one FMA too. One division
+// and one square root an element, both exact. The gain is the largest power of two at which neither moment overflows
+// before torch's does: g^2 alone is inf from 1.8e19 on, (1 - beta2) g^2 from 5.8e20 on.
 #pragma once
 
 #include <cfloat>
@@ -25,11 +26,13 @@ struct AdamW {
 template <int kCount>
 struct AdamW::Step : RuleStep<AdamW, kCount> {
   float unit[3], carry[3];  // new moment / unit = old moment * carry + ...
-  float root_gain, root_eps;
+  float gain, root_gain, root_eps;
 
   LOWBIT_INLINE Step(const Hyper& hyper, double step) {
-    const double unit1 = 1 - hyper.beta1, unit2 = 1 - hyper.beta2,
+    const double power = gain_within(1 - hyper.beta1, 1 - hyper.beta2), unit1 = (1 - hyper.beta1) / power,
+                 unit2 = (1 - hyper.beta2) / (power * power),
                  rate = -hyper.lr / (1 - std::pow(hyper.beta1, step)) * unit1;
+    gain = static_cast<float>(power);
     unit[0] = static_cast<float>(unit1), unit[1] = unit[2] = static_cast<float>(unit2);
     carry[0] = static_cast<float>(hyper.beta1 / unit1), carry[1] = static_cast<float>(hyper.beta2 / unit2),
     carry[2] = static_cast<float>(1 / unit2);
@@ -43,6 +46,7 @@ struct AdamW::Step : RuleStep<AdamW, kCount> {
   LOWBIT_INLINE Float update(Float p, Float keep, Float g, Float* moment, const Float* factor) const {
     Float& m = moment[0];
     Float& v = moment[1];
+    g = mul(g, like(g, gain));
     m = fma(m, factor[0], g);
     v = fma(g, g, mul(v, factor[1]));
     Float divisor = v;

@@ -49,6 +49,15 @@ struct Moment {
   HyperField needs = HyperField::none;  // kept only where this number is not 0; such moments come last
 };
 
+// The largest power of two that is at most `first`, and its square at most `second`; both are of (0, 1]. A gradient
+// times this loses no bits, and its moments, counted in units that grow by as much, do not overflow where they
+// themselves would not.
+LOWBIT_INLINE double gain_within(double first, double second) {
+  double power = 1;
+  while (power > first || power * power > second) power *= 0.5;
+  return power;
+}
+
 // Base of Rule::Step<count>.
 template <class Rule, int kCount>
 struct RuleStep {

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import lowbit
+from lowbit.documents.whole_file import replaced_file
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -150,7 +151,8 @@ def _prebuild(options: argparse.Namespace) -> object:
 def _compare(options: argparse.Namespace) -> object:
     comparison = lowbit.compare_checkpoints(options.a, options.b)
     if options.picture:
-        comparison.plot().figure.savefig(options.picture, dpi=120)
+        with replaced_file(options.picture) as place:
+            comparison.plot().figure.savefig(place, dpi=120)
     return comparison
 
 

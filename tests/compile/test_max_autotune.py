@@ -25,7 +25,7 @@ from lowbit.compile.post_ops import FoldPostOps
 from lowbit.compile.row_choice import RowChoice
 from lowbit.ops.linear import activation_functions
 from lowbit.testing import LinearCase, assert_within, make_data
-from lowbit.testing.cases import decode_weight
+from lowbit.testing.cases import ROUNDOFF, decode_weight
 
 OURS = "torch.ops.lowbit.linear.default("
 DTYPES = ("float32", "bfloat16", "float16")
@@ -71,6 +71,18 @@ def layer(case: LinearCase, weight: Tensor, bias: Tensor | None) -> nn.Linear:
     return made
 
 
+def post_ops_are_apart(dtype: str) -> bool:
+    """Whether Inductor leaves post-ops of a product out of its call, as it does where oneDNN has no products of this dtype
+    for the CPU: the product is rounded before them, as in eager torch."""
+    short = {"bfloat16": "bf16", "float16": "fp16"}.get(dtype)
+    return short is not None and not getattr(torch.ops.mkldnn, f"_is_mkldnn_{short}_supported")()
+
+
+def rounding_of_product(module: nn.Linear, x: Tensor) -> Tensor:
+    product = x.double() @ module.weight.double().T + (0 if module.bias is None else module.bias.double())
+    return 1.13 * ROUNDOFF[str(module.weight.dtype).removeprefix("torch.")] * product.abs()  # the slope of gelu, the steepest
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_a_float_layer_that_is_taken_is_within_the_budget(
@@ -95,7 +107,9 @@ def test_a_float_layer_that_is_taken_is_within_the_budget(
             assert OURS in code and "mkldnn._linear_pointwise.default(" not in code and "mkl_linear(" not in code
             result = made(*inputs)
             assert _C.last_kernel("linear").startswith(f"linear_{dtype}_")
-            assert_within(result.reshape(6, 20), data.wanted, data.allowed, str(case))
+            apart = (activation != "none" or add) and post_ops_are_apart(dtype)
+            rounding = rounding_of_product(module, data.x) if apart else 0.0
+            assert_within(result.reshape(6, 20), data.wanted, data.allowed + rounding, str(case))
             (entry,) = lowbit.explain(options).timed
             assert (entry.shape, entry.m, entry.dtype) == ("20 x 70", "6 (any)" if dynamic else "6", dtype)
             assert entry.taken == "lowbit_linear" and len(entry.microseconds) == 2 and not entry.left
@@ -157,6 +171,8 @@ def test_what_cannot_be_ours_is_left_with_the_reason(name: str, fastest: Callabl
         module.weight[0, 0] = torch.inf
     made, options, code = compiled(lambda x: function(module, x), x)
     torch.testing.assert_close(made(x), function(module, x), rtol=2e-2, atol=2e-2, equal_nan=True)
+    if name == "another post-op" and post_ops_are_apart("bfloat16"):
+        return  # it is no post-op of the product there, which may be ours
     assert OURS not in code
     assert any(entry.left.startswith(reason) for entry in lowbit.explain(options).timed), lowbit.explain(options)
 

@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -38,6 +39,7 @@ def test_the_ops_pass_their_tests_by_rows_for_cuda(emulated: dict[str, str], nes
 
 TOOLS = {  # that the fake run has in the place of a real one's
     "pip": "echo pip $*",
+    "python": f'exec "{sys.executable}" "$@"',
     "nvidia-smi": "echo name, driver_version",
     "compute-sanitizer": 'while [[ $1 != python ]]; do shift; done; exec "$@"',
 }

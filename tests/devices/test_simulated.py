@@ -82,7 +82,8 @@ def test_the_environment_enables_it_at_import_and_autoload_never_does(python: Ca
     name = "print(torch._C._get_privateuse1_backend_name())"
     code = f"import torch; {name}; import lowbit; {name}"
     for environment, named in ({"LOWBIT_SIM": "1"}, "lowbit_sim"), ({}, "privateuseone"):
-        assert python(code, **environment).split() == ["privateuseone", named]
+        told = python(code, **environment)
+        assert told.split() == ["privateuseone", named], told
 
 
 def test_enabling_too_late_says_so(python: Callable[..., str]) -> None:

@@ -40,7 +40,8 @@ def test_a_machine_has_only_a_lesser_set_than_the_one_it_lacks() -> None:
     compiled = str(lowbit.info()["isa compiled"]).split(", ")
     for row in lowbit.kernels("linear"):
         if only := re.fullmatch(r"this machine has (\w+) only", str(row["reason"])):
-            assert compiled.index(str(row["backend"])) < compiled.index(only[1])
+            # Beside the others stands avx2_vnni, which AMD has from Zen 5 on, where Zen 4 has sets above it.
+            assert row["backend"] == "avx2_vnni" or compiled.index(str(row["backend"])) < compiled.index(only[1])
 
 
 def test_threads_are_those_of_torch() -> None:

@@ -15,7 +15,8 @@ from pathlib import Path
 
 import pytest
 
-# Imports bitsandbytes and then runs nothing, so that a child has no threads: 10 CPU seconds once, and not for every test.
+# Imports bitsandbytes and then runs nothing, so that a child has no threads: 10 CPU seconds once, and not
+# for every test.
 FORKING = """
 import json, os, signal, sys, traceback, bitsandbytes, lowbit
 for line in sys.stdin:

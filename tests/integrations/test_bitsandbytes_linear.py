@@ -44,8 +44,8 @@ def check4(module, m=2, dtype=torch.float32, **tolerance):
 
 
 def test_linear4bit_is_the_product_with_its_codes(with_bitsandbytes):
-    """Few rows and many; rows of whole blocks, blocks across rows (k = 96, 200), k no multiple of 8; every dtype and
-    storage."""
+    """Few rows and many; rows of whole blocks, blocks across rows (k = 96, 200), k no multiple of 8; every
+    dtype and storage."""
     code = """
 for quant_type in ("nf4", "fp4"):
     for nested in (False, True):

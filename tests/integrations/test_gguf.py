@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """GGUF files: each type of block against the gguf package's own decoding, whole models against transformers' reading of
-the same file, and damaged files."""
+the same file, and damaged files. Metadata are in test_gguf_metadata.py."""
 
 from __future__ import annotations
 
-import dataclasses
 import struct
 from pathlib import Path
 
@@ -18,8 +17,8 @@ from lowbit.__main__ import main
 from lowbit.formats.spec import StoredWeight
 from lowbit.integrations.gguf import saving
 from lowbit.integrations.gguf.blocks import BLOCK_TYPES, pack_blocks
+from lowbit.integrations.gguf.config import config_of
 from lowbit.integrations.gguf.file import GgufFile
-from lowbit.integrations.gguf.loading import config_of
 from lowbit.integrations.gguf.quantizing import quantize_to_file
 from lowbit.integrations.gguf.saving import save
 from lowbit.integrations.gguf.weights import StateReader
@@ -117,6 +116,12 @@ def in_float(path: Path) -> torch.nn.Module:
     return model
 
 
+def in_transformers(path: Path) -> torch.nn.Module:
+    """As transformers reads the weights; of the configuration it leaves out a part."""
+    config = config_of(GgufFile.open(path))
+    return transformers.AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, config=config, dtype=torch.float32)
+
+
 def logits(model: torch.nn.Module) -> torch.Tensor:
     with torch.no_grad():
         return model(torch.arange(18).view(2, 9)).logits
@@ -130,7 +135,7 @@ def distance(ours: torch.Tensor, wanted: torch.Tensor) -> float:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_model_computes_what_transformers_reads(name, type, tmp_path):
     path = write(tmp_path / "model.gguf", name, type)
-    wanted = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="model.gguf", dtype=torch.float32)
+    wanted = in_transformers(path)
     model = read(path)
     assert sum(isinstance(module, lowbit.QuantLinear) for module in model.modules()) > 8
     assert distance(logits(model), logits(wanted)) < (1e-5 if type == "Q4_0" else 2e-3)
@@ -139,28 +144,17 @@ def test_a_model_computes_what_transformers_reads(name, type, tmp_path):
 
 @pytest.mark.parametrize("type", [*BLOCK_TYPES, "F32", "F16"])
 def test_a_model_of_every_type(type, tmp_path):
-    write(tmp_path / "model.gguf", "tied", type)
-    wanted = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="model.gguf", dtype=torch.float32)
+    wanted = in_transformers(write(tmp_path / "model.gguf", "tied", type))
     assert distance(logits(read(tmp_path / "model.gguf")), logits(wanted)) < 5e-3
     assert distance(logits(read(tmp_path / "model.gguf", "int8")), logits(wanted)) < 0.5
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_the_tokenizer_is_that_of_transformers_and_the_words_are_read_once(name, tmp_path, monkeypatch):
-    path, opened = write(tmp_path / "model.gguf", name, words=True), []
-    wanted = transformers.AutoTokenizer.from_pretrained(tmp_path, gguf_file=path.name)
-    reader = gguf.GGUFReader.__init__
-    monkeypatch.setattr(gguf.GGUFReader, "__init__", lambda self, of, *mode: (opened.append(Path(of)), reader(self, of, *mode))[1])
-    model, tokenizer = lowbit.load_gguf(path)
-    assert path not in opened and type(tokenizer) is type(wanted)
-    assert tokenizer.backend_tokenizer.to_str() == wanted.backend_tokenizer.to_str() and tokenizer.special_tokens_map == wanted.special_tokens_map
-    assert tokenizer("abc ab<|end|>")["input_ids"] == wanted("abc ab<|end|>")["input_ids"]
-
-
-def test_a_tokenizer_config_beside_the_file_names_the_class(tmp_path):
-    path = write(tmp_path / "model.gguf", "tied", words=True)
-    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "GPT2Tokenizer"}')
-    assert type(lowbit.load_gguf(path)[1]) is type(transformers.AutoTokenizer.from_pretrained(tmp_path, gguf_file=path.name))
+def test_the_slow_reader_of_the_gguf_package_is_not_asked(tmp_path, monkeypatch):
+    """It makes a view of every word: 3 to 6 s for 49,152 of them."""
+    path = write(tmp_path / "model.gguf", "llama", words=True)
+    monkeypatch.setattr(gguf.GGUFReader, "__init__", lambda *args: pytest.fail("GGUFReader"))
+    tokenizer = lowbit.load_gguf(path)[1]
+    assert tokenizer("abc ab<|end|>")["input_ids"] == [5, 6, 4, 8]
 
 
 def test_a_tied_table_and_head_are_one_packed_weight(tmp_path):
@@ -195,14 +189,6 @@ def test_a_parameter_that_the_file_has_not_is_named(tmp_path):
     del file.tensors["blk.1.ffn_up.weight"]
     model = on_meta(file)
     with pytest.raises(ValueError, match="misses model.layers.1.mlp.up_proj.weight"):
-        StateReader(file, model, "float").read()
-
-
-def test_a_tensor_without_a_place_is_told(tmp_path):
-    file = GgufFile.open(write(tmp_path / "model.gguf", "llama"))
-    file.tensors["rope_freqs.weight"] = dataclasses.replace(file.tensors["output_norm.weight"], name="rope_freqs.weight")
-    model = on_meta(file)
-    with pytest.warns(UserWarning, match="LlamaForCausalLM of transformers has no place for rope_freqs.weight: not read"):
         StateReader(file, model, "float").read()
 
 
@@ -264,8 +250,7 @@ def test_a_model_quantized_here_is_what_others_read(tmp_path):
     model = in_float(path)
     lowbit.quantize_(model, lowbit.int4_weight_only(group_size=32))
     save(model, tmp_path / "saved.gguf", like=path)
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="saved.gguf", dtype=torch.float32)
-    assert distance(logits(theirs), logits(model)) < 1e-5
+    assert distance(logits(in_transformers(tmp_path / "saved.gguf")), logits(model)) < 1e-5
     assert GgufFile.open(tmp_path / "saved.gguf").tensors["blk.0.attn_q.weight"].type == "Q4_0"
 
 
@@ -415,24 +400,6 @@ def test_a_type_that_nobody_knows_and_a_tensor_beyond_the_end(tmp_path, subtests
                 GgufFile.open(path)
 
 
-def test_a_random_byte_never_ends_the_process(tmp_path):
-    whole = write(tmp_path / "model.gguf", "llama").read_bytes()
-    header = whole.index(b"output.weight") + 64
-    generator = torch.Generator().manual_seed(0)
-    path = tmp_path / "flipped.gguf"
-    refused = 0
-    for _ in range(300):
-        damaged = bytearray(whole)
-        for at in torch.randint(header, (3,), generator=generator).tolist():
-            damaged[at] ^= 1 << int(torch.randint(8, (1,), generator=generator))
-        path.write_bytes(damaged)
-        try:
-            GgufFile.open(path)
-        except ValueError:
-            refused += 1
-    assert 30 < refused < 300  # a name or a number of the configuration may be another one
-
-
 def written(writer: gguf.GGUFWriter) -> None:
     writer.write_header_to_file(), writer.write_kv_data_to_file(), writer.write_tensors_to_file()
     writer.close()
@@ -463,12 +430,3 @@ def test_parts_of_a_split_file(tmp_path):
     (tmp_path / "model-00002-of-00002.gguf").unlink()
     with pytest.raises(FileNotFoundError, match="model-00002-of-00002.gguf must lie beside it"):
         GgufFile.open(first)
-
-
-def test_an_architecture_that_transformers_does_not_know(tmp_path):
-    writer = gguf.GGUFWriter(tmp_path / "model.gguf", "rwkv6")
-    writer.add_name("tiny")
-    writer.add_tensor("token_embd.weight", torch.zeros(4, 32).numpy())
-    written(writer)
-    with pytest.raises(ValueError, match="rwkv6"):
-        config_of(GgufFile.open(tmp_path / "model.gguf"))

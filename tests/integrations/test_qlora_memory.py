@@ -74,8 +74,9 @@ print(json.dumps(dict(
 )))
 """
 
-# glibc raises its threshold for mmap to the largest block that was freed, and keeps such blocks in a heap full of holes:
-# the same step then grew by 4 to 27 MB. Fixed thresholds give freed memory back, and it grows by 13.0 to 13.4 MB.
+# glibc raises its threshold for mmap to the largest block that was freed, and keeps such blocks in a heap full
+# of holes: the same step then grew by 4 to 27 MB. Fixed thresholds give freed memory back, and it grows by 13.0
+# to 13.4 MB.
 RETURN_FREED = dict(MALLOC_ARENA_MAX="1", MALLOC_MMAP_THRESHOLD_="65536", MALLOC_TRIM_THRESHOLD_="65536")
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import os
@@ -48,7 +49,7 @@ def test_the_folder_is_what_from_pretrained_makes(name, shard, tmp_path, capsys)
     assert all(row.layer in printed for row in report.rows) and f"{len(report.quantized)} quantized" in printed
     assert {path.name for path in out.iterdir()} == {path.name for path in folder.iterdir()}
     assert not (tmp_path / "packed.partial").exists()
-    fresh = cls(MODELS[name][1]).eval()
+    fresh = cls(copy.deepcopy(MODELS[name][1])).eval()
     if name != "mixtral":  # whose files have other names than the model
         lowbit.load(fresh, out)
         assert torch.equal(logits(fresh), logits(wanted))
@@ -219,7 +220,8 @@ def test_a_process_that_is_killed_can_be_taken_up(tmp_path):
     process.send_signal(signal.SIGKILL)
     process.wait()
     if not (tmp_path / "packed").exists():
-        (progress.parent / "progress.json.1-1.tmp").write_text("{")  # as a run that was killed while it wrote
+        (progress.parent / "progress.json.ab12cd34.tmp").mkdir()  # as a run that was killed while it wrote
+        (progress.parent / "progress.json.ab12cd34.tmp" / "progress.json").write_text("{")
         assert main(command[3:]) == 0
     assert bytes_of(tmp_path / "packed") == bytes_of(tmp_path / "whole")
 
@@ -281,7 +283,7 @@ def test_one_layer_is_in_memory_at_a_time(python: Callable[..., str], tmp_path):
     )
     torch.manual_seed(0)
     transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path / "float")  # 200 MB
-    transformers.LlamaForCausalLM(MODELS["llama"][1]).save_pretrained(tmp_path / "small")
+    transformers.LlamaForCausalLM(copy.deepcopy(MODELS["llama"][1])).save_pretrained(tmp_path / "small")
     code = """
 import sys, lowbit
 def status(name):

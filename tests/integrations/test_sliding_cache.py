@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cache of a layer with a window holds, returns and refuses what transformers' own does, and moves nothing for a
-token."""
+"""The cache of a layer with a window holds, returns and refuses what transformers' own does, and moves nothing
+for a token."""
 
 from __future__ import annotations
 

@@ -11,6 +11,7 @@ import torch
 from row_fixture import fixture_of
 from settings import same_for_any_threads
 
+import lowbit
 from lowbit import _C, testing
 from lowbit.reference import optim as reference
 from lowbit.testing import HYPER, STATE_FORMATS, Moment, moments_of, run_optim
@@ -18,6 +19,7 @@ from lowbit.testing.optim_problem import RULES, Problem, rule_of
 
 ROWS = [row for row in testing.rows("optim_step")]
 AVAILABLE = [str(row["name"]) for row in ROWS if row["available"]]
+FLOAT_MAX = torch.finfo(torch.float32).max
 NUMELS = (1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 255, 256, 257, 300, 1000, 4099)
 DTYPES = list(itertools.product(testing.DTYPES, testing.DTYPES))
 
@@ -129,6 +131,45 @@ def test_float32_states_follow_torchs_own_optimizers() -> None:
             optimizer.step()
             run_optim(rule, [ours], [grad.clone()], moments, step, hyper, format="float32")
         torch.testing.assert_close(ours, parameter.data, rtol=4e-6, atol=4e-6, msg=name)  # five steps of 1e-2: torch's own variants differ as much
+
+
+@pytest.mark.parametrize("isa", dict.fromkeys(row["backend"] for row in ROWS if row["available"]))
+def test_gradients_of_every_size_follow_torch(isa: str) -> None:
+    """Up to the largest float32. A second moment of more is inf, which leaves the element as it is; here only from the next
+    step on, where it is at most 4 times as large."""
+    sizes = 10 ** torch.arange(-44, 38.3, 0.125, dtype=torch.float64)
+    grads = [torch.cat([sizes, -sizes]).float() * factor for factor in (1.0, 0.3, 1.0, 1e-6)]
+    for name, theirs in {
+        "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2, betas=(0.9, 0.99), weight_decay=0.1),
+        "amsgrad": lambda p: torch.optim.AdamW(p, lr=1e-2, betas=(0.0, 0.99), weight_decay=0.0, amsgrad=True),
+    }.items():
+        rule, hyper = rule_of(name), RULES[name]
+        ours, parameter = torch.ones(grads[0].shape), torch.nn.Parameter(torch.ones(grads[0].shape))
+        moments = [[Moment.zeros(tuple(ours.shape), "float32", True, 256)] for _ in moments_of(rule, hyper)]
+        optimizer, step = theirs([parameter]), [torch.tensor(0.0)]
+        square, same = torch.zeros(ours.shape, dtype=torch.float64), torch.ones(ours.shape, dtype=torch.bool)
+        with lowbit.force_kernel(row_of("float32", isa)):
+            for grad in grads:
+                parameter.grad = grad.clone()
+                optimizer.step()
+                run_optim(rule, [ours], [grad.clone()], moments, step, hyper, format="float32")
+                square = 0.99 * square + 0.01 * grad.double().square()
+                same &= (square < 0.99 * FLOAT_MAX) | (square > 4 * FLOAT_MAX)
+                torch.testing.assert_close(ours[same], parameter.data[same], rtol=4e-6, atol=4e-6)
+        assert same.float().mean() > 0.98
+
+
+def test_lion_with_gradients_of_every_size() -> None:
+    sizes = 10 ** torch.arange(-44, 38.3, 0.125, dtype=torch.float64)
+    grad, hyper = torch.cat([sizes, -sizes]).float(), RULES["lion"]
+    ours, moments, step = torch.ones(grad.shape), [[Moment.zeros(grad.shape, "float32", True, 256)]], [torch.tensor(0.0)]
+    wanted, kept = ours.double(), [torch.zeros(grad.shape, dtype=torch.float64)]
+    for factor in (1.0, 1.0, -1e-3, -1.0, -1.0):
+        run_optim("lion", [ours], [grad * factor], moments, step, hyper, format="float32")
+        wanted, kept = reference.lion(wanted, (grad * factor).double(), kept, 0, hyper)
+    seen = sizes.repeat(2) > 1e-30  # the signs of sums of less are lost where float32 ends
+    torch.testing.assert_close(ours[seen], wanted[seen].float(), rtol=4e-6, atol=4e-6)
+    torch.testing.assert_close(moments[0][0].state.double()[seen], kept[0][seen], rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize("format", STATE_FORMATS)

@@ -141,6 +141,119 @@ def test_missing_files_and_folders_are_named(tmp_path):
         lowbit.load(build(), tmp_path)
 
 
+def text(path: Path) -> None:
+    path.write_text("no checkpoint")
+
+
+def pickled(path: Path) -> None:
+    torch.save(nn.Sequential(nn.Linear(4, 4)), path)
+
+
+OTHERS = {
+    "a text": (text, "a.pt", "be a .safetensors file, or one of torch.save.*got a file that begins with b'no check'"),
+    "a text named safetensors": (text, "a.safetensors", "no safetensors file: a header of"),
+    "nothing": (lambda path: path.write_bytes(b""), "a.pt", "got a file that begins with b''"),
+    "a pickled model": (pickled, "a.pt", "got a pickled torch.nn.modules.container.Sequential: save its state_dict"),
+    "a gguf file": (lambda path: path.write_bytes(b"GGUF" + bytes(20)), "a.gguf", "got a GGUF file, which lowbit.load_gguf reads"),
+    "more than a state dict": (lambda path: torch.save({"epoch": 3, "model": {}}, path), "a.pt", "hold a state dict of tensors; save model.state_dict"),
+    "half of a file": (lambda path: (torch.save({"a": torch.ones(99)}, path), path.write_bytes(path.read_bytes()[:500])), "a.pt", "got one that torch.load refuses: RuntimeError: "),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("write", "name", "message"), OTHERS.values(), ids=OTHERS)
+@pytest.mark.parametrize("mmap", [None, True, False])
+def test_another_file_is_told_what_is_wanted(write, name, message, mmap, tmp_path):
+    write(tmp_path / name)
+    with pytest.raises(ValueError, match=f"{name} .*{message}"):
+        lowbit.load(build(), tmp_path / name, mmap=mmap)
+
+
+def test_a_name_of_the_hub_says_how_it_is_loaded():
+    with pytest.raises(FileNotFoundError, match="no file someone/some-model-4bit; a model of the Hugging Face Hub is loaded by from_pretrained"):
+        lowbit.load(build(), "someone/some-model-4bit")
+
+
+def is_mapped(path: Path) -> bool:
+    return str(path.resolve()) in Path("/proc/self/maps").read_text()
+
+
+@pytest.mark.parametrize("mmap", [None, True, False])
+@pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
+def test_what_is_not_mapped_may_change_later(model, x, tmp_path, suffix, mmap):
+    if not Path("/proc/self/maps").exists():
+        pytest.skip("reads Linux's /proc")
+    lowbit.quantize_(model, lowbit.int8_weight_only())
+    file, wanted = saved(model, tmp_path / f"model{suffix}"), model(x)
+    fresh = build("meta")[:3]
+    lowbit.load(fresh, file, mmap=mmap)
+    assert is_mapped(file) == (suffix == ".safetensors" if mmap is None else mmap)
+    assert torch.equal(fresh(x), wanted)
+    if not is_mapped(file):  # else the process would end
+        size = file.stat().st_size
+        file.write_bytes(b"")
+        file.write_bytes(b"\xff" * size)
+        assert torch.equal(fresh(x), wanted)
+
+
+@pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
+def test_a_model_may_be_saved_into_the_file_that_it_was_loaded_from(model, x, tmp_path, suffix):
+    lowbit.quantize_(model, lowbit.int8_weight_only())
+    file, fresh = saved(model, tmp_path / f"model{suffix}"), build("meta")[:3]
+    lowbit.load(fresh, file)
+    lowbit.load(build("meta")[:3], saved(fresh, file))
+    assert torch.equal(fresh(x), model(x))
+
+
+class SharedTables(nn.Module):
+    def __init__(self, are_tied: bool = True) -> None:
+        super().__init__()
+        self.emb, self.linear, self.copy = nn.Embedding(50, 64), nn.Linear(64, 64), nn.Embedding(50, 64)
+        if are_tied:
+            self.copy.weight = self.emb.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.linear(self.emb(ids) + self.copy(ids))
+
+
+@pytest.mark.parametrize("are_tied", [True, False])
+@pytest.mark.parametrize("config", [None, lowbit.int8_weight_only(), lowbit.int4_weight_only(32)], ids=str)
+@pytest.mark.parametrize("mmap", [None, False])
+def test_a_file_of_save_model_with_tied_tensors(config, are_tied, mmap, tmp_path):
+    """It holds one name of a tensor, the least, and transformers' files the first."""
+    save_model = pytest.importorskip("safetensors.torch").save_model
+    model, ids = SharedTables(), torch.tensor([1, 2])
+    if config is not None:
+        lowbit.quantize_(model, config, filter_fn=lambda module, name: name != "")
+    save_model(model, tmp_path / "model.safetensors")
+    fresh = SharedTables(are_tied)
+    lowbit.load(fresh, tmp_path / "model.safetensors", mmap=mmap)
+    assert torch.equal(fresh(ids), model(ids)) and (fresh.copy.weight is fresh.emb.weight) == are_tied
+
+
+@pytest.mark.parametrize("mmap", [None, False])
+@pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
+def test_a_damaged_file_is_refused_by_its_name_or_loads(model, tmp_path, suffix, mmap, monkeypatch):
+    """Bits flipped and ends cut: a ValueError with the file's name, and no other error, or values that it could have."""
+    lowbit.quantize_(model, lowbit.int8_weight_only())
+    path = saved(model, tmp_path / f"model{suffix}")
+    whole, generator, refused = path.read_bytes(), torch.Generator().manual_seed(0), 0
+    header = 8 + int.from_bytes(whole[:8], "little") if suffix == ".safetensors" else len(whole)
+    for trial in range(150):
+        damaged = bytearray(whole)
+        for at in torch.randint(header if trial % 3 else len(whole), (1 + trial % 4,), generator=generator).tolist():
+            damaged[at] ^= 1 << int(torch.randint(8, (1,), generator=generator))
+        if trial % 10 == 0:
+            del damaged[int(torch.randint(len(whole), (1,), generator=generator)) :]
+        path.unlink()  # it may be mapped
+        path.write_bytes(damaged)
+        try:
+            lowbit.load(build("meta")[:3], path, mmap=mmap)
+        except (ValueError, OSError) as error:
+            assert path.name in str(error)
+            refused += 1
+    assert 15 < refused < 150
+
+
 def test_a_buffer_that_no_file_holds_is_not_left_on_the_meta_device(model):
     def with_table() -> nn.Module:
         model = nn.Sequential(nn.Linear(8, 8))

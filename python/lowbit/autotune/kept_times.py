@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from lowbit import _C
-from lowbit.quant.whole_file import write_whole
+from lowbit.documents.whole_file import write_whole
 
 SCHEMA = 1
 

@@ -22,6 +22,7 @@ from lowbit.autotune.kv_choice import CacheChoice
 from lowbit.autotune.picture import picture
 from lowbit.autotune.plan_row import PlanRow
 from lowbit.documents.declared import as_declared
+from lowbit.documents.whole_file import write_whole
 from lowbit.formats.base import FormatConfig
 from lowbit.formats.spec import LinearSpec
 from lowbit.quant.linear_layers import features_of, is_linear
@@ -29,7 +30,6 @@ from lowbit.quant.quant_linear import QuantLinear
 from lowbit.quant.quantize import quantize_
 from lowbit.quant.report import QuantizationReport
 from lowbit.quant.select import select
-from lowbit.quant.whole_file import write_whole
 from lowbit.tables.folding import decibels, spread
 from lowbit.tables.layer_table import LayerTable
 

@@ -1,2 +1,3 @@
 # SPDX-License-Identifier: Apache-2.0
-"""JSON documents that lowbit wrote: read as declared types, or refused with the place of the first fault."""
+"""Files that lowbit writes, each as a whole, and JSON that it wrote: read as declared types, or refused with the place
+of the first fault."""

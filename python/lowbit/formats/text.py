@@ -27,11 +27,12 @@ from lowbit.formats.torchao import from_torchao
 _OBJECTS = {cls.__name__: cls for cls in (PerAxis, PerGroup, PerRow, PerToken, GPTQ, HQQ)}
 _CHOICES: dict[str, tuple[Any, ...]] = {
     "dtype": tuple(FLOAT_FORMATS),
-    "weight_dtype": tuple(INT_DTYPES),
+    "weight_dtype": (*INT_DTYPES, torch.float8_e4m3fn),
     "group_size": (None, *GROUP_SIZES),
     "mapping_type": tuple(MappingType),
     "act_mapping_type": tuple(MappingType),
     "act_granularity": (None, PerRow()),
+    "granularity": (PerRow(), *((PerRow(), PerGroup(size)) for size in GROUP_SIZES)),
     "scale": (None, "search", "absmax"),
 }
 """Values of the arguments that a spec depends on."""

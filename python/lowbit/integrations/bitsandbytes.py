@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from lowbit.formats.spec import LinearSpec
 from lowbit.optim import state_format
+from lowbit.quant.changing_layers import changing_layers
 from lowbit.quant.codes import CodedWeight, levels_of
 from lowbit.quant.layout import numbers_of
 from lowbit.quant.quant_linear import QuantLinear
@@ -121,10 +122,21 @@ def replace_linear4bit(model: nn.Module) -> LayerNames:
         names.setdefault(id(module), []).append(name)
         if id(module) not in layers:
             layers[id(module)] = _layer_of_module(module, name)
-    for key, layer in layers.items():
-        for name in names[key]:
-            model.set_submodule(name, layer)
+    with changing_layers(model):
+        for key, layer in layers.items():
+            for name in names[key]:
+                model.set_submodule(name, layer)
+        _take_entries_out(model)
     return LayerNames(name for found in names.values() for name in found)
+
+
+def _take_entries_out(model: nn.Module) -> None:
+    """Let models of transformers none of whose layers is bitsandbytes' any more no longer say that they are its."""
+    for module in model.modules():
+        quantizer = module.__dict__.get("hf_quantizer")
+        theirs = quantizer is not None and quantizer.quantization_config.quant_method == "bitsandbytes"
+        if theirs and not any(type(layer).__module__.startswith("bitsandbytes.") for layer in module.modules()):
+            quantizer.remove_quantization_config(module)
 
 
 def _layer_of_module(module: nn.Module, name: str) -> QuantLinear:

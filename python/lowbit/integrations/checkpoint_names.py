@@ -16,7 +16,10 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 from transformers.modeling_utils import PreTrainedModel
 
+from lowbit.quant.block_sparse import INDICES
+
 _DTYPES = {"U8": torch.uint8, "I8": torch.int8}  # of the others it only counts that they are no codes
+_INTEGERS = ("layout", *INDICES)
 
 
 def model_names(model: nn.Module, keys: Iterable[str]) -> dict[str, str | None]:
@@ -58,8 +61,8 @@ def _renamed(key: str, names: Mapping[str, str | None]) -> str:
 
 
 def stored_tensors(model: nn.Module, files: list[str]) -> dict[str, Tensor]:
-    """Return the weights that the files hold, on the meta device, and the layouts beside packed ones, by the names
-    of the model.
+    """Return the weights that the files hold, on the meta device, and the numbers beside packed and block-sparse ones,
+    by the names of the model.
 
     Raises:
         ValueError: a file is not safetensors, or there is none.
@@ -79,7 +82,7 @@ def stored_tensors(model: nn.Module, files: list[str]) -> dict[str, Tensor]:
                     part = opened.get_slice(key)
                     dtype = _DTYPES.get(part.get_dtype(), torch.float32)
                     found[key] = torch.empty(part.get_shape(), dtype=dtype, device="meta")
-                elif last == "layout" and head:
+                elif last in _INTEGERS and head:
                     found[key] = opened.get_tensor(key).clone()
     # A weight that is tied to another is not in the file, and its layout is.
     heads = {key.rpartition(".")[0] for key in found}

@@ -9,9 +9,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from lowbit.documents.whole_file import write_whole
 from lowbit.quant.report import ReportRow
 from lowbit.quant.safetensors_file import file_checksum
-from lowbit.quant.whole_file import write_whole
 
 _FILE = "progress.json"
 

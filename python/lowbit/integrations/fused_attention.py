@@ -4,17 +4,19 @@ the cache as one call; then the attention that the model is set to."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lowbit.integrations.decoder_pieces import APART, HEAD_NORMS, PACKED
 from lowbit.integrations.growing_cache import GrowingLayer, GrowingSlidingLayer, growing_layer
 from lowbit.ops.rope_append import rope_append
-from lowbit.quant.fused import Fused, has_own_tensors, hooked, is_inference, probed
+from lowbit.quant.fused import Fused, has_own_tensors, hooked, is_inference, probe_of
 from lowbit.quant.fused_norm import norm_facts, said_eps
 from lowbit.quant.merged import MergedLinear
 from lowbit.quant.quant_linear import QuantLinear
@@ -22,6 +24,8 @@ from lowbit.quant.unchanged import Attributes
 
 _TOLERANCE = 1e-4  # of the largest value: the same products in float32, rotated in another order
 _PROBED = 3  # tokens
+_RECORDING = "lowbit_recording"
+"""The attention function of a module that is probed: the configuration of its copy names it, and no other's."""
 _READ_NOW = {"config", "facts", "is_causal", "layer_idx", "training"}  # attributes that are read in each call
 
 
@@ -120,8 +124,11 @@ def fuse_attention(module: nn.Module, rotary_columns: Sequence[int]) -> str:
     if None in of_norms or of_norms[:1] != of_norms[1:]:
         return "its q_norm and k_norm are no RMSNorm of heads"
     for columns in rotary_columns:
-        call = _probe(module, layers[0].in_features, columns)
-        seen = _recorded(module, call)
+        call = _call(layers[0].in_features, columns)
+        probe = probe_of(module)
+        probe.config = copy.deepcopy(module.config)
+        probe.config._attn_implementation = _RECORDING
+        seen = _recorded(probe, call)
         if seen is None:
             continue
         facts = {
@@ -136,10 +143,10 @@ def fuse_attention(module: nn.Module, rotary_columns: Sequence[int]) -> str:
         }
         if any(isinstance(value, Tensor) for value in facts["options"].values()):
             return "its attention has an option that is a tensor"
-        FusedAttention.take(module, facts)
-        if _agree(seen, _recorded(module, call)):
+        FusedAttention.take(probe, facts)
+        if _agree(seen, _recorded(probe, call)):
+            FusedAttention.take(module, facts)
             return ""
-        module.give_back()
     return "it does not compute rotary attention as the fused one does"
 
 
@@ -163,7 +170,7 @@ def _problem(module: nn.Module) -> str:
     return f"hooks on {hook}" if hook else ""
 
 
-def _probe(module: nn.Module, hidden: int, columns: int) -> dict[str, Any]:
+def _call(hidden: int, columns: int) -> dict[str, Any]:
     generator = torch.Generator("cpu").manual_seed(0)
     angle = torch.rand(1, _PROBED, columns, dtype=torch.float32, device="cpu", generator=generator) * 6
     return {
@@ -175,28 +182,22 @@ def _probe(module: nn.Module, hidden: int, columns: int) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def _recorded(module: nn.Module, call: dict[str, Any]) -> dict[str, Any] | None:
+def _recorded(probe: nn.Module, call: dict[str, Any]) -> dict[str, Any] | None:
     """The arguments of the attention function in this call, and the result; None where it is not called, or not so."""
-    seen: dict[str, Any] = {}
-
-    def record(_: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any) -> tuple[Tensor, None]:
-        seen.update(query=query, key=key, value=value, options=options)
-        return query.transpose(1, 2).contiguous(), None
-
-    implementation = module.config._attn_implementation
-    previous = ALL_ATTENTION_FUNCTIONS._local_mapping.get(implementation)
-    ALL_ATTENTION_FUNCTIONS[implementation] = record
+    probe.seen = seen = {}
     try:
-        with probed(module):
-            seen["out"] = module(**call)[0]
+        seen["out"] = probe(**call)[0]
     except (TypeError, RuntimeError, ValueError, AttributeError):  # it takes other arguments
         return None
-    finally:
-        if previous is None:
-            del ALL_ATTENTION_FUNCTIONS[implementation]
-        else:
-            ALL_ATTENTION_FUNCTIONS[implementation] = previous
     return seen if "query" in seen else None
+
+
+def _record(
+    probe: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any
+) -> tuple[Tensor, None]:
+    """Note the arguments, and return the queries as the result."""
+    probe.seen.update(query=query, key=key, value=value, options=options)
+    return query.transpose(1, 2).contiguous(), None
 
 
 def _agree(wanted: dict[str, Any], got: dict[str, Any] | None) -> bool:
@@ -205,3 +206,6 @@ def _agree(wanted: dict[str, Any], got: dict[str, Any] | None) -> bool:
         and bool((got[name] - wanted[name]).abs().max() <= _TOLERANCE * wanted[name].abs().max())
         for name in ("query", "key", "value", "out")
     )
+
+
+AttentionInterface.register(_RECORDING, _record)

@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
+import copy
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from operator import is_
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 from lowbit.integrations.fused_layer import FusedDecoderLayer, in_one_call
 from lowbit.integrations.layer_weights import LayerWeights
-from lowbit.quant.fused import Fused, hooked, probed
+from lowbit.quant.fused import Fused, hooked, probe_of
 
 _SHARED = ("attention_mask", "position_embeddings", "past_key_values")
 
@@ -100,10 +101,9 @@ def fuse_decoder(module: nn.Module) -> str:
     layers = tuple(module.layers)
     if any(layer.facts["same"] != layers[0].facts["same"] for layer in layers):
         return "its layers differ in eps, scale or activation"
-    FusedLayers.take(module.layers, {})
     if not _only_hands_on(module, layers):
-        module.layers.give_back()
         return "it does not hand one mask, rotary embedding and cache through all layers"
+    FusedLayers.take(module.layers, {})
     FusedDecoder.take(module, {"layers": layers, "kept": LayerWeights()})
     return ""
 
@@ -136,15 +136,30 @@ def _called(
 ) -> tuple[Tensor, list[_Call]]:
     """The result of the module, and its calls of the layers, each of which returns its entry of ``results``."""
     calls: list[_Call] = []
-    stand_ins = {layer: _stand_in(layer, result, calls) for layer, result in zip(layers, results, strict=True)}
-    return _result(module, x, stand_ins), calls
+    probe = _probe_of(module)
+    for at, layer, result in zip(probe.layers._modules.values(), layers, results, strict=True):
+        at.forward = _stand_in(layer, result, calls)
+    return _result(probe, x), calls
 
 
 def _called_as_one(module: nn.Module, x: Tensor, result: Tensor) -> tuple[Tensor, list[_Call]]:
     """The same where the list of layers is one item."""
     calls: list[_Call] = []
-    with _Pass(module.layers, _stand_in(None, result, calls)):
-        return _result(module, x), calls
+    probe = _probe_of(module)
+    with _Pass(probe.layers, _stand_in(None, result, calls)):
+        return _result(probe, x), calls
+
+
+def _probe_of(module: nn.Module) -> nn.Module:
+    """A copy of the model with pieces and a configuration of its own, set to lowbit's attention."""
+    children = {name: probe_of(child) for name, child in module._modules.items() if child is not None}
+    layers = {name: probe_of(layer) for name, layer in module.layers._modules.items()}
+    children["layers"] = probe_of(module.layers, **layers)
+    FusedLayers.take(children["layers"], {})
+    probe = probe_of(module, **children)
+    probe.config = copy.deepcopy(module.config)
+    probe.config._attn_implementation = "lowbit"
+    return probe
 
 
 def _stand_in(layer: nn.Module | None, result: Tensor, calls: list[_Call]) -> Callable[..., Tensor]:
@@ -155,15 +170,10 @@ def _stand_in(layer: nn.Module | None, result: Tensor, calls: list[_Call]) -> Ca
     return forward
 
 
-def _result(module: nn.Module, x: Tensor, forwards: Mapping[nn.Module, Callable[..., Any]] | None = None) -> Tensor:
-    """The result of the module; empty where it takes other arguments."""
+def _result(probe: nn.Module, x: Tensor) -> Tensor:
+    """The result of the probe; empty where it takes other arguments."""
     seen = torch.tensor([[0, 1, 1]], device="cpu")
-    config = module.config
-    implementation, config._attn_implementation = config._attn_implementation, "lowbit"
     try:
-        with probed(module, forwards):
-            return module(inputs_embeds=x, attention_mask=seen, use_cache=True).last_hidden_state
+        return probe(inputs_embeds=x, attention_mask=seen, use_cache=True).last_hidden_state
     except (TypeError, RuntimeError, ValueError, AttributeError, KeyError):
         return x.new_empty(0)
-    finally:
-        config._attn_implementation = implementation

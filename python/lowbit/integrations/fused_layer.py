@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,9 +13,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from lowbit.integrations.decoder_pieces import FOUR_NORMS, HALVES, TWO_NORMS
 from lowbit.integrations.fused_attention import FusedAttention
 from lowbit.integrations.layer_weights import LayerWeights
-from lowbit.integrations.transformers import lowbit_attention, softcap_program, weights_are_recorded
+from lowbit.integrations.lowbit_attention import lowbit_attention, softcap_program, weights_are_recorded
 from lowbit.ops.decoder_layers import decoder_layers
-from lowbit.quant.fused import Fused, has_own_tensors, hooked, is_inference, probed
+from lowbit.quant.fused import Fused, has_own_tensors, hooked, is_inference, probe_of
 from lowbit.quant.fused_norm import FusedRMSNorm
 from lowbit.quant.gated_mlp import FusedGatedMLP
 
@@ -178,16 +178,18 @@ def _inputs_of_pieces(module: nn.Module, x: Tensor, results: dict[str, Tensor]) 
     """The input of each piece in a call with ``x`` in which it returns its entry of ``results``; with ``result``."""
     inputs: dict[str, Tensor] = {}
 
-    def stand_in(name: str) -> Callable[..., Any]:
+    def stand_in(name: str) -> nn.Module:
         def forward(*args: Tensor, **kwargs: Any) -> Any:
             inputs[name] = args[0] if args else kwargs["hidden_states"]
             return (results[name], None) if name == "self_attn" else results[name]
 
-        return forward
+        piece = probe_of(module._modules[name])
+        piece.forward = forward
+        return piece
 
+    probe = probe_of(module, **{name: stand_in(name) for name in results})
     try:
-        with probed(module, {module._modules[name]: stand_in(name) for name in results}):
-            result = module(x, attention_mask=None, position_embeddings=(x, x), past_key_values=None)
+        result = probe(x, attention_mask=None, position_embeddings=(x, x), past_key_values=None)
     except (TypeError, RuntimeError, ValueError, AttributeError, KeyError):  # it takes other arguments
         return {}
     return inputs | {"result": result} if isinstance(result, Tensor) else {}

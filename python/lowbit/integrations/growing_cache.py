@@ -270,11 +270,10 @@ def grow_caches_in_place(implementation: str) -> None:
         if config is None or config.get_text_config(decoder=True)._attn_implementation != implementation:
             return
         for i, layer in enumerate(self.layers):
-            if layer.is_initialized:
-                continue
-            if type(layer) is DynamicLayer:
+            # Others, such as the states of linear attention, stay transformers' own.
+            if type(layer) is DynamicLayer and not layer.is_initialized:
                 self.layers[i] = GrowingLayer()
-            elif type(layer) is DynamicSlidingWindowLayer and layer.sliding_window > 1:  # of 1 it forgets nothing
-                self.layers[i] = GrowingSlidingLayer(layer.sliding_window)
+            elif type(layer) is DynamicSlidingWindowLayer and not layer.is_initialized and layer.sliding_window > 1:
+                self.layers[i] = GrowingSlidingLayer(layer.sliding_window)  # one of 1 forgets nothing
 
     DynamicCache.__init__ = make_growing

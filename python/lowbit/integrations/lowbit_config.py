@@ -30,6 +30,8 @@ if int(transformers.__version__.partition(".")[0]) < 5:
     )
 
 METHOD = "lowbit"
+STORED = "stored"
+"""In place of a configuration in the entry of a checkpoint: a format that no configuration makes."""
 VERSION = 1
 """The version of the entry ``quantization_config`` in a config.json; packed weights have a version of their own."""
 
@@ -41,7 +43,8 @@ class LowbitConfig(QuantizationConfigMixin):
         config: of all layers that ``plan`` does not name: a configuration, its text such as
             ``"int4_weight_only(group_size=32)"``, or a dict (``{"format": "int4_weight_only", "group_size": 32}``).
             None leaves them float. "gguf" takes the codes of the file that ``from_pretrained(..., gguf_file=...)``
-            names as they are; it stands alone.
+            names as they are; it stands alone. "stored", also in ``plan`` and for ``head``, stands in the config.json
+            of a model whose layers are packed in a way that no configuration makes (block-sparse, MXFP4).
         modules_to_not_convert: names or patterns, as transformers has them, of modules that stay float. None: the last
             module, and an output head without a ``head``. Layers whose weight is tied to another stay float, but for
             ``embeddings`` and ``head``.
@@ -97,16 +100,14 @@ class LowbitConfig(QuantizationConfigMixin):
             raise ValueError(f"LowbitConfig: activations must be 'int8' or 'float', got {activations!r}")
         self.activations, self.fuse = activations, bool(fuse)
         self.quant_method = METHOD
-        self.config: FormatConfig | None = None if config is None or self.gguf else config_of(config)
+        self.config: FormatConfig | str | None = None if self.gguf else _format(config)
         self.embeddings: FormatConfig | None = None if embeddings is None else config_of(embeddings)
         self.modules_to_not_convert = modules_to_not_convert
-        self.plan: dict[str, FormatConfig | None] = {
-            name: None if layer is None else config_of(layer) for name, layer in (plan or {}).items()
-        }
-        self.head = head_config("LowbitConfig", head, self.config)
+        self.plan: dict[str, FormatConfig | str | None] = {name: _format(layer) for name, layer in (plan or {}).items()}
+        self.head = STORED if head == STORED else self._head(head)
         named = {"config": self.config, "embeddings": self.embeddings, "head": self.head}
         for name, layer in {**named, **self.plan}.items():
-            if layer is not None and isinstance(layer.spec(torch.float32).algorithm, GPTQ):
+            if isinstance(layer, FormatConfig) and isinstance(layer.spec(torch.float32).algorithm, GPTQ):
                 raise ValueError(
                     f"LowbitConfig: {name} must be quantized without inputs of the model, which GPTQ needs, got "
                     f"{layer}; load the float model and call lowbit.quantize_(model, config, calibration=...), or take "
@@ -124,12 +125,33 @@ class LowbitConfig(QuantizationConfigMixin):
         }
         # Only where they are asked for: a lowbit that does not know them reads the others.
         told |= {} if self.embeddings is None else {"embeddings": str(self.embeddings)}
-        is_default = self.head == head_config("LowbitConfig", INT8, self.config)
+        is_default = self.head == self._head(INT8)
         told |= {} if is_default else {"head": self.head and str(self.head)}
         told |= {"fuse": True} if self.fuse else {}
         return told | ({"activations": self.activations} if self.gguf else {})
+
+    def _head(self, head: Any) -> FormatConfig | None:
+        return head_config("LowbitConfig", head, None if self.config == STORED else self.config)
+
+    def get(self, field: str, default: Any = None) -> Any:
+        """Return a field of the entry: transformers asks the one of ``from_pretrained(config=)`` as if it were a dict,
+        and it is this object where the config is that of a model."""
+        return self.to_dict().get(field, default)
+
+    def check_can_pack(self) -> None:
+        """Raise ValueError where a format is "stored", by which nothing can be packed."""
+        for name, layer in {"config": self.config, "head": self.head, **self.plan}.items():
+            if layer == STORED:
+                raise ValueError(
+                    f"LowbitConfig: {name} must be a configuration to pack a float checkpoint by, got 'stored', which "
+                    "says that the file has packed weights"
+                )
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, LowbitConfig) and self.to_dict() == other.to_dict()
 
     __hash__ = None  # type: ignore[assignment]
+
+
+def _format(config: Any) -> FormatConfig | str | None:
+    return config if config is None or config == STORED else config_of(config)

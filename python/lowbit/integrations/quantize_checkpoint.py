@@ -22,6 +22,7 @@ from torch import nn
 from transformers import AutoConfig
 
 from lowbit import _C
+from lowbit.documents.whole_file import replaced_file, write_whole
 from lowbit.formats.spec import LinearSpec
 from lowbit.integrations.checkpoint_names import model_names
 from lowbit.integrations.checkpoint_progress import CheckpointProgress
@@ -44,7 +45,6 @@ from lowbit.quant.safetensors_file import (
     write_safetensors,
 )
 from lowbit.quant.select import serving_kernel
-from lowbit.quant.whole_file import write_whole
 
 _CONFIG = "config.json"
 _WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".onnx"}  # of other forms: not copied
@@ -175,14 +175,14 @@ class _Run:
             return
         rows: list[ReportRow] = []
         entries, tensors, formats = self._parts(file, rows, tell)
-        temporary = self.folder / f"{name}.tmp"
-        crc = write_safetensors(temporary, entries, tensors, {"format": "pt"} | file.metadata | metadata_of(formats))
-        written = SafetensorsFile(temporary)
-        if file_checksum(temporary) != crc or written.entries != entries:
-            raise ValueError(
-                f"quantize_checkpoint: {temporary} reads back otherwise than it was written: a broken disk?"
-            )
-        os.replace(temporary, self.folder / name)
+        metadata = {"format": "pt"} | file.metadata | metadata_of(formats)
+        with replaced_file(self.folder / name) as place:
+            crc = write_safetensors(place, entries, tensors, metadata)
+            written = SafetensorsFile(place)
+            if file_checksum(place) != crc or written.entries != entries:
+                raise ValueError(
+                    f"quantize_checkpoint: {place} reads back otherwise than it was written: a broken disk?"
+                )
         self.progress.add(name, crc, rows)
 
     def _parts(
@@ -232,7 +232,7 @@ class _Run:
     def finish(self, target: Path) -> None:
         """Write the files beside the weights, and give the folder its name."""
         for path in self.folder.glob("*.tmp"):  # of runs that were killed
-            path.unlink()
+            shutil.rmtree(path)
         for path in self.source.iterdir():
             if path.is_file() and path.suffix not in _WEIGHTS and path.name not in (_CONFIG, INDEX):
                 shutil.copy2(path, self.folder / path.name)

@@ -15,33 +15,37 @@ Example:
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedConfig
 from transformers.core_model_loading import ConversionOps
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
 from transformers.utils.quantization_config import QuantizationMethod
 
 from lowbit import _C, devices
-from lowbit.formats.spec import LinearSpec
 from lowbit.integrations.checkpoint_names import renamed, stored_tensors
+from lowbit.integrations.config_entry import note_formats
 from lowbit.integrations.fuse import fuse
 from lowbit.integrations.lowbit_config import METHOD, LowbitConfig
 from lowbit.integrations.mapped_pages import release_pages
 from lowbit.integrations.resizing import refuse_to_resize_packed_tables
-from lowbit.integrations.selection import Selection, tied_modules
+from lowbit.integrations.selection import Selection
+from lowbit.integrations.stored_layers import become_packed, hold_stored, leave_bias, repack
+from lowbit.quant.changing_layers import OBSERVERS
 from lowbit.quant.dequantize import dequantize_
 from lowbit.quant.fast_path import disable_encoder_fast_path
-from lowbit.quant.layout import in_layout
 from lowbit.quant.linear_layers import features_of, is_embedding, matrix_of
-from lowbit.quant.load import PACKED, RENAMINGS, packed_layers
+from lowbit.quant.load import PACKED, RENAMINGS
 from lowbit.quant.load_check import check_state_dicts_of
-from lowbit.quant.quant_embedding import QuantEmbedding, quantize_embedding_in_place
-from lowbit.quant.quant_linear import QuantLinear, all_finite, pack_weight, quantize_in_place
+from lowbit.quant.quant_linear import all_finite, pack_weight
 from lowbit.quant.report import QuantizationReport, ReportRow, model_bytes
 from lowbit.quant.select import serving_kernel
+from lowbit.tables.folding import folded
 
 
 class LowbitQuantizer(HfQuantizer):
@@ -58,10 +62,12 @@ class LowbitQuantizer(HfQuantizer):
         self.selection: Selection | None = None  # the layers to pack; None where the checkpoint is
         self.files: list[str] = []
         self.converted: set[tuple[str, ...]] = set()  # results of transformers' converters that are packed now
+        self.is_float = False  # though the config says that the checkpoint is packed
         self.report = QuantizationReport(
             str("gguf" if quantization_config.gguf else quantization_config.config or "by plan")
         )
         self.gguf_file: str | None = None
+        self.model_config: PreTrainedConfig | None = None  # of from_pretrained, until it makes the model
         if quantization_config.gguf:
             # With another method from_pretrained refuses gguf_file; validate_environment, its next step, takes it back.
             quantization_config.quant_method = QuantizationMethod.GGUF
@@ -76,6 +82,20 @@ class LowbitQuantizer(HfQuantizer):
                     f"got {device!r} for {name or 'the model'!r} ({reason})"
                 )
 
+    def update_attn_implementation(self, config: PreTrainedConfig) -> PreTrainedConfig:
+        """Note the configuration of which from_pretrained is about to make the model, and refuse one that is to be cut
+        among processes: no earlier call knows of either."""
+        self.model_config = config
+        distributed = getattr(config, "distributed_config", None)
+        parts = {name: getattr(distributed, name, None) or 1 for name in ("tp_size", "dp_size", "pp_size")}
+        if any(size > 1 for size in parts.values()):
+            told = ", ".join(f"{name}={size}" for name, size in parts.items() if size > 1)
+            raise NotImplementedError(
+                "from_pretrained: tp_plan, tp_size and distributed_config must be left out for a model that lowbit "
+                f"packs, whose weights are not cut among processes, got {told}"
+            )
+        return config
+
     def update_device_map(self, device_map: Any) -> Any:
         """Everything lives where the kernels are: "auto" and the like mean the CPU."""
         return {"": "cpu"} if isinstance(device_map, str) else device_map
@@ -83,7 +103,9 @@ class LowbitQuantizer(HfQuantizer):
     def _process_model_before_weight_loading(
         self, model: nn.Module, checkpoint_files: list[str] | None = None, **kwargs: Any
     ) -> None:
+        self.update_attn_implementation(model.config)
         self.files = list(checkpoint_files or ())
+        model._adjust_bias = leave_bias
         if self.gguf_file is not None:
             return  # get_state_dict is next
         if self.quantization_config.gguf and not self.pre_quantized:
@@ -91,13 +113,32 @@ class LowbitQuantizer(HfQuantizer):
                 'from_pretrained: LowbitConfig("gguf") needs gguf_file=, the name of the file in the folder'
             )
         if self.pre_quantized:
-            _hold_stored(model, stored_tensors(model, self.files))
+            self.is_float = not hold_stored(model, stored_tensors(model, self.files))
+            if self.is_float:
+                warnings.warn(
+                    f"from_pretrained: quantization_config of {model.config.name_or_path or 'the config'} says that "
+                    "lowbit packed the weights, and no file holds a packed one: the model stays float. "
+                    "lowbit.quantize_(model, config) packs it; without that entry there is no warning",
+                    stacklevel=2,
+                )
             return
         self.report.rows += self.select(model)
 
     def read_header(self, gguf_file: str) -> None:
-        """Note the file, as from_pretrained tells it before it makes the model."""
+        """Note the file, and make the configuration say what lowbit reads in it: transformers leaves out keys that
+        change the numbers."""
+        from lowbit.integrations.gguf.config import attributes_of
+        from lowbit.integrations.gguf.file import GgufFile
+
         self.gguf_file = gguf_file
+        model_type, attributes = attributes_of(GgufFile.open(gguf_file))
+        if model_type != self.model_config.model_type:
+            raise ValueError(
+                f"from_pretrained: the model_type of {gguf_file} must be {model_type!r}, got "
+                f"{self.model_config.model_type!r}"
+            )
+        for name, value in attributes.items():
+            setattr(self.model_config, name, value)
 
     def update_dtype(self, dtype: torch.dtype | None) -> torch.dtype:
         """The dtype of parameters that are not packed: float32 where neither the caller nor the file says it."""
@@ -105,21 +146,25 @@ class LowbitQuantizer(HfQuantizer):
 
     def get_state_dict(self, gguf_file: str, model: nn.Module) -> dict[str, Tensor]:
         """Read all parameters of the model from a GGUF file, packed, and make its layers those that hold them."""
+        from lowbit.integrations.gguf.errors import errors_of
         from lowbit.integrations.gguf.file import GgufFile
         from lowbit.integrations.gguf.weights import StateReader
 
-        reader = StateReader(GgufFile.open(gguf_file), model, self.quantization_config.activations)
-        state = reader.read()
-        _hold_stored(model, state)
+        with errors_of(gguf_file, "the weights"):
+            state = StateReader(GgufFile.open(gguf_file), model, self.quantization_config.activations).read()
+        hold_stored(model, state)
         return state
 
     def select(self, model: nn.Module) -> list[ReportRow]:
         """Note the layers to pack, each with its configuration; return the rows of those that stay float."""
         settings, kept = self.quantization_config, self.quantization_config.modules_to_not_convert
+        settings.check_can_pack()
         keep, keep_embeddings = (
             self.get_modules_to_not_convert(model, names, model._keep_in_fp32_modules) for names in (kept, kept or [])
         )
         self.selection = Selection(model, settings, keep, keep_embeddings)
+        if not self.selection.layers:
+            raise ValueError(f"LowbitConfig: no layer of the model would be packed: {_reasons(self.selection.left)}")
         return self.selection.left
 
     def param_needs_quantization(self, model: nn.Module, param_name: str, **kwargs: Any) -> bool:
@@ -153,7 +198,7 @@ class LowbitQuantizer(HfQuantizer):
         layout = self.selection.layout(name)
         packed, distortion = pack_weight(matrix_of(module, value), spec, layout=layout)
         kernel = serving_kernel(spec, n, k, value, embedding=is_embedding(module))
-        _become_packed(module, packed, replace(spec, algorithm=None), layout)
+        become_packed(module, packed, replace(spec, algorithm=None), layout)
         for tensor in (packed, module.layout):
             tensor._is_hf_initialized = True
         row = ReportRow.packed(name, spec, (n, k), value.nbytes, distortion, kernel)
@@ -162,9 +207,13 @@ class LowbitQuantizer(HfQuantizer):
         return True
 
     def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: Any) -> nn.Module:
+        del model._adjust_bias
+        if self.is_float:
+            self.remove_quantization_config(model)
+            return model
         if self.selection is not None:
             self._join_tied(model, self.selection)
-        _repack(model)
+        repack(model)
         disable_encoder_fast_path(model)
         check_state_dicts_of(model)
         # A weight that a converter split or merged is packed now: it is saved under the names that the model has
@@ -186,7 +235,7 @@ class LowbitQuantizer(HfQuantizer):
                 if isinstance(module, PACKED) or module.weight is not packed.weight:
                     continue
                 spec = replace(packed.spec, x_format=selection.spec(name, model.dtype).x_format)
-                _become_packed(module, packed.weight, spec, selection.layout(name), model.dtype)
+                become_packed(module, packed.weight, spec, selection.layout(name), model.dtype)
                 like = packed.weight.new_empty(0, dtype=model.dtype)
                 kernel = serving_kernel(spec, *row.shape, like, embedding=is_embedding(module))
                 self.report.rows.append(row.shared(name, spec, kernel))
@@ -197,6 +246,8 @@ class LowbitQuantizer(HfQuantizer):
             module = model.get_submodule(name)
             if not isinstance(module, PACKED):
                 report.rows.append(ReportRow.skipped(name, module, "its weight is not in the checkpoint"))
+        if not report.quantized:
+            raise ValueError(f"from_pretrained: no weight of the checkpoint was packed: {_reasons(report.rows)}")
         order = {name: i for i, (name, _) in enumerate(model.named_modules())}
         report.rows.sort(key=lambda row: order[row.layer])
         numbers = sum(module.layout.nbytes for module in model.modules() if isinstance(module, PACKED))
@@ -253,6 +304,12 @@ class PackWeight(ConversionOps):
         return left
 
 
+def _reasons(rows: list[ReportRow]) -> str:
+    """Why layers stay float, those of one reason together."""
+    lines = folded(rows, attrgetter("note"), attrgetter("layer"))
+    return "; ".join(f"{names}: {items[0].note}" for names, items in lines) or "it has none that can be"
+
+
 def metadata_of(formats: list[str]) -> dict[str, str]:
     """Return the words of a safetensors file about its packed weights; the numbers beside each decide."""
     return {
@@ -263,47 +320,8 @@ def metadata_of(formats: list[str]) -> dict[str, str]:
     }
 
 
-def _become_packed(
-    module: nn.Module, weight: nn.Parameter, spec: LinearSpec, layout: str, dtype: torch.dtype | None = None
-) -> None:
-    if is_embedding(module):
-        quantize_embedding_in_place(module, weight, spec, layout, dtype)
-    else:
-        quantize_in_place(module, weight, spec)
-
-
-def _hold_stored(model: nn.Module, stored: dict[str, Tensor]) -> None:
-    """Make every layer whose packed weight the files hold a QuantLinear or QuantEmbedding on the meta device, in the
-    layout of the file. Of tied weights the files may hold one."""
-    for name, shared in tied_modules(model).items():
-        weight = next((stored[f"{other}.weight"] for other in shared if f"{other}.weight" in stored), None)
-        if weight is not None:
-            stored.setdefault(f"{name}.weight", weight)
-    for name, (module, layer) in dict(packed_layers(model, stored)).items():
-        weight = torch.empty(layer.shape, dtype=torch.uint8, device="meta")
-        _become_packed(module, nn.Parameter(weight, requires_grad=False), layer.spec, layer.layout)
-        module.layout = torch.empty_like(stored[f"{name}.layout"], device="meta")
-        # transformers would draw random numbers for the packed weight of a table whose tied head alone is in the file.
-        module._is_hf_initialized = is_embedding(module)
-
-
-def _repack(model: nn.Module) -> None:
-    """Repack each weight that the checkpoint held in another layout or version, one after the other; tied ones stay
-    one, in the layout of the linear layer."""
-    repacked: dict[int, tuple[Tensor, nn.Parameter]] = {}  # with the old one, so that its id stays its own
-    for module in model.modules():
-        if not isinstance(module, QuantLinear):
-            continue
-        held = {"weight": module.weight, "layout": module.layout}
-        if (wanted := in_layout(held, "")) is not held:
-            new = held["weight"], nn.Parameter(wanted["weight"], requires_grad=False)
-            module.weight, module.layout = repacked.setdefault(id(held["weight"]), new)[1], wanted["layout"]
-    for module in model.modules():
-        if isinstance(module, QuantEmbedding) and id(module.weight) in repacked:
-            module._hold(repacked[id(module.weight)][1], module.spec, _C.LAYOUT, module.like.dtype)
-
-
 register_quantization_config(METHOD)(LowbitConfig)
 register_quantizer(METHOD)(LowbitQuantizer)
 RENAMINGS.append(renamed)
+OBSERVERS.append(note_formats)
 refuse_to_resize_packed_tables()

@@ -121,8 +121,6 @@ class Selection:
             reason = reason_to_skip(module) or self._read.get(id(module), "") or embedding_reason(module)
             if is_conv1d(module) or features_of(module) != features_of(self._model.get_submodule(shared[0])):
                 reason = "its weight has another shape"
-            elif len(shared) > 1 and getattr(module, "bias", None) is not None:
-                reason = "it has a bias, which transformers cuts to the rows of the packed weight when it ties them"
             elif not should_convert_module(other, keep):
                 reason = _NAMED
             if reason:

@@ -31,6 +31,8 @@ from lowbit.tables.folding import folded
 STEPS = 20
 """Steps of the search for alpha, as in AWQ."""
 RANK = 32
+_ITERATIONS = 5
+"""Products with the matrix, as many as torch.svd_lowrank makes."""
 _LEAST = 1e-8  # of the mean of x^2: a channel that is 0 in all inputs has a finite scale
 
 
@@ -188,11 +190,20 @@ def _parts(inputs: InputMoments) -> tuple[Tensor, Tensor]:
     if inputs.products is None:
         return inputs.importance, inputs.importance.new_zeros(len(inputs.squares), 0)
     hessian = inputs.hessian
-    with torch.random.fork_rng(devices=[]):  # svd_lowrank begins with random vectors
-        torch.manual_seed(0)
-        vectors, values, _ = torch.svd_lowrank(hessian, min(RANK, len(hessian)))
-    factor = vectors * values.sqrt()
+    factor = _factor(hessian, min(RANK, len(hessian)))
     return (hessian.diagonal() - factor.square().sum(1)).clamp_min(0), factor
+
+
+def _factor(hessian: Tensor, rank: int) -> Tensor:
+    """F ``[k, rank]``, where F F^T has about the largest eigenvalues of ``hessian [k, k]``. torch.svd_lowrank is
+    the same iteration (Halko et al. 2009, arXiv:0909.4061), but draws its first vectors from the generator that
+    all threads share."""
+    generator = torch.Generator("cpu").manual_seed(0)
+    basis = torch.randn(len(hessian), rank, generator=generator, dtype=hessian.dtype, device="cpu")
+    for _ in range(_ITERATIONS):
+        basis = torch.linalg.qr(hessian @ basis).Q
+    values, vectors = torch.linalg.eigh(basis.T @ hessian @ basis)
+    return basis @ vectors * values.clamp_min(0).sqrt()
 
 
 def _error(

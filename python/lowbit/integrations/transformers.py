@@ -13,7 +13,6 @@ Example:
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -21,18 +20,11 @@ import transformers
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import Cache, CacheLayerMixin
-from transformers.masking_utils import sdpa_mask
 
 from lowbit.attention.kv_layer import QuantizedKVLayer
-from lowbit.attention.sdpa import scaled_dot_product_attention
+from lowbit.integrations.attention_masks import lowbit_mask
 from lowbit.integrations.growing_cache import grow_caches_in_place
-from lowbit.ops.attention import attention
-from lowbit.score.program import ProgramBuilder
-
-try:
-    from transformers.utils.output_capturing import _active_collector
-except ImportError:  # the first versions of transformers 5 record outputs where nothing else can see it
-    _active_collector = None
+from lowbit.integrations.lowbit_attention import lowbit_attention
 
 if int(transformers.__version__.partition(".")[0]) < 5:
     raise ImportError(
@@ -178,116 +170,6 @@ def _traced_states(store: QuantizedKVLayer, dtype: torch.dtype) -> tuple[Tensor,
     return key, value
 
 
-def lowbit_attention(
-    module: torch.nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    is_causal: bool | None = None,
-    softcap: float | None = None,
-    position_bias: Tensor | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
-    """Attention of one layer, as transformers calls it: ``query [B, Hq, L, E]``, ``key``, ``value [B, Hkv, S, E]``;
-    returns ``[B, L, Hq, Ev]``.
-
-    Args:
-        softcap: scores become ``softcap * tanh(score / softcap)`` before they are masked (Gemma 2).
-        position_bias: ``[1 or B, Hq, L, S]``, added to the scores (T5).
-
-    Raises:
-        NotImplementedError: the model asks for attention weights, or for dropout with a quantized cache.
-    """
-    if kwargs.get("output_attentions") or weights_are_recorded(module):
-        raise NotImplementedError(
-            'attn_implementation="lowbit" never holds the attention weights (output_attentions=True); use "eager"'
-        )
-    sink = kwargs.get("s_aux")
-    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    causal = bool(causal) and attention_mask is None and query.shape[2] > 1
-    store = getattr(key, "store", None)
-    if store is not None and dropout:
-        raise NotImplementedError("QuantizedCache: dropout must be 0, a quantized cache has no gradient")
-    if (
-        store is None and causal and key.shape[2] > query.shape[2]
-    ):  # an empty static cache: the prompt stands at its beginning
-        key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
-        position_bias = None if position_bias is None else position_bias[..., : query.shape[2]]
-    if position_bias is not None:
-        attention_mask = _biased_mask(position_bias, attention_mask)
-    if store is not None and softcap is None:
-        out = store.attend(
-            query,
-            scale=scaling,
-            causal=causal,
-            mask=attention_mask,
-            sink=sink if sink is None else sink.detach().float(),
-        )
-    else:
-        if store is not None:  # a step over codes has no softcap
-            key, value = store.keys(query.dtype), store.values(query.dtype)
-            attention_mask, causal = _at_the_end(attention_mask, causal, query.shape[2], key.shape[2])
-        if sink is None and softcap is None:
-            out = scaled_dot_product_attention(
-                query, key, value, attention_mask, dropout, causal, scaling, enable_gqa=True
-            )
-        else:
-            scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-            sink = None if sink is None else sink.float()
-            score_mod = () if softcap is None else softcap_program(float(softcap))
-            out = attention(
-                query,
-                key,
-                value,
-                scale=scale,
-                causal=causal,
-                mask=attention_mask,
-                dropout_p=dropout,
-                score_mod=score_mod,
-                sink=sink,
-            )[0]
-    return out.transpose(1, 2).contiguous(), None
-
-
-def weights_are_recorded(module: torch.nn.Module) -> bool:
-    """Whether a model around this call collects attention weights; not every model hands ``output_attentions`` on."""
-    if _active_collector is None:
-        return False
-    if torch.compiler.is_dynamo_compiling() and not (_active_collector.compiling or module._forward_hooks):
-        return False  # without the model around this call in the graph, Dynamo cannot look; its hooks could not either
-    return any("attentions" in key for key in _active_collector.get() or ())
-
-
-def _biased_mask(position_bias: Tensor, attention_mask: Tensor | None) -> Tensor:
-    """One floating mask of both."""
-    if attention_mask is None:
-        return position_bias
-    if attention_mask.dtype == torch.bool:
-        return position_bias.masked_fill(~attention_mask, -torch.inf)
-    return position_bias + attention_mask
-
-
-def _at_the_end(mask: Tensor | None, causal: bool, q_length: int, length: int) -> tuple[Tensor | None, bool]:
-    """mask and causal for queries that are the last of ``length`` tokens, not the first."""
-    if not causal or q_length == length:
-        return mask, causal
-    seen = torch.ones(q_length, length, dtype=torch.bool, device="cpu").tril(length - q_length)[None, None]
-    return seen if mask is None else mask & seen if mask.dtype == torch.bool else mask.masked_fill(
-        ~seen, -torch.inf
-    ), False
-
-
-@functools.cache
-def softcap_program(softcap: float) -> tuple[int, ...]:
-    """softcap * tanh(score / softcap)"""
-    program = ProgramBuilder()
-    capped = program.op("tanh", program.op("mul", program.op("score"), program.constant(1.0 / softcap)))
-    return tuple(program.finish(program.op("mul", capped, program.constant(softcap))))
-
-
 AttentionInterface.register(NAME, lowbit_attention)
-AttentionMaskInterface.register(NAME, sdpa_mask)
+AttentionMaskInterface.register(NAME, lowbit_mask)
 grow_caches_in_place(NAME)

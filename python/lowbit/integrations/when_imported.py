@@ -18,6 +18,14 @@ from types import ModuleType
 _SERVED = {
     "transformers.modeling_utils": ("lowbit.integrations.transformers", "lowbit.integrations.quantizer"),
     "torchao.quantization.quant_api": ("lowbit.integrations.torchao_configs",),
+    "torchao.float8.float8_linear_utils": ("lowbit.integrations.float8_of_torchao",),
+    "accelerate.utils": ("lowbit.integrations.accelerate",),
+    "liger_kernel.transformers.monkey_patch": ("lowbit.integrations.liger",),
+    "peft.tuners.tuners_utils": ("lowbit.integrations.peft",),
+    "peft.peft_model": ("lowbit.integrations.peft_prompts",),
+    "trl.trainer.utils": ("lowbit.integrations.trl",),
+    "trl.trainer.distillation_trainer": ("lowbit.integrations.trl_distillation",),
+    "trl.experimental.async_distillation.async_distillation_trainer": ("lowbit.integrations.trl_async_distillation",),
 }
 failures: dict[str, str] = {}
 """Integrations that do not fit the package that is there: they say why when they are imported by name, and in info."""

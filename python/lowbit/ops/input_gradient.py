@@ -16,17 +16,14 @@ import torch
 from torch import Tensor
 
 from lowbit import _C
+from lowbit.ops.decoded_rows import PANEL, WeightArgs, decoded_rows
 from lowbit.ops.registration import function_of, register
 
 register()
 _dequantize_op = function_of("dequantize")
-_PANEL = 16  # columns
 _SLICE = 2**20  # weights: 4 MB of float32, which stay in the cache until they are read again
 
 BFLOAT16_PRODUCTS = _C.isa()["chosen"] in ("amx", "avx512_bf16")  # torch's are slower than float32 elsewhere
-
-WeightArgs = tuple[int, int, int, int, bool]
-"""(n, k, format, group_size, asymmetric), as the op dequantize takes them."""
 
 
 def input_gradient(grad_out: Tensor, weight: Tensor, weight_args: WeightArgs) -> Tensor:
@@ -36,13 +33,13 @@ def input_gradient(grad_out: Tensor, weight: Tensor, weight_args: WeightArgs) ->
     if in_bfloat16 or not weight.is_cpu:
         return grad_out @ _dequantize_op(weight, n, k, *rest, grad_out)
     grad_out = grad_out.float()
-    panels = max(1, _SLICE // (_PANEL * k))
+    panels = max(1, _SLICE // (PANEL * k))
     if torch.compiler.is_compiling() or panels >= weight.shape[0]:
         return grad_out @ _dequantize_op(weight, n, k, *rest)
     rows, total = grad_out.reshape(-1, n), None
-    for start in range(0, n, _PANEL * panels):
-        stop = min(start + _PANEL * panels, n)
-        columns = _dequantize_op(weight[start // _PANEL : -(-stop // _PANEL)], stop - start, k, *rest)
+    for start in range(0, n, PANEL * panels):
+        stop = min(start + PANEL * panels, n)
+        columns = decoded_rows(weight, weight_args, start, stop)
         part = rows[:, start:stop]
         total = part @ columns if total is None else total.addmm_(part, columns)
     return total.view(*grad_out.shape[:-1], k)

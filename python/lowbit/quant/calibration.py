@@ -11,10 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lowbit.documents.whole_file import replaced_file
 from lowbit.quant.evaluation import arguments_of, evaluating
 from lowbit.quant.fast_path import without_encoder_fast_path
 from lowbit.quant.input_moments import InputMoments
 from lowbit.quant.linear_layers import features_of, is_linear
+from lowbit.quant.read_state import unpickled
 
 VERSION = 1
 PROGRESS_AFTER_S = 2.0
@@ -35,7 +37,9 @@ class Calibration:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write it to a file, which holds tensors and plain values alone."""
         layers = {name: (layer.rows, layer.squares, layer.products) for name, layer in self.layers.items()}
-        torch.save({"lowbit_calibration": VERSION, "layers": layers, "uncalled": list(self.uncalled)}, path)
+        held = {"lowbit_calibration": VERSION, "layers": layers, "uncalled": list(self.uncalled)}
+        with replaced_file(path) as place:
+            torch.save(held, place)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Calibration:
@@ -44,10 +48,11 @@ class Calibration:
         Raises:
             ValueError: it is another file, or of a version that is not here.
         """
-        held = torch.load(path, weights_only=True, map_location="cpu")
+        wanted = f"Calibration.load: {path} must be a calibration of version {VERSION}"
+        held = unpickled(path, wanted)
         version = held.get("lowbit_calibration") if isinstance(held, dict) else None
         if version != VERSION:
-            raise ValueError(f"Calibration.load: {path} must be a calibration of version {VERSION}, got {version}")
+            raise ValueError(f"{wanted}, got {version}")
         return cls({name: InputMoments(*layer) for name, layer in held["layers"].items()}, tuple(held["uncalled"]))
 
     def __repr__(self) -> str:

@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import nn
 
 from lowbit.ops.fakes import FLOATS
 from lowbit.quant.block_sparse import BlockSparseLinear
+from lowbit.quant.changing_layers import changing_layers
 from lowbit.quant.fused import unfuse
 from lowbit.quant.quant_embedding import QuantEmbedding, to_embedding_in_place
 from lowbit.quant.quant_linear import QuantLinear
@@ -21,7 +24,8 @@ def dequantize_(model: nn.Module, dtype: torch.dtype | None = None) -> LayerName
 
     The weights are the values of the packed ones: the error of rounding stays. Layers keep their identity, hooks and
     bias; layers that share a packed weight share the float one. Fused modules become what they were; a layer that was a
-    Conv1D of transformers becomes an nn.Linear, which computes the same.
+    Conv1D of transformers becomes an nn.Linear, which computes the same. The config of a model of transformers no
+    longer says that it is packed.
 
     Args:
         model: any module, also a QuantLinear by itself.
@@ -40,12 +44,16 @@ def dequantize_(model: nn.Module, dtype: torch.dtype | None = None) -> LayerName
     """
     if dtype is not None and not dtype.is_floating_point:
         raise ValueError(f"dequantize_: dtype must be a float dtype or None, got dtype={dtype}")
+    with changing_layers(model):
+        return LayerNames(_become_float(model, dtype))
+
+
+def _become_float(model: nn.Module, dtype: torch.dtype | None) -> Iterator[str]:
     unfuse(model)
     others = next((parameter.dtype for parameter in model.parameters() if parameter.dtype in FLOATS), torch.float32)
     decoded: dict[
         int, tuple[nn.Parameter, nn.Parameter]
     ] = {}  # with the packed weight, whose id stays its own as long as it lives
-    names = LayerNames()
     for name, module in model.named_modules():
         if not isinstance(module, (QuantLinear, QuantEmbedding, BlockSparseLinear)):
             continue
@@ -65,8 +73,7 @@ def dequantize_(model: nn.Module, dtype: torch.dtype | None = None) -> LayerName
             _become_linear(module, decoded[id(packed)][1])
         if bias is not None and bias.dtype != module.weight.dtype:
             bias.data = bias.data.to(module.weight.dtype)
-        names.append(name)
-    return names
+        yield name
 
 
 def _become_linear(module: QuantLinear, weight: nn.Parameter) -> None:

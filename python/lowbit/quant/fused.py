@@ -4,9 +4,9 @@ call is more than plain inference they compute as before."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import threading
+from collections.abc import Iterable
 from typing import Any, ClassVar
 
 import torch
@@ -20,6 +20,7 @@ _is_grad_enabled = torch.is_grad_enabled
 _is_compiling = torch.compiler.is_compiling
 _is_transformed = torch._C._are_functorch_transforms_active
 _is_autocast_enabled = torch.is_autocast_enabled
+_taking = threading.Lock()
 
 
 class Fused(nn.Module):
@@ -36,9 +37,13 @@ class Fused(nn.Module):
 
     @classmethod
     def take(cls, module: nn.Module, facts: dict[str, Any]) -> None:
-        """Fuse ``module`` in place: other owners of it, its hooks and its name stay valid."""
-        module.__class__ = _class_of(cls, type(module))
-        module.facts = facts
+        """Fuse ``module`` in place: other owners of it, its hooks and its name stay valid. The change of class is all
+        of it, so that a thread that calls the module, or an interrupt, meets the one or the other. A module that
+        another thread has fused in the meantime stays as that one made it."""
+        with _taking:
+            if not isinstance(module, Fused):
+                module.facts = facts
+                module.__class__ = _class_of(cls, type(module))
 
     def give_back(self) -> None:
         """Turn the module back into its former class."""
@@ -101,20 +106,19 @@ def has_own_tensors(module: nn.Module) -> bool:
     return any(True for tensors in (module._parameters, module._buffers) for x in tensors.values() if x is not None)
 
 
-@contextlib.contextmanager
-def probed(module: nn.Module, forwards: Mapping[nn.Module, Callable[..., Any]] | None = None) -> Iterator[None]:
-    """Prepare ``module`` for calls that test it: without dropout, and with other forwards for some of its pieces, whose
-    own are those of their class."""
-    forwards = forwards or {}
-    training, module.training = module.training, False
-    try:
-        for piece, forward in forwards.items():
-            piece.forward = forward
-        yield
-    finally:
-        module.training = training
-        for piece in forwards:
-            piece.__dict__.pop("forward", None)
+def probe_of(module: nn.Module, **children: nn.Module) -> nn.Module:
+    """Return a copy of ``module`` for calls that test it, which other threads and their models do not see: in
+    evaluation mode, without hooks, with the same parameters, buffers and attributes, and the same children but for
+    those that are given."""
+    probe = module.__class__.__new__(module.__class__)
+    nn.Module.__init__(probe)
+    own = probe.__dict__
+    own.update({name: value for name, value in module.__dict__.items() if name not in own})
+    for entries in ("_parameters", "_buffers", "_modules"):
+        own[entries] = dict(module.__dict__[entries])
+    probe._modules.update(children)
+    probe.training = False
+    return probe
 
 
 def hooked(module: nn.Module, names: Iterable[str]) -> str:

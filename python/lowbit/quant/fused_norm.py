@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lowbit.ops.rms_norm import rms_norm
-from lowbit.quant.fused import Fused, is_inference
+from lowbit.quant.fused import Fused, is_inference, probe_of
 
 EPS = ("variance_epsilon", "eps")
 """The names that modules give it."""
@@ -57,7 +57,7 @@ def norm_facts(module: nn.Module) -> dict[str, float] | None:
     x = torch.randn(3, weight.numel(), dtype=torch.float32, device="cpu", generator=generator)
     x *= torch.tensor([[1e-3], [1.0], [30.0]], device="cpu")
     try:
-        y = module(x)
+        y = probe_of(module)(x)
     except (TypeError, RuntimeError, ValueError):  # it takes something else
         return None
     if not isinstance(y, Tensor) or y.shape != x.shape:

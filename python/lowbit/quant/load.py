@@ -17,21 +17,15 @@ from lowbit import _C
 from lowbit.formats.spec import StoredWeight
 from lowbit.quant.adapters import adopt_lora_layers
 from lowbit.quant.block_sparse import INDICES, Blocks, BlockSparseLinear, blocks_problem, hold_blocks
+from lowbit.quant.changing_layers import changing_layers
 from lowbit.quant.fast_path import disable_encoder_fast_path
 from lowbit.quant.layout import numbers_of
 from lowbit.quant.linear_layers import features_of, is_embedding, is_linear, is_scaled_embedding
 from lowbit.quant.load_check import check_state_dicts_of
 from lowbit.quant.quant_embedding import QuantEmbedding, quantize_embedding_in_place
 from lowbit.quant.quant_linear import QuantLinear, quantize_in_place
-from lowbit.quant.safetensors_file import shards_of
+from lowbit.quant.read_state import read_state
 from lowbit.tables.folding import LayerNames, first_five
-
-_INDEX_OR_FILE = (
-    "model.safetensors.index.json",
-    "model.safetensors",
-    "pytorch_model.bin.index.json",
-    "pytorch_model.bin",
-)
 
 PACKED = (QuantLinear, QuantEmbedding)
 RENAMINGS: list[Callable[[nn.Module, dict[str, Tensor]], dict[str, Tensor]]] = []
@@ -39,7 +33,7 @@ RENAMINGS: list[Callable[[nn.Module, dict[str, Tensor]], dict[str, Tensor]]] = [
 integration of that library."""
 
 
-def load(model: nn.Module, file: str | Path | Mapping[str, Tensor]) -> LayerNames:
+def load(model: nn.Module, file: str | Path | Mapping[str, Tensor], *, mmap: bool | None = None) -> LayerNames:
     """Load the state dict of a quantized model into ``model``, in place; its linear layers become those of the file.
 
     ``model`` may be built on the meta device: then nothing is allocated twice. Its parameters become the file's
@@ -49,6 +43,8 @@ def load(model: nn.Module, file: str | Path | Mapping[str, Tensor]) -> LayerName
         model: the float model (or one that is quantized in the same way), on the cpu or the meta device.
         file: a ``.safetensors`` file, a file of ``torch.save(model.state_dict())``, a folder that ``save_pretrained``
             wrote, or a state dict.
+        mmap: True maps the file: pages are read as they are used, and can leave memory again, but the file must stay
+            as it is while the model lives. False reads it into memory. None maps ``.safetensors`` files alone.
 
     Returns:
         Names of the layers that were turned into QuantLinear, QuantEmbedding and BlockSparseLinear, a list; it prints
@@ -56,64 +52,56 @@ def load(model: nn.Module, file: str | Path | Mapping[str, Tensor]) -> LayerName
 
     Raises:
         FileNotFoundError: there is no such file, or none in the folder.
-        ValueError: names are missing or not the model's, or a packed weight does not fit its layer: checked before the
-            model is changed. Or a buffer that no file holds (not persistent) would stay on the meta device.
+        ValueError: the file is another or damaged, names are missing or not the model's, or a packed weight does not
+            fit its layer: checked before the model is changed. Or a buffer that no file holds (not persistent) would
+            stay on the meta device.
 
     Example:
         >>> torch.save(quantized.state_dict(), "model.pt")
         >>> lowbit.load(build_model(), "model.pt")
     """
-    state = dict(file) if isinstance(file, Mapping) else _read(Path(file))
+    if isinstance(file, Mapping):
+        return _load(model, dict(file))
+    state = read_state(Path(file), mmap)
+    try:
+        return _load(model, state)
+    except ValueError as error:
+        raise ValueError(f"{error}, in {file}") from error
+
+
+def _load(model: nn.Module, state: dict[str, Tensor]) -> LayerNames:
     for rename in RENAMINGS:
         state = rename(model, state)
     shared = _shared_names(model)
+    state |= {first: state[other] for other, first in shared.items() if first not in state and other in state}
     state |= {other: state[first] for other, first in shared.items() if other not in state and first in state}
     _check_names(model, state)
-    packed, sparse = dict(packed_layers(model, state)), dict(_sparse_layers(model, state))
+    packed, sparse = dict(packed_layers(model, state)), dict(sparse_layers(model, state))
     turned = LayerNames(name for name, (module, _) in packed.items() if not isinstance(module, PACKED))
     of_linear = {id(module.weight) for module, _ in packed.values() if is_linear(module)}
-    for name in turned:
-        module, stored = packed[name]
-        if not isinstance(module, PACKED):  # one layer may have two names
-            alone = is_embedding(module) and id(module.weight) not in of_linear
-            layout = stored.layout if alone else _C.LAYOUT
-            shape = stored.spec.shape(stored.n, stored.k, layout)
-            weight = nn.Parameter(torch.empty(shape, dtype=torch.uint8, device="meta"), requires_grad=False)
-            if is_embedding(module):
-                quantize_embedding_in_place(module, weight, stored.spec, layout)
-            else:
-                quantize_in_place(module, weight, stored.spec)
-    for name, (module, blocks) in sparse.items():
-        if not isinstance(module, BlockSparseLinear):
-            turned.append(name)
-        hold_blocks(module, nn.Parameter(blocks.values, requires_grad=module.weight.requires_grad), blocks)
-    model.load_state_dict(state, assign=True)
-    _share_again(model, shared)
+    with changing_layers(model):
+        for name in turned:
+            module, stored = packed[name]
+            if not isinstance(module, PACKED):  # one layer may have two names
+                alone = is_embedding(module) and id(module.weight) not in of_linear
+                layout = stored.layout if alone else _C.LAYOUT
+                shape = stored.spec.shape(stored.n, stored.k, layout)
+                weight = nn.Parameter(torch.empty(shape, dtype=torch.uint8, device="meta"), requires_grad=False)
+                if is_embedding(module):
+                    quantize_embedding_in_place(module, weight, stored.spec, layout)
+                else:
+                    quantize_in_place(module, weight, stored.spec)
+        for name, (module, blocks) in sparse.items():
+            if not isinstance(module, BlockSparseLinear):
+                turned.append(name)
+            hold_blocks(module, nn.Parameter(blocks.values, requires_grad=module.weight.requires_grad), blocks)
+        model.load_state_dict(state, assign=True)
+        _share_again(model, shared)
     _fill_buffers(model)
     disable_encoder_fast_path(model)
     check_state_dicts_of(model)
     adopt_lora_layers(model)
     return turned
-
-
-def _read(path: Path) -> dict[str, Tensor]:
-    if path.is_dir():
-        found = next((path / name for name in _INDEX_OR_FILE if (path / name).exists()), None)
-        if found is None:
-            raise FileNotFoundError(f"load: {path} must hold one of {', '.join(_INDEX_OR_FILE)}, and has none")
-        path = found
-    if path.name.endswith(".index.json"):
-        return {name: tensor for part in shards_of(path) for name, tensor in _read(path.parent / part).items()}
-    if not path.exists():
-        raise FileNotFoundError(f"load: there is no file {path}")
-    if path.suffix == ".safetensors":
-        from safetensors.torch import load_file
-
-        return load_file(path)
-    state = torch.load(path, map_location="cpu", weights_only=True)
-    if not isinstance(state, Mapping) or not all(isinstance(value, Tensor) for value in state.values()):
-        raise ValueError(f"load: {path} must hold a state dict of tensors; save model.state_dict()")
-    return dict(state)
 
 
 def packed_layers(
@@ -149,7 +137,7 @@ def packed_layers(
         yield name, (module, stored)
 
 
-def _sparse_layers(model: nn.Module, state: Mapping[str, Tensor]) -> Iterator[tuple[str, tuple[nn.Module, Blocks]]]:
+def sparse_layers(model: nn.Module, state: Mapping[str, Tensor]) -> Iterator[tuple[str, tuple[nn.Module, Blocks]]]:
     """Yield the linear layers of whose weight the state dict holds blocks."""
     for name, module in model.named_modules(remove_duplicate=False):
         prefix = f"{name}." if name else ""
@@ -161,7 +149,8 @@ def _sparse_layers(model: nn.Module, state: Mapping[str, Tensor]) -> Iterator[tu
 
 
 def _shared_names(model: nn.Module) -> dict[str, str]:
-    """Every further name of a parameter that has several, and its first: safetensors stores the first alone."""
+    """Every further name of a parameter that has several, and its first: safetensors stores one of them, transformers
+    the first and ``save_model`` of safetensors the least."""
     first: dict[int, str] = {}
     shared = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):

@@ -17,6 +17,7 @@ from lowbit.formats.block_sparse import BlockSparseWeightConfig
 from lowbit.formats.torchao import from_torchao
 from lowbit.quant.adapters import adopt_lora_layers
 from lowbit.quant.calibration import Calibration
+from lowbit.quant.changing_layers import changing_layers
 from lowbit.quant.fast_path import disable_encoder_fast_path
 from lowbit.quant.linear_layers import features_of, is_conv1d, is_embedding, matrix_of
 from lowbit.quant.load_check import check_state_dicts_of
@@ -44,7 +45,8 @@ def quantize_(
 
     Layers are packed one by one and each float weight is freed at once, so memory peaks at the model plus one layer.
     Layers that share a weight share the packed one. On the meta device only the structure changes; load a quantized
-    state dict with ``assign=True`` then. Every check comes before the first change.
+    state dict with ``assign=True`` then. Every check comes before the first change. The config of a model of
+    transformers says then that it is packed, for ``save_pretrained`` and ``from_pretrained``.
 
     Args:
         model: any module; its layers keep their identity, hooks and bias.
@@ -87,8 +89,9 @@ def quantize_(
     seen = calibration_of(model, calibration, config, selected)
     report = QuantizationReport(str(config), model_bytes_before=model_bytes(model))
     rows = {}
-    for group in _progress(by_weight(selected), report):
-        rows |= {row.layer: row for row in _quantize_group(group, device, seen)}
+    with changing_layers(model):
+        for group in _progress(by_weight(selected), report):
+            rows |= {row.layer: row for row in _quantize_group(group, device, seen)}
     if not selected:
         report.notes.append(
             "no layer was selected" if filter_fn else "the model has no nn.Linear that can be quantized"

@@ -27,6 +27,12 @@ DTYPES = {
     "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "C64": torch.complex64,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
     "I64": torch.int64,
     "I32": torch.int32,
     "I16": torch.int16,
@@ -65,6 +71,8 @@ class SafetensorsFile:
                     raise ValueError(f"a header of {length} bytes")
                 header = json.loads(file.read(length))
             self.metadata: dict[str, str] = header.pop("__metadata__", {})
+            if not all(isinstance(text, str) for text in self.metadata.values()):
+                raise ValueError("metadata that are no texts")
             self._begin = 8 + length
             self._offsets: dict[str, int] = {}
             self.entries: dict[str, Entry] = {}

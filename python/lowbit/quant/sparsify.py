@@ -12,6 +12,7 @@ from lowbit.formats.float import FloatWeightConfig
 from lowbit.formats.semi_sparse import SemiSparseWeightConfig
 from lowbit.formats.torchao import from_torchao
 from lowbit.quant.block_sparse import sparsify_layers
+from lowbit.quant.changing_layers import changing_layers
 from lowbit.quant.linear_layers import matrix_of
 from lowbit.quant.quantize import by_weight, quantize_, tell_and_protect
 from lowbit.quant.report import QuantizationReport, model_bytes
@@ -62,7 +63,8 @@ def _cut_into_blocks(
         else:
             taken.append(item)
     report = QuantizationReport(str(config), model_bytes_before=model_bytes(model))
-    rows = sparsify_layers(by_weight(taken), config)
+    with changing_layers(model):
+        rows = sparsify_layers(by_weight(taken), config)
     tell_and_protect(model, report, rows, skipped)
     report.model_bytes_after = model_bytes(model)
     return report

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 
 from lowbit import _C
+from lowbit.documents.whole_file import replaced_file
 from lowbit.recorder.analysis import Analysis, RankState
 from lowbit.recorder.report import Report, report
 from lowbit.recorder.ring import Record, Recording, Sizes, parse
@@ -89,7 +90,14 @@ def dump(path: str | os.PathLike[str] | None = None, *, reason: str = "lowbit.re
     Raises:
         RuntimeError: the recorder is off, the file cannot be written, or there is no folder to make one in.
     """
-    return _C.recorder.dump("" if path is None else os.fspath(path), reason)
+    if path is None:
+        return _C.recorder.dump("", reason)
+    try:
+        with replaced_file(path) as place:
+            _C.recorder.dump(os.fspath(place), reason)
+    except OSError as error:
+        raise RuntimeError(f"dump: cannot write {os.fspath(path)}: {error.strerror or error}") from error
+    return os.fspath(path)
 
 
 def watch(timeout: float = 0) -> None:

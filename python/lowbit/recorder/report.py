@@ -8,6 +8,7 @@ import json
 from pathlib import Path
 
 from lowbit import _C
+from lowbit.documents.whole_file import write_whole
 from lowbit.recorder.analysis import Analysis, Difference, RankState, analyse
 from lowbit.recorder.folder import read_folder
 from lowbit.recorder.ring import Record
@@ -37,9 +38,9 @@ def report(folder: str | Path | None = None, *, json_file: str | None = None, tr
     found = read_folder(_C.recorder.state()["folder"] if folder is None else folder)
     analysis = analyse(found)
     if json_file:
-        Path(json_file).write_text(json.dumps(dataclasses.asdict(analysis), indent=1) + "\n")
+        write_whole(json_file, json.dumps(dataclasses.asdict(analysis), indent=1) + "\n")
     if trace_file:
-        Path(trace_file).write_text(json.dumps(trace_of(found.recordings)))
+        write_whole(trace_file, json.dumps(trace_of(found.recordings)))
     made = Report(text(analysis))
     made.analysis = analysis
     return made

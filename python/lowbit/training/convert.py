@@ -13,6 +13,7 @@ from torch import nn
 
 from lowbit import _C
 from lowbit.quant.adapters import adopt_lora_layers
+from lowbit.quant.changing_layers import changing_layers
 from lowbit.quant.codes import CodedWeight
 from lowbit.quant.distortion import Distortion
 from lowbit.quant.linear_layers import features_of, is_embedding
@@ -54,7 +55,8 @@ def convert(model: nn.Module, title: str, base_config: str | None, filter_fn: An
             restore_in_place(module)
             report.rows.append(ReportRow.skipped(name, module, "float again"))
     else:
-        rows = {row.layer: row for group in _by_weight(taken) for row in _convert_group(group)}
+        with changing_layers(model):
+            rows = {row.layer: row for group in _by_weight(taken) for row in _convert_group(group)}
         report.rows = [rows[name] for name, _ in taken]
         check_state_dicts_of(model)
         adopt_lora_layers(model)

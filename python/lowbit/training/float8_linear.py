@@ -19,6 +19,8 @@ class Float8Linear(nn.Linear):
 
     config: Float8LinearConfig
     end = "end_float8_training(model)"
+    multiplies_weight = True
+    """Code that multiplies by ``weight`` itself computes what the layer does, but for the rounding of products."""
 
     @property
     def trained_as(self) -> str:

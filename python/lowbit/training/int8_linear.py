@@ -27,6 +27,8 @@ class Int8MixedPrecisionLinear(nn.Linear):
 
     end = "Int8MixedPrecisionTrainingConfig(False, False, False)"
     trained_as = "int8 products"
+    multiplies_weight = True
+    """Code that multiplies by ``weight`` itself computes what the layer does, but for the rounding of products."""
     int8_products: tuple[bool, bool, bool]
     """For each of `PRODUCTS`, whether it is in int8."""
     float_class: type[nn.Module]

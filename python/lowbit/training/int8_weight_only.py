@@ -12,6 +12,7 @@ from torch import nn
 from lowbit import devices
 from lowbit.formats.int8 import Int8WeightOnlyConfig
 from lowbit.formats.spec import LinearSpec
+from lowbit.quant.changing_layers import changing_layers
 from lowbit.quant.codes import CodedWeight
 from lowbit.quant.fast_path import disable_encoder_fast_path
 from lowbit.quant.linear_layers import features_of, is_conv1d
@@ -52,7 +53,8 @@ class Int8WeightOnlyQuantizedTrainingConfig(TwoStepConfig):
     def apply(self, model: nn.Module, filter_fn: Any, *, strict: bool, head: Any) -> QuantizationReport:
         check_no_head(self, head)
         report = QuantizationReport(str(self), model_bytes_before=model_bytes(model))
-        report.rows = _convert(model, filter_fn) if self.step == "convert" else _prepare(model, filter_fn, strict)
+        with changing_layers(model):
+            report.rows = _convert(model, filter_fn) if self.step == "convert" else _prepare(model, filter_fn, strict)
         report.notes += [] if report.rows else ["no layer was selected"]
         report.notes += [note] if (note := disable_encoder_fast_path(model)) else []
         check_state_dicts_of(model)

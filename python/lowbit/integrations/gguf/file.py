@@ -2,12 +2,11 @@
 """The header of a GGUF file, checked as a whole before a weight is read: metadata, and where each tensor lies.
 
 The ``gguf`` package's reader makes a numpy view of every word of a vocabulary (3 to 6 s for 49,152 words on two cores);
-here the words are stepped over, and the claims of a damaged file are compared with its size first.
+here the words are decoded when they are asked for, and the claims of a damaged file are compared with its size first.
 """
 
 from __future__ import annotations
 
-import mmap
 import re
 import struct
 from collections.abc import Iterator
@@ -18,6 +17,9 @@ from typing import Any
 
 import gguf
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
+
+from lowbit.integrations.gguf.counts import check_counts
+from lowbit.integrations.gguf.open_file import OpenFile
 
 _NUMBERS = {
     GGUFValueType.UINT8: "B",
@@ -32,19 +34,49 @@ _NUMBERS = {
     GGUFValueType.INT64: "q",
     GGUFValueType.FLOAT64: "d",
 }
+_FIRST, _MOST = 1 << 20, 1 << 29
+"""Bytes of a file in which the header is looked for, at first and at most."""
 _SPLIT = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 
 
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
-    """One tensor of a file, as bytes of its memory map."""
+    """One tensor of a file, whose bytes are read when they are asked for."""
 
     name: str
     type: str
     """As the ``gguf`` package names it: "F32", "Q4_0" ..."""
     shape: tuple[int, ...]
     """As torch has it: rows first."""
+    file: OpenFile | None = None
+    """None: of a tensor that is yet to be written."""
+    begin: int = 0
+    nbytes: int = 0
+
+    @property
+    def data(self) -> bytearray:
+        """All of its bytes."""
+        return self.rows(0, self.shape[0])
+
+    def rows(self, begin: int, end: int) -> bytearray:
+        """The bytes of rows ``begin`` to ``end``; errors are those of `OpenFile.read`."""
+        size = self.nbytes // self.shape[0]
+        return self.file.read(self.begin + begin * size, (end - begin) * size)
+
+
+@dataclass(frozen=True, slots=True)
+class Texts:
+    """An array of texts in a header, such as the words of a tokenizer: decoded when they are asked for."""
+
     data: memoryview
+    count: int
+
+    def __iter__(self) -> Iterator[str]:
+        at, length_at = 0, struct.Struct("<Q").unpack_from
+        for _ in range(self.count):
+            begin = at + 8
+            at = begin + length_at(self.data, at)[0]
+            yield str(self.data[begin:at], "utf-8", "replace")
 
 
 @dataclass(slots=True)
@@ -53,22 +85,22 @@ class GgufFile:
 
     paths: list[Path]
     metadata: dict[str, Any]
-    """Values by key, but for arrays of texts (the vocabulary), which are stepped over."""
+    """Values by key, but for arrays of texts."""
+    texts: dict[str, Texts]
+    """Arrays of texts by key."""
     kinds: dict[str, GGUFValueType]
-    """The type of each value in the file."""
+    """The type of each value in ``metadata``."""
     tensors: dict[str, GgufTensor]
-    maps: list[mmap.mmap] = field(repr=False)
+    files: list[OpenFile] = field(repr=False)
 
     @property
     def architecture(self) -> str:
         return self.metadata["general.architecture"]
 
-    def release(self) -> None:
-        """Let go of the pages that were read. Until then each of them counts as memory of the process; it is read again
-        when it is touched."""
-        if hasattr(mmap, "MADV_DONTNEED"):
-            for mapped in self.maps:
-                mapped.madvise(mmap.MADV_DONTNEED)
+    def check_unchanged(self) -> None:
+        """Raise ValueError if a part was written since it was opened."""
+        for file in self.files:
+            file.check_unchanged()
 
     @classmethod
     def open(cls, path: str | Path) -> GgufFile:
@@ -76,15 +108,19 @@ class GgufFile:
 
         Raises:
             FileNotFoundError: the file is not there, or a part of it is not.
-            ValueError: it is no GGUF file of this byte order and version, it is cut, or it holds a type of tensor that
-                the ``gguf`` package does not know; names the file and the tensor.
+            ValueError: it is no GGUF file of this byte order and version, it is cut, it holds a type of tensor that
+                the ``gguf`` package does not know, or its numbers of layers, features or heads are not those of its
+                tensors; names the file, and the tensor or the key.
         """
         path = Path(path)
         whole = _read(path)
-        for other in _other_parts(path, whole.metadata.get("split.count", 1)):
+        count = whole.metadata.get("split.count", 1)
+        if type(count) is not int:
+            raise ValueError(f"{path}: split.count must be a number, got {count!r:.80}")
+        for other in _other_parts(path, count):
             part = _read(other)
             whole.paths.append(other)
-            whole.maps += part.maps
+            whole.files += part.files
             for name, tensor in part.tensors.items():
                 if name in whole.tensors:
                     raise ValueError(f"{other}: tensor {name} must be in one part, got it in two")
@@ -92,21 +128,28 @@ class GgufFile:
         wanted = whole.metadata.get("split.tensors.count", len(whole.tensors))
         if wanted != len(whole.tensors):
             raise ValueError(f"{path}: all parts must hold {wanted} tensors together, got {len(whole.tensors)}")
+        check_counts(path, whole.architecture, whole.metadata, {t.name: t.shape for t in whole.tensors.values()})
         return whole
+
+
+class _Longer(Exception):
+    """The header goes on behind the bytes that were read."""
 
 
 class _Header:
     """Steps through the bytes of a header, and says where a file ends too early."""
 
-    def __init__(self, path: Path, data: memoryview) -> None:
-        self.path, self.data, self.at = path, data, 0
+    def __init__(self, file: OpenFile, data: memoryview) -> None:
+        self.path, self.size, self.data, self.at = file.path, file.size, data, 0
 
     def take(self, count: int) -> memoryview:
-        if count > len(self.data) - self.at:
+        if count > self.size - self.at:
             raise ValueError(
                 f"{self.path}: the header must go on for {count} bytes from byte {self.at} on, got a file of "
-                f"{len(self.data)} bytes: it is cut or damaged"
+                f"{self.size} bytes: it is cut or damaged"
             )
+        if count > len(self.data) - self.at:
+            raise _Longer
         self.at += count
         return self.data[self.at - count : self.at]
 
@@ -119,7 +162,7 @@ class _Header:
     def text(self) -> str:
         return bytes(self.take(self.number("Q"))).decode("utf-8", "replace")
 
-    def skip_texts(self, count: int) -> None:
+    def texts(self, count: int) -> Texts:
         """Step over texts: a tokenizer has 100,000 of them, which took 1.6 s by `text`."""
         data, at, length_at = self.data, self.at, struct.Struct("<Q").unpack_from
         for _ in range(count):
@@ -127,10 +170,10 @@ class _Header:
                 at += 8
                 break
             at += 8 + length_at(data, at)[0]
-        self.take(at - self.at)
+        return Texts(self.take(at - self.at), count)
 
     def value(self, kind: GGUFValueType) -> Any:
-        """A value of this kind; None for an array of texts."""
+        """A value of this kind; `Texts` for an array of texts."""
         if kind is GGUFValueType.STRING:
             return self.text()
         if kind is not GGUFValueType.ARRAY:
@@ -140,8 +183,7 @@ class _Header:
             return list(self.numbers(_NUMBERS[kind], count))
         if kind is GGUFValueType.ARRAY:
             raise ValueError(f"{self.path}: metadata must hold no arrays of arrays, got one at byte {self.at}")
-        self.skip_texts(count)
-        return None
+        return self.texts(count)
 
     def kind(self) -> GGUFValueType:
         number = self.number("I")
@@ -154,12 +196,21 @@ class _Header:
 
 
 def _read(path: Path) -> GgufFile:
-    with path.open("rb") as file:
-        size = file.seek(0, 2)
-        if size < 24:
-            raise ValueError(f"{path}: a GGUF file has at least 24 bytes, got {size}")
-        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    header = _Header(path, memoryview(mapped))
+    file, length = OpenFile(path), _FIRST
+    if file.size < 24:
+        raise ValueError(f"{path}: a GGUF file has at least 24 bytes, got {file.size}")
+    while True:
+        header = _Header(file, memoryview(file.read(0, min(length, file.size))))
+        try:
+            return _parsed(file, header)
+        except _Longer:
+            if length >= _MOST:
+                raise ValueError(f"{path}: the header must end within {_MOST} bytes: it is damaged") from None
+            length *= 8
+
+
+def _parsed(file: OpenFile, header: _Header) -> GgufFile:
+    path = file.path
     magic, version = bytes(header.take(4)), header.number("I")
     if magic != b"GGUF":
         raise ValueError(f"{path}: a GGUF file begins with b'GGUF', got {magic!r}")
@@ -167,21 +218,32 @@ def _read(path: Path) -> GgufFile:
         order = ", of a file in the other byte order" if version & 0xFFFF == 0 else ""
         raise ValueError(f"{path}: the version must be 2 or 3, got {version}{order}")
     tensor_count, value_count = header.numbers("Q", 2)
-    metadata, kinds = {}, {}
+    metadata, texts, kinds = {}, {}, {}
     for _ in range(value_count):
         key, kind = header.text(), header.kind()
         value = header.value(kind)
-        if value is not None:
+        if isinstance(value, Texts):
+            texts[key] = value
+        else:
             metadata[key], kinds[key] = value, kind
     if not isinstance(metadata.get("general.architecture"), str):
         raise ValueError(f"{path}: general.architecture must be in the metadata, got none")
     infos = [(header.text(), _shape(header), header.number("I"), header.number("Q")) for _ in range(tensor_count)]
     alignment = metadata.get("general.alignment", gguf.GGUF_DEFAULT_ALIGNMENT)
-    begin = -(-header.at // alignment) * alignment
-    tensors = {info[0]: _tensor(header, begin, *info) for info in infos}
+    if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
+        raise ValueError(f"{path}: general.alignment must be a power of two, got {alignment!r:.80}")
+    begin = place = -(-header.at // alignment) * alignment
+    tensors: dict[str, GgufTensor] = {}
+    for name, shape, number, offset in infos:
+        tensor = tensors[name] = _tensor(file, begin + offset, name, shape, number)
+        if tensor.begin != place:  # as llama.cpp has it
+            raise ValueError(
+                f"{path}: tensor {name} must begin behind the one before, at byte {place}, got {tensor.begin}"
+            )
+        place += -(-tensor.nbytes // alignment) * alignment
     if len(tensors) < tensor_count:
         raise ValueError(f"{path}: tensors must have names of their own, got {tensor_count} with {len(tensors)} names")
-    return GgufFile([path], metadata, kinds, tensors, [mapped])
+    return GgufFile([path], metadata, texts, kinds, tensors, [file])
 
 
 def _shape(header: _Header) -> tuple[int, ...]:
@@ -191,24 +253,23 @@ def _shape(header: _Header) -> tuple[int, ...]:
     return header.numbers("Q", dims)[::-1]
 
 
-def _tensor(header: _Header, begin: int, name: str, shape: tuple[int, ...], number: int, offset: int) -> GgufTensor:
+def _tensor(file: OpenFile, begin: int, name: str, shape: tuple[int, ...], number: int) -> GgufTensor:
     try:
         kind = GGMLQuantizationType(number)
     except ValueError:
         known = f"0..{max(GGMLQuantizationType)}"
-        raise ValueError(f"{header.path}: the type of tensor {name} must be one of {known}, got {number}") from None
+        raise ValueError(f"{file.path}: the type of tensor {name} must be one of {known}, got {number}") from None
     elements, size = GGML_QUANT_SIZES[kind]
     if min(shape) < 1 or shape[-1] % elements:
         raise ValueError(
-            f"{header.path}: rows of tensor {name} must be whole blocks of {elements} for {kind.name}, got {shape}"
+            f"{file.path}: rows of tensor {name} must be whole blocks of {elements} for {kind.name}, got {shape}"
         )
-    first = begin + offset
-    last = first + prod(shape) // elements * size
-    if last > len(header.data):
+    nbytes = prod(shape) // elements * size
+    if begin + nbytes > file.size:
         raise ValueError(
-            f"{header.path}: tensor {name} must end at byte {last}, got a file of {len(header.data)} bytes: it is cut"
+            f"{file.path}: tensor {name} must end at byte {begin + nbytes}, got a file of {file.size} bytes: it is cut"
         )
-    return GgufTensor(name, kind.name, shape, header.data[first:last])
+    return GgufTensor(name, kind.name, shape, file, begin, nbytes)
 
 
 def _other_parts(path: Path, count: int) -> Iterator[Path]:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import gguf
@@ -11,6 +12,7 @@ import torch
 from gguf import GGMLQuantizationType
 from torch import Tensor, nn
 
+from lowbit.documents.whole_file import replaced_file
 from lowbit.formats.spec import StoredWeight
 from lowbit.integrations.gguf.file import GgufFile, GgufTensor
 from lowbit.integrations.gguf.weights import StateReader
@@ -52,6 +54,15 @@ def save(model: nn.Module, path: str | Path, like: str | Path) -> None:
     reader = StateReader(source, model, "float")
     known = [tensor for tensor in source.tensors.values() if tensor.name in reader.names]
     tensors = {tensor.name: _encode(reader, tensor) for tensor in [*known, *_others(reader, known)]}
+    for name in reader.of_configuration:
+        if name in source.tensors:
+            tensors[name] = np.frombuffer(source.tensors[name].data, np.float32), "F32"
+    with replaced_file(path) as place:
+        _write(place, source, tensors)
+
+
+def _write(path: Path, source: GgufFile, tensors: Mapping[str, tuple[np.ndarray, str]]) -> None:
+    """Write the tensors with the metadata of another file."""
     writer = gguf.GGUFWriter(path, source.architecture)
     for field in gguf.GGUFReader(source.paths[0]).fields.values():
         if not field.name.startswith(("GGUF.", "split.")) and field.name != "general.architecture":
@@ -81,7 +92,7 @@ def _others(reader: StateReader, known: list[GgufTensor]) -> list[GgufTensor]:
         module = reader.model.get_submodule(path)
         is_matrix = key == "weight" and (is_linear(module) or is_embedding(module))
         shape = features_of(module) if is_matrix else tuple(reader.parameters[parameter].shape)
-        others.append(GgufTensor(names[parameter], "", shape, memoryview(b"")))
+        others.append(GgufTensor(names[parameter], "", shape))
     return others
 
 

@@ -7,8 +7,6 @@ packed weight's rows is found by asking the same table for the numbers of the ro
 
 from __future__ import annotations
 
-import warnings
-
 import numpy as np
 import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
@@ -17,6 +15,7 @@ from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorPr
 
 from lowbit import _C
 from lowbit.formats.spec import LinearSpec
+from lowbit.integrations.gguf.architectures import ARCHITECTURES
 from lowbit.integrations.gguf.blocks import BLOCK_TYPES, FLOAT_TYPES, pack_blocks
 from lowbit.integrations.gguf.file import GgufFile, GgufTensor
 from lowbit.integrations.selection import tied_modules
@@ -39,8 +38,8 @@ class StateReader:
         activations: "int8" rounds those of layers whose codes are integers, "float" none.
 
     Raises:
-        ValueError: a tensor has a type or a shape that no layer of the model takes, a parameter of the model is not in
-            the file, or transformers does not say where the tensors of this architecture belong.
+        ValueError: a tensor has no place in the model, or a type or a shape that its layer does not take, a parameter
+            of the model is not in the file, or transformers does not say where the tensors of this architecture belong.
     """
 
     def __init__(self, file: GgufFile, model: nn.Module, activations: str) -> None:
@@ -51,28 +50,30 @@ class StateReader:
             self.names = get_gguf_hf_weights_map(_Names(model), self.processor)
         except NotImplementedError as error:
             raise ValueError(f"gguf: transformers cannot name the tensors of {file.architecture}: {error}") from error
+        self.of_configuration = ARCHITECTURES[file.architecture].rope_tensors
         self.tied = tied_modules(model)
         self.parameters = dict(model.named_parameters(remove_duplicate=False))
 
     def read(self) -> dict[str, Tensor]:
-        """Return packed weights with the numbers beside them, and all other parameters as floats. Warns of tensors for
-        which the model has no parameter."""
+        """Return packed weights with the numbers beside them, and all other parameters as floats."""
         state: dict[str, Tensor] = {}
         unread = []
         for tensor in self.file.tensors.values():
             name = self.names.get(tensor.name)
             if name not in self.parameters:
-                unread.append(tensor.name)
+                if tensor.name not in self.of_configuration:
+                    unread.append(tensor.name)
                 continue
             try:
                 state |= self._read(tensor, name)
             except ValueError as error:
                 raise ValueError(f"gguf: tensor {tensor.name} ({tensor.type}) cannot be {name}: {error}") from None
+        self.file.check_unchanged()
         of = type(self.model).__name__
         if missing := sorted(self.parameters.keys() - state.keys()):
             raise ValueError(f"gguf: the file must hold every parameter of {of}, misses {first_five(missing)}")
         if unread:
-            warnings.warn(f"gguf: {of} of transformers has no place for {first_five(unread)}: not read", stacklevel=4)
+            raise ValueError(f"gguf: every tensor must have a place in {of} of transformers, got {first_five(unread)}")
         return state
 
     def _read(self, tensor: GgufTensor, name: str) -> dict[str, Tensor]:
@@ -97,16 +98,19 @@ class StateReader:
         """The packed weight, made a few rows at a time: an unpacked block type takes several times its bytes, and a
         table of words may be half of the file."""
         (n, k), spec = tensor.shape, self._spec(tensor)
-        source = np.frombuffer(tensor.data, np.uint8).reshape(n, -1)
+        moved = None if rows is None else torch.frombuffer(tensor.data, dtype=torch.uint8).view(n, -1)
         packed = torch.empty(spec.shape(n, k, layout), dtype=torch.uint8, device="cpu")
         step = max(_PANEL, _AT_A_TIME // k // _PANEL * _PANEL)
         at = 0
         for begin in range(0, n, step):
-            of_step = slice(begin, begin + step) if rows is None else rows[begin : begin + step].numpy()
-            part = _pack(torch.from_numpy(source[of_step].copy()), tensor.type, spec, layout)
+            if moved is None:
+                read = tensor.rows(begin, min(begin + step, n))
+                of_step = torch.frombuffer(read, dtype=torch.uint8).view(-1, tensor.nbytes // n)
+            else:
+                of_step = moved[rows[begin : begin + step]]
+            part = _pack(of_step, tensor.type, spec, layout)
             packed[at : at + len(part)] = part
             at += len(part)
-            self.file.release()
         return packed, spec
 
     def _spec(self, tensor: GgufTensor) -> LinearSpec:
@@ -128,7 +132,7 @@ class StateReader:
         return torch.from_numpy(rows.astype(np.int64))
 
     def _floats(self, tensor: GgufTensor, shape: tuple[int, ...]) -> Tensor:
-        values = _bytes(tensor).view(FLOAT_TYPES[tensor.type]).view(tensor.shape).float()
+        values = torch.frombuffer(tensor.data, dtype=FLOAT_TYPES[tensor.type]).view(tensor.shape).float()
         made = torch.from_numpy(self.processor.process(weights=values.numpy(), name=tensor.name).weights)
         if tuple(made.shape) != shape:
             raise ValueError(f"the shape must be {list(shape)}, got {list(made.shape)}")
@@ -155,8 +159,3 @@ class _Names:
 
     def named_children(self) -> list[tuple[str, _Names]]:
         return self.children
-
-
-def _bytes(tensor: GgufTensor) -> Tensor:
-    """A copy, so that the pages of the file can go."""
-    return torch.frombuffer(bytearray(tensor.data), dtype=torch.uint8)

@@ -12,6 +12,7 @@ from torch import nn
 from torch.export import Dim
 from torch.utils import _pytree
 
+from lowbit.documents.whole_file import replaced_file
 from lowbit.integrations.exported import exported
 from lowbit.integrations.onnx.layers import in_onnx
 
@@ -65,6 +66,8 @@ def export(
     shapes = _pytree.tree_map_only(str, lambda _: Dim.DYNAMIC, dynamic_shapes)
     program = exported(written, args, kwargs, shapes, "ONNX")
     options = {"verbose": False} | options
-    return torch.onnx.export(
-        program, (), f, dynamo=True, dynamic_shapes=dynamic_shapes, opset_version=opset_version, **options
-    )
+    options |= {"dynamo": True, "dynamic_shapes": dynamic_shapes, "opset_version": opset_version}
+    if f is None:
+        return torch.onnx.export(program, (), **options)
+    with replaced_file(f) as place:
+        return torch.onnx.export(program, (), place, **options)

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The mask that a model of transformers gets with ``attn_implementation="lowbit"``.
+
+Our attention takes what torch's takes: a boolean mask, or none where all is causal. A model that was never written for
+it may count on the mask of eager attention, which is always there, and floating: DeepSeek-V4 pads it with 0 for keys
+that all see, which in a boolean mask hides them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.masking_utils import eager_mask, sdpa_mask
+
+_AS_WITH_SDPA = {
+    "flint": "sinks",
+    "gemma2": "softcap",
+    "gpt_oss": "sinks",
+    "granite_swa": "sinks",
+    "granitemoe_swa": "sinks",
+    "mimo_v2_flash": "sinks",
+    "t5gemma": "softcap",
+    "t5_gemma_module": "softcap",
+    "vaultgemma": "softcap",
+}
+"""Models (``model_type``) that declare no SDPA support for what torch's attention lacks and ours has, and that hand the
+mask on as it is."""
+
+_NEVER_NONE = ("gemma4_text", "gemma4_unified_text")
+"""Models that drop queries whose result nobody reads; with another name than "sdpa" they do so without a mask too."""
+
+_floating: dict[type, bool] = {}
+
+
+def lowbit_mask(*args: Any, config: Any = None, **kwargs: Any) -> Tensor | None:
+    """The mask of one kind of layers; the arguments are those of transformers' `sdpa_mask`."""
+    if config is not None:
+        if wants_eager_mask(config):
+            return eager_mask(*args, config=config, **kwargs)
+        if config.model_type in _NEVER_NONE:
+            kwargs["allow_is_causal_skip"] = False
+    return sdpa_mask(*args, config=config, **kwargs)
+
+
+@torch.compiler.assume_constant_result
+def wants_eager_mask(config: Any) -> bool:
+    """Whether the model of ``config`` may count on the mask that eager attention gets."""
+    if config.model_type in _AS_WITH_SDPA:
+        return False
+    kind = type(config)
+    if kind not in _floating:
+        models = [model for model in _subclasses(PreTrainedModel) if model.config_class is kind]
+        _floating[kind] = not all(model._supports_sdpa for model in models)
+    return _floating[kind]
+
+
+def _subclasses(cls: type) -> set[type]:
+    below = cls.__subclasses__()
+    return {*below, *(further for each in below for further in _subclasses(each))}

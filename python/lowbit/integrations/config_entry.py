@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The entry ``quantization_config`` of a model of transformers whose layers lowbit packed after it was made.
+
+`note_formats` is told of every model whose layers have changed (quant/changing_layers.py), and writes into its config
+what ``from_pretrained`` with a `LowbitConfig` would have left there. It reads the layers, not the call: so the entry is
+that of all calls so far. ``save_pretrained`` writes it into config.json, by which ``from_pretrained`` knows that the
+weights are packed.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Iterator
+from weakref import WeakValueDictionary
+
+from torch import nn
+from transformers import PreTrainedConfig, core_model_loading
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter
+from transformers.modeling_utils import PreTrainedModel
+from transformers.quantizers import HfQuantizer
+from transformers.quantizers.quantizers_utils import should_convert_module
+
+from lowbit.formats.base import FormatConfig
+from lowbit.formats.spec import LinearSpec
+from lowbit.formats.text import config_of
+from lowbit.integrations.lowbit_config import METHOD, STORED, LowbitConfig
+from lowbit.integrations.selection import tied_modules
+from lowbit.quant.adapters import adapter_modules
+from lowbit.quant.block_sparse import BlockSparseLinear
+from lowbit.quant.linear_layers import is_linear
+from lowbit.quant.load import PACKED
+from lowbit.quant.output_head import INT8, head_config, head_layers
+from lowbit.quant.read_weights import weights_that_are_read
+from lowbit.quant.select import reason_to_skip
+
+_PACKED = (*PACKED, BlockSparseLinear)
+_PREFIX_CHANGE = getattr(core_model_loading, "PrefixChange", ())  # not in the first versions of transformers 5
+_owners: WeakValueDictionary[int, PreTrainedModel] = WeakValueDictionary()
+"""By the id of a config the largest model seen that has it: a model and its base model share one config."""
+
+
+def note_formats(model: nn.Module) -> None:
+    """Write the entry into the config of every model of transformers in ``model``, or take it out where no layer is
+    packed any more.
+
+    ``model`` may be a part of such a model: then its modules lead to the config. Where the whole was never seen, the
+    entry has the format that most layers of the part have.
+    """
+    noted: set[int] = set()
+    for module in model.modules():  # the outer before the inner
+        if _is_whole(module) and id(module.config) not in noted:
+            noted.add(id(module.config))
+            _note(_owner(module))
+    for module in model.modules():
+        config = module.__dict__.get("config")
+        if isinstance(config, PreTrainedConfig) and id(config) not in noted:
+            noted.add(id(config))
+            _note_part(model, config)
+
+
+def _is_whole(module: nn.Module) -> bool:
+    """Whether this is a model of transformers; one whose ``post_init`` was not called cannot be loaded there."""
+    return isinstance(module, PreTrainedModel) and hasattr(module, "all_tied_weights_keys")
+
+
+def _owner(model: PreTrainedModel) -> PreTrainedModel:
+    """The model whose config this one's is: itself, or the one around it where that was seen."""
+    known = _owners.get(id(model.config))
+    if known is not None and known.config is model.config and any(module is model for module in known.modules()):
+        return known
+    _owners[id(model.config)] = model
+    return model
+
+
+def _note(model: PreTrainedModel) -> None:
+    old = getattr(model.config, "quantization_config", None)
+    if isinstance(old, dict) and old.get("quant_method") == METHOD:  # of a config.json
+        old = LowbitConfig.from_dict(old)
+    if not isinstance(old, LowbitConfig | None):
+        return  # of another method, whose layers are beside ours
+    entry = entry_of(model, old)
+    quantizer = getattr(model, "hf_quantizer", None)
+    quantizer = quantizer if isinstance(getattr(quantizer, "quantization_config", None), LowbitConfig) else None
+    if entry is not None:
+        model.config.quantization_config = entry
+        if quantizer is not None:
+            quantizer.quantization_config = entry
+        _save_packed_by_their_names(model)
+    elif quantizer is not None:
+        quantizer.remove_quantization_config(model)
+    elif old is not None:
+        del model.config.quantization_config
+
+
+def _note_part(part: nn.Module, config: PreTrainedConfig) -> None:
+    owner = _owners.get(id(config))
+    if owner is not None and owner.config is config:
+        _note(owner)
+    elif getattr(config, "quantization_config", None) is None:
+        formats = [_config_of(getattr(module, "spec", None)) for _, module in _packed(part)]
+        if formats:
+            config.quantization_config = LowbitConfig(_most(formats))
+
+
+def entry_of(model: PreTrainedModel, old: LowbitConfig | None = None) -> LowbitConfig | None:
+    """Return the `LowbitConfig` that packs a float model as this one is packed, or None where no layer is.
+
+    The codes of a layer are there, so how they were found (GPTQ, HQQ) is left out. Formats that no configuration makes
+    are "stored".
+
+    Args:
+        old: the entry that the model has: whether it is fused stays, and "gguf", whose file has the formats.
+    """
+    layers = dict(_packed(model))
+    if not layers:
+        return None
+    if old is not None and old.gguf:
+        return old
+    formats = {name: _config_of(getattr(module, "spec", None)) for name, module in layers.items()}
+    heads = {id(module) for module in head_layers(model)}
+    config = _most([formats[name] for name, module in layers.items() if is_linear(module) and id(module) not in heads])
+    fuse = old is not None and old.fuse
+    if config is None:
+        return LowbitConfig(plan=formats, fuse=fuse)
+    keep = HfQuantizer.get_modules_to_not_convert(model, None, model._keep_in_fp32_modules)
+    plan: dict[str, FormatConfig | str | None] = {}
+    head = None
+    for name, module in layers.items():
+        if id(module) in heads:
+            head = formats[name] if is_linear(module) else head
+        elif not is_linear(module) or formats[name] != config or not should_convert_module(name, keep):
+            plan[name] = formats[name]
+    plan |= dict.fromkeys(name for name in _left_float(model) if should_convert_module(name, keep))
+    by_default = None if config == STORED else head_config("LowbitConfig", INT8, config)
+    return LowbitConfig(config, plan=plan, head=INT8 if head == by_default or not heads else head, fuse=fuse)
+
+
+def _save_packed_by_their_names(model: PreTrainedModel) -> None:
+    """Let ``save_pretrained`` leave packed weights apart that it would join (transformers splits some while it loads):
+    bytes of several layers are none of one."""
+    conversions = getattr(model, "_weight_conversions", None)
+    if conversions is None:  # as save_pretrained finds them
+        conversions = get_model_conversion_mapping(model, add_legacy=False)
+        conversions = [item for item in conversions if not isinstance(item, _PREFIX_CHANGE)]
+    names = [f"{name}.weight" for name, _ in _packed(model)]
+    kept = [item for item in conversions if not (isinstance(item, WeightConverter) and _makes(item, names))]
+    if len(kept) < len(conversions):
+        model._weight_conversions = kept
+
+
+def _makes(converter: WeightConverter, names: list[str]) -> bool:
+    back = converter.reverse_transform()
+    return any(back.rename_source_key(name)[1] is not None for name in names)
+
+
+def _packed(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The layers that hold packed weights, by the names that they have without adapters."""
+    adapters = adapter_modules(model)
+    for name, module in model.named_modules():
+        if isinstance(module, _PACKED) and id(module) not in adapters:
+            yield name.replace(".base_layer", "").replace(".original_module", ""), module
+
+
+def _left_float(model: PreTrainedModel) -> Iterator[str]:
+    """The names of the linear layers that `LowbitConfig` would pack, and which are float here."""
+    adapters, read, tied = adapter_modules(model), weights_that_are_read(model), tied_modules(model)
+    heads = {id(module) for module in head_layers(model)}
+    for name, module in model.named_modules():
+        ours = isinstance(module, _PACKED) or id(module) in adapters | heads | read.keys() or name in tied
+        if is_linear(module) and not ours and not reason_to_skip(module):
+            yield name.replace(".base_layer", "")
+
+
+@functools.cache
+def _config_of(spec: LinearSpec | None) -> FormatConfig | str:
+    """The configuration that makes this format; "stored" where there is none. Block-sparse layers have no spec."""
+    try:
+        return STORED if spec is None else config_of(spec)
+    except ValueError:
+        return STORED
+
+
+def _most(formats: list[FormatConfig | str]) -> FormatConfig | str | None:
+    return Counter(formats).most_common(1)[0][0] if formats else None

@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The configuration of transformers that the metadata of a GGUF file says, every key of which is read or known."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import AutoConfig, PreTrainedConfig
+
+from lowbit.integrations.gguf.architectures import ARCHITECTURES, SIZES, Architecture
+from lowbit.integrations.gguf.file import GgufFile
+from lowbit.integrations.gguf.metadata import Metadata
+from lowbit.integrations.gguf.rope import rope_parameters
+from lowbit.integrations.gguf.special_tokens import special_tokens
+
+_TOKENIZER = ("model", "pre", "scores", "token_type", "add_bos_token", "add_eos_token", "add_space_prefix")
+"""Keys that `load_tokenizer` reads, besides the arrays of texts and the numbers of special words."""
+_TEXTS = ("tokenizer.ggml.tokens", "tokenizer.ggml.merges", "tokenizer.chat_template")
+
+
+def config_of(file: GgufFile) -> PreTrainedConfig:
+    """Return the configuration of the model in a file; errors are those of `attributes_of`."""
+    model_type, attributes = attributes_of(file)
+    return AutoConfig.for_model(model_type, **attributes)
+
+
+def attributes_of(file: GgufFile) -> tuple[str, dict[str, Any]]:
+    """Return the ``model_type`` of transformers, and the attributes of its configuration that the file says.
+
+    Raises:
+        ValueError: the architecture is none of `ARCHITECTURES`, a key is missing or has a value that transformers'
+            model cannot have, or a key is neither read nor known to be without effect; names the file and the key.
+    """
+    architecture = ARCHITECTURES.get(file.architecture)
+    if architecture is None:
+        raise ValueError(
+            f"{file.paths[0]}: general.architecture must be one of {', '.join(ARCHITECTURES)}, "
+            f"got {file.architecture!r}"
+        )
+    table = file.tensors.get("token_embd.weight")
+    if table is None:
+        raise ValueError(f"{file.paths[0]}: a model must have a tensor token_embd.weight, got none")
+    keys = Metadata(file)
+    values: dict[str, Any] = dict(zip(architecture.sizes, map(keys.count, SIZES), strict=True))
+    key, attribute = architecture.epsilon
+    values[attribute] = keys.positive(key)
+    values |= {"vocab_size": table.shape[0], "tie_word_embeddings": "output.weight" not in file.tensors}
+    values |= _heads(keys, architecture)
+    if architecture.more is not None:
+        values |= architecture.more(keys, values)
+    values |= special_tokens(keys, table.shape[0])
+    keys.only("attention.causal", True, reason="the model continues texts")
+    keys.only("expert_count", 0, reason="mixtures of experts are not read")
+    keys.only("expert_used_count", 0, reason="mixtures of experts are not read")
+    keys.only("tokenizer.ggml.add_sep_token", False, reason="the model continues texts")
+    keys.read.update({f"tokenizer.ggml.{key}" for key in _TOKENIZER}, _TEXTS)
+    keys.refuse_unread()
+    return architecture.model_type, values
+
+
+def _heads(keys: Metadata, architecture: Architecture) -> dict[str, Any]:
+    """The attributes of attention."""
+    heads, width = keys.count("attention.head_count"), keys.count("embedding_length")
+    groups = keys.count("attention.head_count_kv", heads)
+    if heads % groups:
+        keys.refuse("attention.head_count_kv", f"a divisor of the {heads} heads", groups)
+    head_dim = keys.count("attention.key_length", width / heads)
+    if head_dim != int(head_dim):
+        keys.refuse("attention.head_count", f"a divisor of the embedding_length {width} where no key_length is", heads)
+    head_dim = int(head_dim)
+    keys.only("attention.value_length", head_dim, reason="as many as attention.key_length")
+    if not architecture.own_head_dim and head_dim != width // heads:
+        keys.refuse("attention.key_length", f"{width // heads}, embedding_length / head_count", head_dim)
+    if not architecture.rotary:
+        keys.only("attention.head_count_kv", heads, reason="each head has keys of its own")
+        return {}
+    attributes = {"num_key_value_heads": groups, "rope_parameters": rope_parameters(keys, architecture, head_dim)}
+    return attributes | ({"head_dim": head_dim} if architecture.own_head_dim else {})

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The keys of a GGUF file, taken by name. A file is refused for a key that was not taken and is not known to be without
+effect: such a key may change the numbers."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+from lowbit.integrations.gguf.file import GgufFile
+from lowbit.tables.folding import first_five
+
+WITHOUT_EFFECT = {
+    "describes the file": r"general\.(type|name|author|version|organization|finetune|basename|description|quantized_by"
+    r"|size_label|parameter_count|license|license\..*|url|doi|uuid|repo_url|source\..*|base_model\..*|dataset\..*"
+    r"|datasets|tags|languages)",
+    "is read with the header": r"general\.(architecture|alignment)|split\..*",
+    "says what each tensor says": r"general\.(file_type|quantization_version)|ARCH\.(vocab_size|tensor_data_layout)",
+    "is a default of llama.cpp's programs; generate takes its caller's": r"general\.sampling\..*",
+    "says how the file was made": r"(quantize\.)?imatrix\..*|mradermacher\..*",
+    "says how the model was trained": r"ARCH\.rope\.scaling\.finetuned",
+    "is for embeddings of texts": r"ARCH\.pooling_type",
+    "is a template beside the one that is taken": r"tokenizer\.chat_template\..+|tokenizer\.chat_templates",
+    "repeats the vocabulary": r"tokenizer\.huggingface\.json",
+    "names a word that a caller puts into a prompt": r"tokenizer\.ggml\."
+    r"(fim_(pre|suf|mid)|prefix|suffix|middle|seperator|cls|mask)_token_id",
+    "is of other tokenizers": r"tokenizer\.ggml\.(token_type_count|remove_extra_whitespaces|precompiled_charsmap)",
+}
+"""Patterns of keys that change nothing, by the reason; ARCH is the architecture."""
+_REQUIRED = object()
+
+
+class Metadata:
+    """The metadata of a file; each method notes that its key was read.
+
+    Keys of the architecture are named without it: ``count("block_count")`` is ``llama.block_count`` of a Llama.
+
+    Raises:
+        ValueError: a key is not there and has no default, or its value has no meaning; names the file and the key.
+    """
+
+    def __init__(self, file: GgufFile) -> None:
+        self.file, self.read = file, set[str]()
+
+    def value(self, key: str, default: Any = _REQUIRED) -> Any:
+        """The value as it is; of a list whose numbers are all the same (one for each layer), that number."""
+        key = key if key.startswith("tokenizer.") else f"{self.file.architecture}.{key}"
+        self.read.add(key)
+        value = self.file.metadata.get(key, default)
+        if value is _REQUIRED:
+            raise ValueError(f"{self.file.paths[0]}: {key} must be in the metadata, got none")
+        return value[0] if isinstance(value, list) and value and all(one == value[0] for one in value) else value
+
+    def count(self, key: str, default: Any = _REQUIRED) -> int:
+        value = self.value(key, default)
+        if value is not default and (type(value) is not int or value < 1):
+            self.refuse(key, "one number from 1 on", value)
+        return value
+
+    def positive(self, key: str, default: Any = _REQUIRED) -> float:
+        value = self.value(key, default)
+        if value is not default and (type(value) not in (int, float) or not 0 < value < math.inf):
+            self.refuse(key, "a number above 0", value)
+        return value
+
+    def only(self, key: str, *values: Any, reason: str) -> None:
+        """The one or more values of a key that change nothing; where it is not there it has one of them."""
+        value = self.value(key, values[0])
+        if value not in values:
+            self.refuse(key, " or ".join(map(repr, values)), value, reason)
+
+    def refuse(self, key: str, wanted: str, got: Any, reason: str = "") -> None:
+        key = key if key.startswith("tokenizer.") else f"{self.file.architecture}.{key}"
+        raise ValueError(f"{self.file.paths[0]}: {key} must be {wanted}{reason and f' ({reason})'}, got {got!r:.80}")
+
+    def refuse_unread(self) -> None:
+        """Raise ValueError where a key was not read and is not in `WITHOUT_EFFECT`."""
+        patterns = "|".join(WITHOUT_EFFECT.values()).replace("ARCH", re.escape(self.file.architecture))
+        known = re.compile(f"(?:{patterns})")
+        keys = self.file.metadata.keys() | self.file.texts.keys()
+        if unread := sorted(key for key in keys - self.read if not known.fullmatch(key)):
+            raise ValueError(
+                f"{self.file.paths[0]}: every key must be one that lowbit reads for {self.file.architecture} or knows "
+                f"to be without effect (docs/gguf.md), got {first_five(unread)}"
+            )

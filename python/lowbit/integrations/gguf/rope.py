@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rotary embedding of a GGUF file as transformers' ``rope_parameters``.
+
+Of head columns i and i + d / 2 the angle at position p is p / (divisor_i * base^(2 i / d)). A file gives the divisors
+as one factor (linear), as a ramp between 1 and a factor (yarn), or as tensors: ``rope_freqs.weight`` of Llama 3, and
+``rope_factors_short.weight`` and ``rope_factors_long.weight`` (longrope), the latter beyond the context of the
+training. transformers takes any divisors as longrope.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from lowbit.integrations.gguf.architectures import FREQUENCIES, LONG, SHORT, Architecture
+from lowbit.integrations.gguf.metadata import Metadata
+
+_BASE = 10000.0  # where a file has none, as in llama.cpp
+
+
+def rope_parameters(keys: Metadata, architecture: Architecture, head_dim: int) -> dict[str, Any]:
+    """Return ``rope_parameters`` of the layers with full attention.
+
+    Raises:
+        ValueError: the file asks for an embedding that transformers' model of this architecture does not have.
+    """
+    rotated = keys.count("rope.dimension_count", head_dim)
+    if rotated > head_dim or rotated % 2 or (rotated != head_dim and not architecture.partial_rotary):
+        keys.refuse("rope.dimension_count", f"{head_dim}, the columns of a head", rotated)
+    base = keys.positive("rope.freq_base", _BASE)
+    if architecture.partial_rotary:
+        scaled = _scaled(keys, architecture, rotated)
+        return {"rope_theta": base, "partial_rotary_factor": _fraction(rotated, head_dim)} | scaled
+    return {"rope_theta": base} | _scaled(keys, architecture, rotated)
+
+
+def _scaled(keys: Metadata, architecture: Architecture, rotated: int) -> dict[str, Any]:
+    kind = keys.value("rope.scaling.type", "linear")
+    if kind not in ("none", "linear", "yarn", "longrope"):
+        keys.refuse("rope.scaling.type", "none, linear, yarn or longrope", kind)
+    factor = _factor(keys)
+    attention = keys.positive("rope.scaling.attn_factor", 1.0)
+    context = keys.count("context_length")
+    trained = keys.count("rope.scaling.original_context_length", context)
+    yarn = _yarn(keys, factor, attention)
+    keys.only("rope.scaling.alpha", 0.0, 1.0, reason="it is of another scaling")
+    tensors = (name for name in architecture.rope_tensors if name in keys.file.tensors)
+    divisors = {name: _divisors(keys, name, rotated) for name in tensors}
+    if SHORT in divisors or LONG in divisors or kind == "longrope":
+        if divisors.keys() != {SHORT, LONG} or factor != 1:
+            keys.refuse("rope.scaling.type", f"of a file with {SHORT} and {LONG}, and no factor", kind)
+        return _longrope(divisors[SHORT], divisors[LONG], trained, context, attention)
+    if kind == "yarn" and factor != 1:
+        if FREQUENCIES in divisors or architecture.model_type == "phi3":
+            keys.refuse("rope.scaling.type", "none, linear or longrope", kind, "transformers has no such embedding")
+        return {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": trained} | yarn
+    if attention != 1:
+        keys.refuse("rope.scaling.attn_factor", "1.0", attention, f"the scaling is {kind}")
+    if factor == 1 and (of_llama3 := _llama3(divisors.get(FREQUENCIES, [1.0]), keys.positive("rope.freq_base", _BASE))):
+        return of_llama3
+    if FREQUENCIES in divisors or (factor != 1 and architecture.model_type == "phi3"):
+        both = [divisor * factor for divisor in divisors.get(FREQUENCIES, [1.0] * (rotated // 2))]
+        return _longrope(both, both, context, context, 1.0)
+    return {"rope_type": "linear", "factor": factor} if factor != 1 else {"rope_type": "default"}
+
+
+def _factor(keys: Metadata) -> float:
+    """The divisor of all frequencies. 0 says 1, and ``rope.scale_linear`` is an older name."""
+    factors = [keys.value(f"rope.{key}", 0.0) or 1.0 for key in ("scaling.factor", "scale_linear")]
+    factor = factors[0] if factors[0] != 1 else factors[1]
+    if type(factor) not in (int, float) or not 0 < factor < math.inf:
+        keys.refuse("rope.scaling.factor", "a number above 0", factor)
+    return 1.0 if keys.value("rope.scaling.type", "linear") == "none" else float(factor)
+
+
+def _yarn(keys: Metadata, factor: float, attention: float) -> dict[str, Any]:
+    """The magnitude of YaRN, which is 1 + 0.1 ln(factor) where the file does not say it, and where its ramp is."""
+    keys.only("rope.scaling.yarn_ext_factor", 1.0, -1.0, reason="transformers has no such mixture")
+    keys.only("rope.scaling.yarn_log_multiplier", 0.0, reason="transformers' models of this architecture have none")
+    magnitude = keys.positive("rope.scaling.yarn_attn_factor", max(1.0, 1 + 0.1 * math.log(factor)))
+    return {
+        "attention_factor": float(magnitude * attention),
+        "beta_fast": keys.positive("rope.scaling.yarn_beta_fast", 32.0),
+        "beta_slow": keys.positive("rope.scaling.yarn_beta_slow", 1.0),
+    }
+
+
+def _llama3(divisors: list[float], base: float) -> dict[str, Any] | None:
+    """The divisors of Llama 3.1 to 3.3 by the name that transformers has for them, which computes them once and not in
+    every call; None for others. Waves longer than the context of the training are divided by the factor, those of
+    less than a quarter of it are not, and between them 1 / divisor grows with the number of waves in the context."""
+    factor, context = max(divisors), 8192
+    waves = context / (2 * np.pi * base ** (np.arange(len(divisors)) / len(divisors)))
+    ramp = np.clip((waves - 1) / 3, 0, 1)
+    if factor == 1 or not np.allclose(1 / ((1 - ramp) / factor + ramp), divisors, rtol=1e-5, atol=0):
+        return None
+    return {
+        "rope_type": "llama3",
+        "factor": factor,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": context,
+    }
+
+
+def _longrope(short: list[float], long: list[float], trained: int, context: int, attention: float) -> dict[str, Any]:
+    return {
+        "rope_type": "longrope",
+        "short_factor": short,
+        "long_factor": long,
+        "factor": max(1.0, context / trained),
+        "original_max_position_embeddings": trained,
+        "attention_factor": float(attention),
+    }
+
+
+def _divisors(keys: Metadata, name: str, rotated: int) -> list[float]:
+    tensor = keys.file.tensors[name]
+    if tensor.type != "F32" or tensor.shape != (rotated // 2,):
+        raise ValueError(
+            f"{keys.file.paths[0]}: tensor {name} must be F32 of shape [{rotated // 2}], got {tensor.type} of "
+            f"{list(tensor.shape)}"
+        )
+    values = np.frombuffer(tensor.data, np.float32)
+    if not (np.isfinite(values) & (values > 0)).all():
+        raise ValueError(f"{keys.file.paths[0]}: tensor {name} must hold numbers above 0")
+    return values.tolist()
+
+
+def _fraction(rotated: int, head_dim: int) -> float:
+    """The fraction of which transformers takes ``int(head_dim * fraction)``."""
+    fraction = rotated / head_dim
+    return fraction if int(head_dim * fraction) == rotated else math.nextafter(fraction, 1)

@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention of one layer as transformers calls it (``attn_implementation="lowbit"``).
+
+out = softmax(scaling * q k^T, capped, + mask + bias; a sink beside it) v
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowbit.attention.sdpa import scaled_dot_product_attention
+from lowbit.integrations import attention_arguments
+from lowbit.ops.attention import attention
+from lowbit.score.program import ProgramBuilder
+
+try:
+    from transformers.utils.output_capturing import _active_collector
+except ImportError:  # the first versions of transformers 5 record outputs where nothing else can see it
+    _active_collector = None
+
+
+def lowbit_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    softcap: float | None = None,
+    position_bias: Tensor | None = None,
+    s_aux: Tensor | None = None,
+    sinks: Tensor | None = None,
+    indices: Tensor | None = None,
+    block_indices: Tensor | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Attention of one layer, as transformers calls it: ``query [B, Hq, L, E]``, ``key``, ``value [B, Hkv, S, E]``;
+    returns ``[B, L, Hq, Ev]``.
+
+    Args:
+        softcap: scores become ``softcap * tanh(score / softcap)`` before they are masked (Gemma 2).
+        position_bias: ``[1 or B, Hq, L, S]``, added to the scores (T5).
+        s_aux: ``[Hq]``, a score of each head without a value (gpt-oss).
+        sinks: ``[B, Hq, L, 1]``, the same for each query (Inkling 2).
+        indices: int ``[B, L, K]``, the keys that each query may see, of those that the mask lets it see (DeepSeek 3.2).
+        block_indices: int ``[B, Hkv, L, K]``, the same for blocks of keys, -1 for none (MiniMax M3).
+        others: `attention_arguments` knows them by name.
+
+    Raises:
+        NotImplementedError: the model asks for attention weights, for a paged cache, or for dropout with
+            a quantized cache.
+        ValueError: another argument is not known here, or packed sequences come without a mask.
+    """
+    if weights_are_recorded(module):
+        raise NotImplementedError(attention_arguments.REFUSED["output_attentions"])
+    attention_arguments.check(attention_mask, others)
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    causal = bool(causal) and attention_mask is None and query.shape[2] > 1
+    store = getattr(key, "store", None)
+    if store is not None and dropout:
+        raise NotImplementedError("QuantizedCache: dropout must be 0, a quantized cache has no gradient")
+    if (
+        store is None and causal and key.shape[2] > query.shape[2]
+    ):  # an empty static cache: the prompt stands at its beginning
+        key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
+        position_bias = None if position_bias is None else position_bias[..., : query.shape[2]]
+    if position_bias is not None:
+        attention_mask = _joined(position_bias, attention_mask)
+    if indices is not None:
+        attention_mask = _joined(_of_keys(indices, key.shape[2]), attention_mask)
+    if block_indices is not None:
+        attention_mask = _joined(_of_blocks(module, block_indices, query.shape[1], key.shape[2]), attention_mask)
+    if store is not None and softcap is None and sinks is None:
+        sink = None if s_aux is None else s_aux.detach().float()
+        out = store.attend(query, scale=scaling, causal=causal, mask=attention_mask, sink=sink)
+        return out.transpose(1, 2).contiguous(), None
+    if store is not None:  # a step over codes has neither a softcap nor a sink for each query
+        key, value = store.keys(query.dtype), store.values(query.dtype)
+        attention_mask, causal = _at_the_end(attention_mask, causal, query.shape[2], key.shape[2])
+    if softcap is None and s_aux is None and sinks is None:
+        out = scaled_dot_product_attention(query, key, value, attention_mask, dropout, causal, scaling, enable_gqa=True)
+    else:
+        out, lse, _ = attention(
+            query,
+            key,
+            value,
+            scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+            causal=causal,
+            mask=attention_mask,
+            dropout_p=dropout,
+            score_mod=() if softcap is None else softcap_program(float(softcap)),
+            sink=None if s_aux is None else s_aux.float(),
+        )
+        if sinks is not None:  # e^lse / (e^lse + e^sink) of the probability is left to the keys
+            out = out * torch.sigmoid(lse[..., None] - sinks).to(out.dtype)
+    return out.transpose(1, 2).contiguous(), None
+
+
+def weights_are_recorded(module: torch.nn.Module) -> bool:
+    """Whether a model around this call collects attention weights; not every model hands ``output_attentions`` on."""
+    if _active_collector is None:
+        return False
+    if torch.compiler.is_dynamo_compiling() and not (_active_collector.compiling or module._forward_hooks):
+        return False  # without the model around this call in the graph, Dynamo cannot look; its hooks could not either
+    return any("attentions" in key for key in _active_collector.get() or ())
+
+
+def _joined(one: Tensor, mask: Tensor | None) -> Tensor:
+    """One mask of two, each boolean or floating."""
+    if mask is None:
+        return one
+    if one.dtype == mask.dtype == torch.bool:
+        return one & mask
+    if mask.dtype == torch.bool:
+        return one.masked_fill(~mask, -torch.inf)
+    return mask.masked_fill(~one, -torch.inf) if one.dtype == torch.bool else one + mask
+
+
+def _of_keys(indices: Tensor, length: int) -> Tensor:
+    """The boolean mask ``[B, 1, L, S]`` of the keys that were chosen for each query."""
+    chosen = torch.zeros(*indices.shape[:2], length, dtype=torch.bool, device=indices.device)
+    return chosen.scatter(-1, indices.long(), True).unsqueeze(1)
+
+
+def _of_blocks(module: torch.nn.Module, indices: Tensor, heads: int, length: int) -> Tensor:
+    """The boolean mask ``[B, Hq, L, S]`` of the blocks of keys that were chosen for each query and group of heads."""
+    size = module.indexer.block_size
+    blocks = -(-length // size)
+    chosen = torch.zeros(*indices.shape[:3], blocks + 1, dtype=torch.bool, device=indices.device)
+    chosen = chosen.scatter(-1, indices.long().masked_fill(indices < 0, blocks), True)[..., :blocks]
+    chosen = chosen.repeat_interleave(size, dim=-1)[..., :length]
+    return chosen.repeat_interleave(heads // indices.shape[1], dim=1)
+
+
+def _at_the_end(mask: Tensor | None, causal: bool, q_length: int, length: int) -> tuple[Tensor | None, bool]:
+    """mask and causal for queries that are the last of ``length`` tokens, not the first."""
+    if not causal or q_length == length:
+        return mask, causal
+    seen = torch.ones(q_length, length, dtype=torch.bool, device="cpu").tril(length - q_length)[None, None]
+    return _joined(seen, mask), False
+
+
+@functools.cache
+def softcap_program(softcap: float) -> tuple[int, ...]:
+    """softcap * tanh(score / softcap)"""
+    program = ProgramBuilder()
+    capped = program.op("tanh", program.op("mul", program.op("score"), program.constant(1.0 / softcap)))
+    return tuple(program.finish(program.op("mul", capped, program.constant(softcap))))

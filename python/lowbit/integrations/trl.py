@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""TRL: its trainers compute log-probabilities by slices of ``lm_head.weight``, which may be packed.
+
+SFTTrainer, DPOTrainer, GRPOTrainer, KTOTrainer and RLOOTrainer give their models a forward of their own, by
+``add_fused_lm_head``. It is wrapped once, when trl is imported (when_imported.py): a model whose head lowbit made gets
+this forward with `ServedHead` in it, on the model alone. Every other model passes through unchanged.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import types
+from typing import Any
+
+import trl
+from torch import nn
+from trl.trainer import utils
+
+from lowbit.integrations.fused_head import ServedHead, is_served, output_head, with_globals
+
+_FUNCTION = "_ChunkedLogProbFunction"
+_WEIGHT = 1  # apply(hidden, weight, bias, ...)
+
+if not (hasattr(utils, "add_fused_lm_head") and hasattr(utils, _FUNCTION)):
+    raise ImportError(
+        f"lowbit.integrations.trl knows the fused head of trl 1.16, got trl {trl.__version__}, which has another: its "
+        "trainers want models whose output head is float (LowbitConfig(head=None), filter_fn of quantize_)"
+    )
+
+
+def serve_packed_heads() -> None:
+    """Wrap ``add_fused_lm_head``, wherever trl has it by now; once."""
+    add = utils.add_fused_lm_head
+    if hasattr(add, "_before_lowbit"):
+        return
+
+    @functools.wraps(add)
+    def add_fused_lm_head(
+        model: nn.Module, temperature: float = 1.0, cast_lm_head_to_fp32: bool = False, *args: Any, **kwargs: Any
+    ) -> None:
+        served = is_served("add_fused_lm_head", output_head(model))
+        if served and cast_lm_head_to_fp32:
+            raise ValueError(
+                "add_fused_lm_head: cast_lm_head_to_fp32 must be False for an output head that lowbit made: its weight "
+                "is decoded as it is, and the packed bytes cannot be cast"
+            )
+        add(model, temperature, cast_lm_head_to_fp32, *args, **kwargs)
+        if served:
+            head = ServedHead(getattr(utils, _FUNCTION), {_WEIGHT: functools.partial(output_head, model)})
+            model.forward = types.MethodType(with_globals(model.forward.__func__, **{_FUNCTION: head}), model)
+
+    add_fused_lm_head._before_lowbit = add  # type: ignore[attr-defined]
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] == "trl" and vars(module).get("add_fused_lm_head") is add:
+            module.add_fused_lm_head = add_fused_lm_head  # type: ignore[attr-defined]
+
+
+serve_packed_heads()

@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""read_state: the state dict that a file or a folder holds, mapped or in memory; another file is refused with what it
+should have been.
+
+A file that is mapped must stay as it is while its tensors live. The safetensors package replaces a file that it writes,
+and torch.save writes into it, which ends a process that has it mapped (SIGBUS): so the first are mapped by default, and
+the second are read.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowbit.quant.safetensors_file import SafetensorsFile, shards_of
+
+_INDEX_OR_FILE = (
+    "model.safetensors.index.json",
+    "model.safetensors",
+    "pytorch_model.bin.index.json",
+    "pytorch_model.bin",
+)
+
+
+def read_state(path: Path, mmap: bool | None = None) -> dict[str, Tensor]:
+    """Return the state dict of a file, or of the folder of a checkpoint.
+
+    Args:
+        path: a safetensors file, one of torch.save, an index of such, or a folder.
+        mmap: map the file (True) or read it into memory (False); None maps safetensors files.
+
+    Raises:
+        FileNotFoundError: there is no such file, or none in the folder.
+        ValueError: the file is none of these, or damaged; names it.
+    """
+    if path.is_dir():
+        found = next((path / name for name in _INDEX_OR_FILE if (path / name).exists()), None)
+        if found is None:
+            raise FileNotFoundError(f"load: {path} must hold one of {', '.join(_INDEX_OR_FILE)}, and has none")
+        path = found
+    if not path.exists():
+        raise FileNotFoundError(f"load: there is no file {path}{_of_hub(path)}")
+    if path.name.endswith(".index.json"):
+        parts = [read_state(path.parent / part, mmap) for part in shards_of(path)]
+        return {name: tensor for part in parts for name, tensor in part.items()}
+    return _safetensors(path, mmap is not False) if path.suffix == ".safetensors" else _torch_save(path, bool(mmap))
+
+
+def _of_hub(path: Path) -> str:
+    if len(path.parts) != 2 or path.is_absolute() or path.parent.exists():
+        return ""
+    return (
+        "; a model of the Hugging Face Hub is loaded by from_pretrained, or as the folder that "
+        "huggingface_hub.snapshot_download makes"
+    )
+
+
+def _safetensors(path: Path, mmap: bool) -> dict[str, Tensor]:
+    file = SafetensorsFile(path)
+    if mmap:
+        state = _mapped(path)
+    else:
+        state = {name: file.read(name) for name in file.entries}
+    # save_model of safetensors leaves out further names of a tensor, and notes the one that is there.
+    return state | {name: state[kept] for name, kept in file.metadata.items() if kept in state and name not in state}
+
+
+def _mapped(path: Path) -> dict[str, Tensor]:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        return load_file(path)
+    except (SafetensorError, KeyError, RuntimeError) as error:  # dtypes and shapes that do not fit
+        raise ValueError(f"load: {path} is no safetensors file: {error}") from error
+
+
+def _torch_save(path: Path, mmap: bool) -> dict[str, Tensor]:
+    wanted = f"load: {path} must be a .safetensors file, or one of torch.save(model.state_dict())"
+    state = unpickled(path, wanted, mmap=mmap)
+    if not isinstance(state, Mapping) or not all(isinstance(value, Tensor) for value in state.values()):
+        raise ValueError(f"load: {path} must hold a state dict of tensors; save model.state_dict()")
+    return dict(state)
+
+
+def unpickled(path: str | os.PathLike[str], wanted: str, *, mmap: bool = False) -> Any:
+    """Return what torch.save wrote, of tensors and plain values alone.
+
+    Args:
+        path: the file.
+        wanted: how the error begins; what the file is follows.
+        mmap: as torch.load has it.
+
+    Raises:
+        ValueError: it is another file, damaged, or holds other objects.
+    """
+    with open(path, "rb") as file:
+        head = file.read(8)
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
+    except MemoryError:
+        raise
+    except Exception as error:  # the unpickler of a damaged file may raise anything
+        raise ValueError(f"{wanted}, got {_told(head, error)}") from error
+
+
+def _told(head: bytes, error: Exception) -> str:
+    """Say which kind of file it is that torch does not load."""
+    if head.startswith(b"GGUF"):
+        return "a GGUF file, which lowbit.load_gguf reads"
+    if not head.startswith((b"PK", b"\x80")):
+        return f"a file that begins with {head!r}"
+    found = re.search(r"GLOBAL (\S+)", str(error))
+    if isinstance(error, pickle.UnpicklingError) and found:
+        return f"a pickled {found[1]}: save its state_dict()"
+    return f"one that torch.load refuses: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
