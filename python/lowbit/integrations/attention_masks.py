@@ -30,7 +30,7 @@ _AS_WITH_SDPA = {
 mask on as it is."""
 
 _NEVER_NONE = ("gemma4_text", "gemma4_unified_text")
-"""Models that drop queries whose result nobody reads; with another name than "sdpa" they do so without a mask too."""
+"""These models drop queries whose result is not read: a mask alone says then what is causal."""
 
 _floating: dict[type, bool] = {}
 
