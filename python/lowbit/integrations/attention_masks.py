@@ -53,6 +53,8 @@ def wants_eager_mask(config: Any) -> bool:
     kind = type(config)
     if kind not in _floating:
         models = [model for model in _subclasses(PreTrainedModel) if model.config_class is kind]
+        if not models:  # which are yet to be imported
+            return False
         _floating[kind] = not all(model._supports_sdpa for model in models)
     return _floating[kind]
 
