@@ -151,7 +151,6 @@ def test_a_full_disk_or_an_interrupt_leaves_the_old_file(name: str, tmp_path: Pa
 ELSEWHERE = {
     "quant/safetensors_file.py": 1,  # write_safetensors, whose caller gives it the place
     "integrations/gguf/saving.py": 1,  # the same
-    "integrations/gguf/loading.py": 1,  # in a temporary folder
 }
 """Calls that write a file outside of the block of a `replaced_file`, by the file that holds them."""
 _WRITING = re.compile(

@@ -220,6 +220,7 @@ def test_what_is_not_known_or_not_served_is_refused_by_name() -> None:
 
 
 def test_a_model_without_sdpa_support_gets_the_mask_of_eager_attention() -> None:
+    assert transformers.DeepseekV4ForCausalLM and transformers.Inkling2ForCausalLM  # imported, as where a model calls
     sizes = {"batch_size": 1, "q_length": 4, "kv_length": 4, "dtype": torch.float32}
     theirs = lowbit_mask(**sizes, config=transformers.DeepseekV4Config())
     assert theirs.dtype == torch.float32 and theirs.shape == (1, 1, 4, 4)

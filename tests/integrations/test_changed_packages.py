@@ -20,8 +20,8 @@ import trl.trainer.utils, trl.trainer.distillation_trainer
 import lowbit, lowbit.integrations.fused_decoder
 from foreign_functions import callables_and_tables
 for path, value in callables_and_tables(("accelerate", "bitsandbytes", "peft", "torch", "torchao", "transformers", "trl")):
-    if isinstance(value, FunctionType) and value.__code__.co_filename.startswith(lowbit.__path__[0]) and "[" not in path:
-        print(value.__module__ + "." + value.__qualname__)  # which it has of the function that it wraps
+    if isinstance(value, FunctionType) and value.__code__.co_filename.startswith(lowbit.__path__[0]) and not value.__module__.startswith("lowbit."):
+        print(value.__module__ + "." + value.__qualname__)  # which it has of the function that it wraps; others are ours, in a table
 """
 REPLACED = {
     "accelerate.utils.bnb.replace_with_bnb_layers",

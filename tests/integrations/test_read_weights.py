@@ -35,6 +35,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], set[str]]] = {
     "Mamba": ("ForCausalLM", SMALL | {"state_size": 8}, {"dt_proj", "lm_head"}),
     "FalconMamba": ("ForCausalLM", SMALL | {"state_size": 8}, {"dt_proj", "lm_head"}),
     "Mamba2": ("ForCausalLM", SMALL | dict(state_size=8, num_heads=8, head_dim=16, n_groups=1), {"lm_head"}),
+    "Rwkv": ("ForCausalLM", SMALL | dict(attention_hidden_size=64, intermediate_size=96), {"output", "value"}),
     "WavLM": ("Model", SPEECH, {"q_proj", "k_proj", "v_proj", "out_proj"}),
     "MobileBert": ("ForMaskedLM", BERT, {"dense", "decoder"}),
     "NllbMoe": ("ForConditionalGeneration", NLLB, set()),  # asks whether its weight is uint8 before it reads it

@@ -217,6 +217,17 @@ def test_heads_that_cannot_be_read_are_refused_by_name(tmp_path: Path, subtests:
         grpo(quantized(CONFIGS["int4"]), tmp_path, lora(), cast_lm_head_to_fp32=True)
 
 
+def test_a_copy_of_a_model_that_a_trainer_had_is_refused(tmp_path: Path) -> None:
+    """Its forward is the original's, which would read the copy's head in the original's format."""
+    model = sft(quantized(CONFIGS["int4"]), tmp_path, lora()).model.unload().eval()
+    ids, twin = torch.tensor([[3, 5, 7, 9]]), copy.deepcopy(model)
+    lowbit.dequantize_(twin)
+    lowbit.quantize_(twin, lowbit.fp4_weight_only(32))
+    model(ids, labels=ids, fused_lm_head=True)
+    with pytest.raises(ValueError, match="the output head must be that of the model that the trainer was given"):
+        twin(ids, labels=ids, fused_lm_head=True)
+
+
 def test_a_trainer_with_a_loop_of_its_own_refuses_a_packed_head() -> None:
     from trl.experimental.async_distillation import AsyncDistillationTrainer as Trainer
 
@@ -253,6 +264,6 @@ try:
 except ImportError as error:
     print(error)
 """
-    lines = python(code, TORCH_DEVICE_BACKEND_AUTOLOAD="0").splitlines()
+    lines = python(code, TORCH_DEVICE_BACKEND_AUTOLOAD="0", LOWBIT_BITSANDBYTES="0").splitlines()
     assert lines[0] == "True trl.trainer.utils True"
     assert "lowbit.integrations.trl knows the fused head of trl 1.16, got trl " in lines[1]

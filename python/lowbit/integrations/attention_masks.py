@@ -30,7 +30,7 @@ _AS_WITH_SDPA = {
 mask on as it is."""
 
 _NEVER_NONE = ("gemma4_text", "gemma4_unified_text")
-"""Models that drop queries whose result nobody reads; with another name than "sdpa" they do so without a mask too."""
+"""These models drop queries whose result is not read: a mask alone says then what is causal."""
 
 _floating: dict[type, bool] = {}
 
@@ -53,6 +53,8 @@ def wants_eager_mask(config: Any) -> bool:
     kind = type(config)
     if kind not in _floating:
         models = [model for model in _subclasses(PreTrainedModel) if model.config_class is kind]
+        if not models:  # which are yet to be imported
+            return False
         _floating[kind] = not all(model._supports_sdpa for model in models)
     return _floating[kind]
 

@@ -35,7 +35,8 @@ class FusedDecoder(Fused):
         now, config = self._modules["layers"], self.config
         modules = now._modules
         same = len(modules) == len(layers) == config.num_hidden_layers and all(map(is_, modules.values(), layers))
-        return same and isinstance(now, FusedLayers) and not config.output_hidden_states and not hooked(now, modules)
+        fused = isinstance(now, FusedLayers) and isinstance(layers[0], FusedDecoderLayer)  # the one with their facts
+        return same and fused and not config.output_hidden_states and not hooked(now, modules)
 
 
 class AllLayers:

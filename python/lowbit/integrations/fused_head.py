@@ -58,13 +58,18 @@ class ServedHead:
         for position, find in self.heads.items():
             head = find()
             if isinstance(head, QuantLinear):
-                self._check_bytes(given[position])
+                self._check(given[position], head)
                 packed[position] = head.op_args[:-1]
             elif is_fake_quantized(head):
                 given[position] = head.fake_quantized_weight()
         return _ByRows.apply(self.function, packed, *given) if packed else self.function.apply(*given)
 
-    def _check_bytes(self, weight: Tensor) -> None:
+    def _check(self, weight: Tensor, head: QuantLinear) -> None:
+        if weight is not head.weight and weight.dtype == torch.uint8:  # of a copy of the model
+            raise ValueError(
+                f"{self.function.__name__}: the output head must be that of the model that the trainer was given, got "
+                "another one's weight: give a copy of the model to a trainer of its own"
+            )
         if weight.dtype != torch.uint8:  # FSDP2's shards, gathered and cast
             raise NotImplementedError(
                 f"{self.function.__name__}: the packed weight of the output head must come as its bytes, uint8, got "

@@ -53,6 +53,7 @@ def in_one_call(
         or position_embeddings[0].dim() != 3
         or (attention_mask is not None and attention_mask.dim() != 4)
         or any(name not in _UNREAD and value is not None for name, value in others.items())
+        or not isinstance(attention, FusedAttention)
         or not _calls_lowbit_attention(attention)
         or not attention.can_write_to(past_key_values)
     ):

@@ -40,8 +40,10 @@ class LayerWeights(Unchanged):
         )  # fmt: skip
 
     def _add(self, layer: Fused) -> bool:
+        if not isinstance(layer, Fused):  # since `unfuse`, as its pieces may be
+            return False
         facts, modules = layer.facts, layer._modules
-        if any(modules[name] is not module for name, module in facts["children"]):
+        if any(modules[name] is not module or not isinstance(module, Fused) for name, module in facts["children"]):
             return False
         attention, mlp = modules["self_attn"], modules["mlp"]
         if hooked(layer, modules) or hooked(attention, ("o_proj",)) or hooked(mlp, (*_OF_MLP, "act_fn")):

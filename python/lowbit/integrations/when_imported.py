@@ -16,6 +16,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 
 _SERVED = {
+    "torch.utils.flop_counter": ("lowbit.integrations.flop_counter",),
     "transformers.modeling_utils": ("lowbit.integrations.transformers", "lowbit.integrations.quantizer"),
     "torchao.quantization.quant_api": ("lowbit.integrations.torchao_configs",),
     "torchao.float8.float8_linear_utils": ("lowbit.integrations.float8_of_torchao",),

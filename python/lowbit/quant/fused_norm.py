@@ -26,7 +26,7 @@ class FusedRMSNorm(Fused):
         super().take(module, facts | {"said": said_eps(module)})
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = self._parameters["weight"]
+        weight = self._parameters.get("weight")  # none where it was parametrized since
         if weight is None or x.dtype is not weight.dtype or not is_inference(x) or not self.is_as_fused():
             return super().forward(x)
         return rms_norm(x, weight, self.facts["eps"], offset=self.facts["offset"])

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Linear layers of transformers' models whose weight is read beside the layer, and so must not be packed: T5 looks at
-its dtype, Mamba multiplies by it.
+its dtype, Mamba multiplies by it, RWKV scales it in place.
 
-The source of the class that owns the layer shows it, since no call of the layer does.
+The source of the class that owns the layer shows it, or of one further out, since no call of the layer does.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import nn
 
 from lowbit.quant.linear_layers import is_linear
 
-_NAMED = re.compile(r"\bself\.(\w+)\.weight\b")
+_NAMED = re.compile(r"\bself\.(\w+)\.weight\b|\.weight\.[a-z]\w*_\(")
 _HARMLESS = {"device", "requires_grad"}  # attributes that a packed weight has like a float one
 _CAREFUL = {"uint8", "is_floating_point"}  # a method that asks about these knows of packed weights
 _NO_CALL = "init"  # in names of methods that are called before the weights are there
@@ -28,10 +28,12 @@ def weights_that_are_read(model: nn.Module) -> dict[int, str]:
     """Return, by the ids of layers, a sentence that names the class that reads their weight."""
     found = {}
     for module in model.modules():
-        layers = {name: layer for name, layer in module._modules.items() if layer is not None and is_linear(layer)}
-        if layers and any(map(_is_of_transformers, type(module).__mro__)):
-            for name in layers.keys() & _read_by(type(module)):
-                found[id(layers[name])] = f"{type(module).__name__} reads its weight"
+        read = _read_by(type(module)) if any(map(_is_of_transformers, type(module).__mro__)) else frozenset()
+        for path in read:
+            named = module.named_modules() if "." in path else ((path, module._modules.get(path)),)
+            for name, layer in named:
+                if layer is not None and f".{name}".endswith(f".{path}") and is_linear(layer):
+                    found[id(layer)] = f"{type(module).__name__} reads its weight"
     return found
 
 
@@ -41,7 +43,8 @@ def _is_of_transformers(cls: type) -> bool:
 
 @functools.cache
 def _read_by(cls: type) -> frozenset[str]:
-    """The names of layers whose weight a method of this class reads; methods that are replaced do not count."""
+    """The names of layers whose weight a method of this class reads, and the ends of paths to those whose weight it
+    changes; methods that are replaced do not count."""
     names: set[str] = set()
     replaced: set[str] = set()
     for base in cls.__mro__:
@@ -76,8 +79,10 @@ def _read_in(method: ast.FunctionDef) -> set[str]:
     attributes = [node for node in _walked(method) if isinstance(node, ast.Attribute)]
     if any(node.attr in _CAREFUL for node in attributes):
         return set()
+    in_place = (node.value for node in attributes if node.attr.endswith("_"))
+    changed = {path for path in map(_path_to_weight, in_place) if path}
     harmless = {id(node.value) for node in attributes if node.attr in _HARMLESS}
-    return {
+    return changed | {
         node.value.attr
         for node in attributes
         if node.attr == "weight"
@@ -86,6 +91,16 @@ def _read_in(method: ast.FunctionDef) -> set[str]:
         and isinstance(node.value.value, ast.Name)
         and node.value.value.id == "self"
     }
+
+
+def _path_to_weight(node: ast.expr) -> str:
+    """``attention.output`` of ``block.attention.output.weight``; nothing where it is another expression, or a layer
+    that only this method knows."""
+    names: list[str] = []
+    while isinstance(node, ast.Attribute):
+        names.insert(0, node.attr)
+        node = node.value
+    return ".".join(names[:-1]) if len(names) > 2 and names[-1] == "weight" and isinstance(node, ast.Name) else ""
 
 
 def _walked(method: ast.FunctionDef) -> Iterator[ast.AST]:

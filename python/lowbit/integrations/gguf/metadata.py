@@ -62,6 +62,12 @@ class Metadata:
         value = self.value(key, default)
         if value is not default and (type(value) not in (int, float) or not 0 < value < math.inf):
             self.refuse(key, "a number above 0", value)
+        return value if value is default else float(value)
+
+    def flag(self, key: str, default: bool) -> bool:
+        value = self.value(key, default)
+        if type(value) is not bool:
+            self.refuse(key, "true or false", value)
         return value
 
     def only(self, key: str, *values: Any, reason: str) -> None:

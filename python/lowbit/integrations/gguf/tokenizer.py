@@ -63,10 +63,10 @@ def load_tokenizer(file: GgufFile) -> Any:
 
 def _flag(keys: Metadata, role: str, default: bool, number: int | None) -> bool:
     """Whether a text has this word around it."""
-    added = keys.value(f"tokenizer.ggml.add_{role}_token", default)
+    added = keys.flag(f"tokenizer.ggml.add_{role}_token", default)
     if added and number is None:
         keys.refuse(f"tokenizer.ggml.{role}_token_id", f"there, since add_{role}_token is true", None)
-    return bool(added)
+    return added
 
 
 def _byte_level(keys: Metadata, words: Sequence[str]) -> tuple[Tokenizer, bool]:
@@ -97,7 +97,7 @@ def _sentencepiece(keys: Metadata, words: Sequence[str]) -> tuple[Tokenizer, boo
     )  # fmt: skip
     spaces = [normalizers.Replace(" ", _SPACE)]
     shown = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
-    if keys.value("tokenizer.ggml.add_space_prefix", True):
+    if keys.flag("tokenizer.ggml.add_space_prefix", True):
         spaces.insert(0, normalizers.Prepend(_SPACE))
         shown.append(decoders.Strip(" ", 1, 0))
     tokenizer.normalizer, tokenizer.decoder = normalizers.Sequence(spaces), decoders.Sequence(shown)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch import Tensor
 from torch.export import Dim
 from torch.utils import _pytree
 
@@ -21,7 +22,7 @@ _OPSETS = range(21, 24)  # from DequantizeLinear in blocks to the last that torc
 
 def export(
     model: nn.Module,
-    args: tuple[Any, ...] = (),
+    args: tuple[Any, ...] | Tensor = (),
     f: str | os.PathLike[str] | None = None,
     *,
     kwargs: dict[str, Any] | None = None,
@@ -37,7 +38,7 @@ def export(
 
     Args:
         model: with `QuantLinear` and `QuantEmbedding` layers; fused pieces are exported unfused. It stays as it is.
-        args, kwargs: example inputs of its forward.
+        args, kwargs: example inputs of its forward; a tensor stands for itself alone.
         f: the file to write; None: only return the program.
         dynamic_shapes: as torch.onnx.export takes them, such as ``{"x": {0: "batch", 1: "length"}}``.
         opset_version: 21 to 23.
@@ -64,7 +65,7 @@ def export(
     if model.training:
         warnings.warn("export: the model is in training mode; call model.eval() before", stacklevel=2)
     shapes = _pytree.tree_map_only(str, lambda _: Dim.DYNAMIC, dynamic_shapes)
-    program = exported(written, args, kwargs, shapes, "ONNX")
+    program = exported(written, (args,) if isinstance(args, Tensor) else args, kwargs, shapes, "ONNX")
     options = {"verbose": False} | options
     options |= {"dynamo": True, "dynamic_shapes": dynamic_shapes, "opset_version": opset_version}
     if f is None:

@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FlopCounterMode counts our ops as it counts torch's."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+import lowbit
+
+
+def counted(run) -> int:  # noqa: ANN001
+    with FlopCounterMode(display=False) as counter:
+        run()
+    return counter.get_total_flops()
+
+
+def test_linear_layers_count_as_float_ones() -> None:
+    float_model, x = nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 32)), torch.randn(3, 5, 64)
+    model = nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 32))
+    lowbit.quantize_(model, lowbit.int8_weight_only())
+    with torch.no_grad():
+        assert counted(lambda: model(x)) == counted(lambda: float_model(x)) == 2 * 15 * (64 * 96 + 96 * 32)
+
+
+def test_blocks_that_are_there_count() -> None:
+    model = nn.Sequential(nn.Linear(64, 64, bias=False))
+    lowbit.sparsify_(model, lowbit.block_sparse_weight(16, sparsity=0.75))
+    with torch.no_grad():
+        assert counted(lambda: model(torch.randn(5, 64))) == 2 * 5 * 64 * 64 // 4
+
+
+def test_attention_counts_as_torchs_forward_and_backward() -> None:
+    q, k, v = (torch.randn(2, heads, length, 32, requires_grad=True) for heads, length in ((4, 7), (2, 9), (2, 9)))
+    theirs = counted(lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True))
+    assert counted(lambda: lowbit.scaled_dot_product_attention(q, k, v, enable_gqa=True)) > 0
+    ours = counted(lambda: lowbit.scaled_dot_product_attention(q, k, v, enable_gqa=True).sum().backward())
+    assert ours == 2 * 2 * 4 * 7 * 9 * 32 * 2 * 3.5 and theirs in (0, 2 * 2 * 4 * 7 * 9 * 32 * 2)
