@@ -14,9 +14,11 @@
 
 namespace lowbit::torch {
 
-// A handle is an at::Tensor*, which is one pointer to a c10::TensorImpl.
+// Whether a gradient is wanted; false in a torch that cannot be asked. A handle is an at::Tensor*, which is one pointer
+// to a c10::TensorImpl.
 inline bool requires_grad(TensorHandle tensor) {
-  return tensor && loaded_symbols().requires_grad(*reinterpret_cast<const void* const*>(tensor));
+  const auto ask = loaded_symbols().requires_grad;
+  return tensor && ask && ask(*reinterpret_cast<const void* const*>(tensor));
 }
 
 class Tensor {

@@ -26,7 +26,7 @@ struct Libraries {
 };
 
 // Each op has a second entry, the overload `detached`, for callers who know that no gradient is wanted: torch's layers
-// of autograd do nothing there, where Python looks at the tensors of the first (python/lowbit/ops/autograd.py).
+// of autograd do nothing there, where Python looks at the tensors of the first (python/lowbit/ops/derivatives.py).
 std::string detached(const RegisteredOp& op) { return concat(op.name, ".detached"); }
 std::string detached_schema(const RegisteredOp& op) { return concat(detached(op), op.schema + op.name.size()); }
 

@@ -65,7 +65,8 @@ bool load(Symbols& s, std::string* reason) {
   loader.required(s.new_tensor_handle, "aoti_torch_new_tensor_handle");
   loader.required(s.delete_tensor, "aoti_torch_delete_tensor_object");
   loader.required(s.grad_mode_is_enabled, "aoti_torch_grad_mode_is_enabled");
-  loader.required(s.requires_grad, "_ZNK3c1010TensorImpl13requires_gradEv");  // of libc10, which dlsym searches too
+  // c10::TensorImpl::requires_grad, of libc10, which dlsym searches too.
+  loader.optional(s.requires_grad, "_ZNK3c1010TensorImpl13requires_gradEv");
   loader.required(s.copy, "aoti_torch_copy_");
   loader.optional(s.new_stable_ivalue, "torch_new_stable_ivalue");
   loader.optional(s.delete_stable_ivalue, "torch_delete_stable_ivalue");

@@ -27,7 +27,7 @@ from lowbit.ops.linear import activation_functions
 from lowbit.testing import LinearCase, assert_within, make_data
 from lowbit.testing.cases import ROUNDOFF, decode_weight
 
-OURS = "torch.ops.lowbit.linear.default("
+OURS = "torch.ops.lowbit.linear.detached("
 DTYPES = ("float32", "bfloat16", "float16")
 
 

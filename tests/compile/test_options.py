@@ -20,7 +20,7 @@ from lowbit.compile.post_ops import FoldPostOps
 from lowbit.ops.linear import activation_functions
 from lowbit.testing import LinearCase, assert_within, make_data
 
-LINEAR = torch.ops.lowbit.linear.default
+LINEAR = torch.ops.lowbit.linear.detached
 ACTIVATIONS = list(_C.ACTIVATIONS)
 
 

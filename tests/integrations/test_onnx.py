@@ -297,6 +297,13 @@ def test_an_op_that_onnx_does_not_have_is_refused_before_anything_is_written(tmp
     assert not file.exists()
 
 
+def test_export_of_torch_names_ours(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(K, N)).eval()
+    lowbit.quantize_(model, lowbit.int8_weight_only())
+    with pytest.raises(Exception, match=r"lowbit\.integrations\.onnx\.export\(model, args\) exports quantized models"):
+        torch.onnx.export(model, (torch.randn(3, K),), tmp_path / "model.onnx")
+
+
 def test_a_layer_that_onnx_has_no_form_for_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file, x = tmp_path / "model.onnx", torch.randn(2, 64)
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).eval()

@@ -62,6 +62,24 @@ def check(
         for batch, length in ((2, 6), (5, 3), (1, 1), (3, 40)):
             tensors = made(batch, length)
             torch.testing.assert_close(run(*tensors), model(*tensors), atol=1e-5, rtol=1e-5)
+    tensors = made(5, 3)
+    wanted = gradients(model, tensors)
+    for kept in (run, program.run_decompositions().module()):
+        torch.testing.assert_close(gradients(kept, tensors), wanted, atol=1e-5, rtol=1e-5)
+
+
+def gradients(run: nn.Module, tensors: tuple[Tensor, ...]) -> dict[str, Tensor]:
+    """Those of inputs and parameters, by name; none over a cache, which detaches in eager mode and refuses in a program."""
+    inputs = {str(i): tensor.clone().requires_grad_(tensor.is_floating_point()) for i, tensor in enumerate(tensors)}
+    leaves = {name: leaf for name, leaf in (inputs | dict(run.named_parameters())).items() if leaf.requires_grad}
+    try:
+        loss = run(*inputs.values()).square().sum()
+    except NotImplementedError:
+        return {}
+    if not loss.requires_grad:
+        return {}
+    found = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True, materialize_grads=True)
+    return dict(zip(leaves, found, strict=True))
 
 
 @pytest.fixture(params=[False, True], ids=["not-strict", "strict"])

@@ -124,7 +124,8 @@ class QuantizedKVLayer:
     ) -> Tensor:
         """Return the attention of ``query [B, Hq, L, E]`` over the cache: ``[B, Hq, L, Ev]``.
 
-        Few queries are multiplied by the codes as they are, many (a prompt) by the floats of a tile of codes.
+        Few queries are multiplied by the codes as they are, many (a prompt) by the floats of a tile of codes. No
+        gradient passes through a cache: what goes in is detached.
 
         Args:
             query: float32, bfloat16 or float16; the L last tokens of the cache are its own.

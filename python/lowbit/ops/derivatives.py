@@ -11,6 +11,7 @@ itself refuses a tensor whose gradient would be lost.
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -32,9 +33,10 @@ _OF_DTYPES = ("dequantize", "embedding")  # they read the dtype of a floating ar
 
 
 def register(name: str, library: torch.library.Library) -> None:
-    """Register what autograd does for both entries of ``lowbit::name``."""
+    """Register what autograd does for ``lowbit::name``, and for its entry ``detached`` if it has one."""
     library.impl(name, _kernel(name), "Autograd", with_keyset=True)
-    library.impl(f"{name}.detached", torch.library.fallthrough_kernel, "Autograd")
+    if hasattr(getattr(torch.ops.lowbit, name), "detached"):
+        library.impl(f"{name}.detached", torch.library.fallthrough_kernel, "Autograd")
 
 
 def is_differentiated() -> bool:
@@ -56,7 +58,8 @@ def refuse_derivatives(op: str, tensors: Sequence[Tensor | None]) -> None:
 
 def _kernel(name: str) -> Callable[..., Any]:
     """The kernel for autograd; arguments at the end that have their default are left out."""
-    op, detached = getattr(torch.ops.lowbit, name).default, getattr(torch.ops.lowbit, name).detached
+    packet = getattr(torch.ops.lowbit, name)
+    op, detached = packet.default, getattr(packet, "detached", None)
     arguments = op._schema.arguments
     names = [argument.name for argument in arguments]
     defaults = {argument.name: argument.default_value for argument in arguments if argument.has_default_value()}
@@ -73,12 +76,20 @@ def _kernel(name: str) -> Callable[..., Any]:
                 if name in _MODULES:
                     return _differentiated(name)(**defaults | dict(zip(names, given, strict=False)))
                 refuse_derivatives(name, tensors)
-        if torch.compiler.is_exporting():  # a graph that will be called with gradients keeps the entry that has them
+        if detached is None or _keeps_derivatives():
             with torch._C._AutoDispatchBelowAutograd():
                 return op.redispatch(keys & torch._C._after_autograd_keyset, *given)
         return detached(*given)
 
     return kernel
+
+
+def _keeps_derivatives() -> bool:
+    """Whether this call is recorded in a graph that autograd will see: one of torch.export, and not of AOTInductor."""
+    if not torch.compiler.is_exporting():
+        return False
+    inductor = sys.modules.get("torch._inductor.virtualized")
+    return inductor is None or inductor.V.aot_compilation is not True
 
 
 def _tensors(given: Sequence[Any]) -> list[Tensor]:

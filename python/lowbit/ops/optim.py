@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from lowbit import _C
+from lowbit.ops import derivatives
 from lowbit.ops.registration import keep
 
 SCHEMA = (
@@ -131,3 +132,4 @@ if not torch._C._dispatch_has_kernel("lowbit::optim_step_"):  # another copy of 
     for _key in ("CPU", "CUDA", "XPU", "PrivateUse1"):
         _library.impl("optim_step_", _op, _key)
     torch.library.register_fake("lowbit::optim_step_", lambda *arguments, **options: None, lib=_library)
+    derivatives.register("optim_step_", _library)

@@ -117,6 +117,11 @@ def _fake(name: str) -> Callable[..., Any]:
     defaults = {argument.name: argument.default_value for argument in arguments if argument.has_default_value()}
 
     def fake(*given: Any, **named: Any) -> Any:
+        if torch.onnx.is_in_onnx_export():
+            raise NotImplementedError(
+                f"torch.onnx.export: ONNX has no op {name} of lowbit; lowbit.integrations.onnx.export(model, args) exports "
+                "quantized models"
+            )
         values = defaults | dict(zip(names, given, strict=False)) | named
         check(name, values)
         return fakes.fake_of(name)(**values)
