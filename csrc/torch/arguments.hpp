@@ -162,8 +162,8 @@ std::vector<int64_t> integers(Given& given) {
 // A tensor of which the result holds no number.
 constexpr bool is_differentiable(std::string_view name) { return name != "like"; }
 
-// Autograd is above the kernels (python/lowbit/ops/derivatives.py). Where recording of gradients still is on here, none of
-// these tensors is recorded: their gradients would be missing without an error.
+// Autograd is above the kernels (python/lowbit/ops/derivatives.py). Where recording of gradients still is on here, none
+// of these tensors is recorded: their gradients would be missing without an error.
 inline void refuse_gradients(std::string_view op, std::string_view name, const Tensor& tensor) {
   if (requires_grad(tensor.handle())) refuse_gradient(op, name);
 }

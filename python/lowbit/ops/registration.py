@@ -91,7 +91,7 @@ def function_of(name: str) -> Callable[..., Any]:
 
 def detached_function(name: str) -> Callable[..., Any]:
     """Return ``lowbit::name.detached`` (derivatives.py) as the function that its OpOverload calls: 0.2 us less, but
-    unknown to Dynamo. What is traced or exported calls ``lowbit::name``, which has the derivatives."""
+    unknown to Dynamo. Traces and exported programs call ``lowbit::name``, which has the derivatives."""
     return getattr(torch.ops.lowbit, name).detached._op
 
 
