@@ -129,8 +129,8 @@ void rethrow_for_torch(const Error& error) {
 void refuse_gradient(std::string_view op, std::string_view name) {
   throw Error(ErrorKind::not_implemented,
               concat(op, ": ", name,
-                     " must not require a gradient in a call below torch's autograd, which cannot record it: detach it, or "
-                     "call under torch.no_grad()"));
+                     " must not require a gradient in a call below torch's autograd, which cannot record it: detach "
+                     "it, or call under torch.no_grad()"));
 }
 
 TensorView contiguous_view(Device device, DType dtype, int rank, const int64_t* shape) {

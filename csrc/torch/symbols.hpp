@@ -42,7 +42,7 @@ struct Symbols {
   Status (*new_tensor_handle)(TensorHandle, TensorHandle* other) = nullptr;  // of the same tensor
   Status (*delete_tensor)(TensorHandle) = nullptr;
   bool (*grad_mode_is_enabled)() = nullptr;
-  bool (*requires_grad)(const void* tensor_impl) = nullptr;  // outside of the stable ABI, which can only set it; or null
+  bool (*requires_grad)(const void* tensor_impl) = nullptr;  // not in the stable ABI; null if there is none
   Status (*copy)(TensorHandle into, TensorHandle from, int32_t non_blocking) = nullptr;
   Status (*new_stable_ivalue)(StableIValue**) = nullptr;        // torch >= 2.13, else null: plain new
   Status (*delete_stable_ivalue)(StableIValue*) = nullptr;      // torch >= 2.13, else null: plain delete
