@@ -91,14 +91,18 @@ def attention(
         return _with_tangents(call)
     # Inside vmap a tensor does not say that the one around it requires a gradient. An exported program gets it from the
     # dispatcher when it runs.
-    if _compiler._is_exporting_flag or not _is_grad_enabled() or not (
-        (not _is_dynamo_compiling() and _is_transformed())
-        or q.requires_grad
-        or k.requires_grad
-        or v.requires_grad
-        or (mask is not None and mask.requires_grad)
-        or (sink is not None and sink.requires_grad)
-        or any(tensor.requires_grad for tensor in score_captured)
+    if (
+        _compiler._is_exporting_flag
+        or not _is_grad_enabled()
+        or not (
+            (not _is_dynamo_compiling() and _is_transformed())
+            or q.requires_grad
+            or k.requires_grad
+            or v.requires_grad
+            or (mask is not None and mask.requires_grad)
+            or (sink is not None and sink.requires_grad)
+            or any(tensor.requires_grad for tensor in score_captured)
+        )
     ):
         return _forward(call)
     return _recorded(call)

@@ -65,17 +65,11 @@ def _kernel(name: str) -> Callable[..., Any]:
     defaults = {argument.name: argument.default_value for argument in arguments if argument.has_default_value()}
 
     def kernel(keys: torch._C.DispatchKeySet, *given: Any) -> Any:
-        if name not in _OF_DTYPES and is_differentiated():
-            tensors = _tensors(given)
-            if forward_ad._current_level >= 0 or any(tensor.requires_grad for tensor in tensors):
-                if torch._C._are_functorch_transforms_active():  # a Function has to begin above their levels
-                    raise NotImplementedError(
-                        f"{name}: torch.func takes derivatives of lowbit's layers and functions, such as lowbit.linear, "
-                        f"and none of torch.ops.lowbit.{name}"
-                    )
-                if name in _MODULES:
-                    return _differentiated(name)(**defaults | dict(zip(names, given, strict=False)))
-                refuse_derivatives(name, tensors)
+        if name not in _OF_DTYPES and _is_wanted(given):
+            _refuse_transforms(name)
+            if name in _MODULES:
+                return _differentiated(name)(**defaults | dict(zip(names, given, strict=False)))
+            refuse_derivatives(name, _tensors(given))
         if detached is None or _keeps_derivatives():
             with torch._C._AutoDispatchBelowAutograd():
                 return op.redispatch(keys & torch._C._after_autograd_keyset, *given)
@@ -101,6 +95,22 @@ def _tensors(given: Sequence[Any]) -> list[Tensor]:
         elif isinstance(value, (list, tuple)):
             tensors += [item for item in value if isinstance(item, Tensor)]
     return tensors
+
+
+def _is_wanted(given: Sequence[Any]) -> bool:
+    """Whether the call is asked for a derivative."""
+    return forward_ad._current_level >= 0 or (
+        torch.is_grad_enabled() and any(tensor.requires_grad for tensor in _tensors(given))
+    )
+
+
+def _refuse_transforms(name: str) -> None:
+    """An autograd.Function has to begin above the levels of torch.func, which this call is below."""
+    if torch._C._are_functorch_transforms_active():
+        raise NotImplementedError(
+            f"{name}: torch.func takes derivatives of lowbit's layers and functions, such as lowbit.linear, and "
+            f"none of torch.ops.lowbit.{name}"
+        )
 
 
 def _differentiated(name: str) -> Callable[..., Any]:

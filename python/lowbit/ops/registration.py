@@ -119,8 +119,8 @@ def _fake(name: str) -> Callable[..., Any]:
     def fake(*given: Any, **named: Any) -> Any:
         if torch.onnx.is_in_onnx_export():
             raise NotImplementedError(
-                f"torch.onnx.export: ONNX has no op {name} of lowbit; lowbit.integrations.onnx.export(model, args) exports "
-                "quantized models"
+                f"torch.onnx.export: ONNX has no op {name} of lowbit; lowbit.integrations.onnx.export(model, args) "
+                "exports quantized models"
             )
         values = defaults | dict(zip(names, given, strict=False)) | named
         check(name, values)

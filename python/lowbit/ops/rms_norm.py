@@ -14,9 +14,7 @@ register()
 _call = function_of("rms_norm")
 
 
-def rms_norm(
-    x: Tensor, weight: Tensor, eps: float = 1e-6, *, offset: float = 0.0, add: Tensor | None = None
-) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6, *, offset: float = 0.0, add: Tensor | None = None) -> Tensor:
     """Divide each row of x by its root mean square and multiply it by ``offset + weight``.
 
     Args:
