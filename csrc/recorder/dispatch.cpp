@@ -3,11 +3,8 @@
 
 #include "recorder/profile.hpp"
 #include "recorder/ring.hpp"
-#include "recorder/settings.hpp"
 
 namespace lowbit::recorder {
-
-std::atomic<int> wants{settings().on ? kRing : 0};
 
 Dispatch::Dispatch(std::string_view op, std::string_view row, const Place& place, const Call& call)
     : thread_(this_thread()) {

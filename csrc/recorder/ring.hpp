@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // The ring of records of this process: a shared mapping of a file, so that the records survive a SIGKILL or a segfault
-// with no code that dumps them. There is none until the environment or start() asks for it. Made by start(), else at the
-// first call; a forked child makes its own. No call fails: where no file can be made, the ring is in memory and stderr
-// says once why.
+// with no code that dumps them. There is none until the environment or start() asks for it. Made by start(), else at
+// the first call; a forked child makes its own. No call fails: where no file can be made, the ring is in memory and
+// stderr says once why.
 #pragma once
 
 #include <optional>
@@ -56,7 +56,8 @@ struct Oldest {
 Oldest oldest_started(const Ring& ring);
 
 LOWBIT_API std::string names_of_numbers();  // in records: JSON
-LOWBIT_API std::string folder();  // LOWBIT_RECORD_DIR, else $XDG_RUNTIME_DIR/lowbit, else lowbit-<uid> in /dev/shm or /tmp
+// The chosen one, else $XDG_RUNTIME_DIR/lowbit, else lowbit-<uid> in /dev/shm or /tmp.
+LOWBIT_API std::string folder();
 
 // Writes a copy of the file; "" or why it could not. Any thread may, also where the one that holds Python's lock hangs:
 // no lock of ours. A record that is rewritten meanwhile is known by its tail.

@@ -7,6 +7,7 @@
 #include <cstdlib>
 
 #include "core/error.hpp"
+#include "recorder/dispatch.hpp"
 
 namespace lowbit::recorder {
 namespace {
@@ -36,12 +37,12 @@ Settings of_environment() {
   return found;
 }
 
+Settings& known = *new Settings(of_environment());  // never destroyed: calls of other threads outlive exit()
+
 }  // namespace
 
-Settings& settings() {
-  static auto* const known = new Settings(of_environment());  // never destroyed: calls of other threads outlive exit()
-  return *known;
-}
+Settings& settings() { return known; }
+std::atomic<int> wants{known.on ? kRing : 0};
 
 uint32_t capacity_for(uint32_t records) { return std::max(16u, std::bit_ceil(records)); }
 

@@ -26,6 +26,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 LIBRARY = Path(_C.__file__).with_name("liblowbit.so")
 
+
 def rings(folder: Path) -> list[Recording]:
     return [read_ring(path) for path in sorted(folder.glob("*.ring"))]
 

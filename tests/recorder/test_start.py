@@ -44,7 +44,7 @@ print(json.dumps({{
 
 
 def traces(folder: Path, first: str = "", **environment: str) -> dict[str, object]:
-    """What there is of a recorder in one of two ranks that has called an op, with a default folder of its own."""
+    """Run one of two ranks that calls an op, with a default folder of its own; return what there is of a recorder."""
     chosen = surroundings(WORLD_SIZE="2", RANK="0", OMP_NUM_THREADS="1", XDG_RUNTIME_DIR=str(folder), **environment)
     done = subprocess.run(
         [sys.executable, "-c", TRACES.format(first=first)], env=chosen, capture_output=True, text=True
