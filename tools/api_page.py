@@ -62,7 +62,7 @@ SECTIONS = {
     "ONNX": "lowbit.integrations.onnx: export",
     "ExecuTorch": "lowbit.integrations.executorch: export",
     "What runs here": "lowbit: info kernels explain force_kernel profile warmup",
-    "The flight recorder": "lowbit.recorder: records dump watch record_collectives path report Record Recording",
+    "The flight recorder": "lowbit.recorder: start records dump watch record_collectives path report Record Recording",
     "Devices": "lowbit.devices: list check has_kernels",
     "Kernels of other packages": "lowbit.backends: report Report include_dir Api",
     "Kernels of other packages: their tests": "lowbit.testing: backend_suite",

@@ -25,7 +25,8 @@ py::dict state() {
 
 Ring& ring_for(std::string_view what) {
   Ring* const ring = recorder::ring();
-  check(ring != nullptr, ErrorKind::runtime, what, ": the recorder is off (LOWBIT_FR=0)");
+  check(ring != nullptr, ErrorKind::runtime, what,
+        ": the recorder is off; LOWBIT_RECORD=1 in the environment or lowbit.recorder.start() turns it on");
   return *ring;
 }
 
@@ -98,10 +99,13 @@ void register_recorder(py::module_& m) {
   py::module_ r = m.def_submodule("recorder", "The ring of calls of this process, and profiles.");
   r.attr("NAMES") = names_of_numbers();
   r.def("state", state, "Return whether the recorder is on, its folder, its file (empty: none, reason says why).");
+  r.def("start", start, py::arg("records"), py::arg("folder"),
+        "Record from now on; records None, folder empty: as the environment says.");
   r.def("snapshot", snapshot, "Return a copy of the ring as its file has it; makes the ring if there is none yet.");
   r.def("dump", dump, py::arg("path"), py::arg("reason"), "Write a copy of the ring; return the path.");
   r.def("watch", watch, py::arg("seconds"),
-        "Dump when a call runs for longer than that (0: never), and on SIGUSR1, from a thread that needs no lock.");
+        "Dump when a call runs for longer than that (0: never), and on SIGUSR1, from a thread that needs no lock; "
+        "record if that was off.");
   r.def("open_call", open_call, py::arg("op"), py::arg("row"), py::arg("tensors"), py::arg("read"),
         py::arg("group_sequence"), "Record a call that is no op of lowbit; return the handle for close_call.");
   r.def("close_call", close_call, py::arg("handle"), py::arg("finished"), "End such a call.");

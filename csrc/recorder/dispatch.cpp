@@ -5,7 +5,6 @@
 #include "recorder/ring.hpp"
 
 namespace lowbit::recorder {
-std::atomic<int> wants{kRing};
 
 Dispatch::Dispatch(std::string_view op, std::string_view row, const Place& place, const Call& call)
     : thread_(this_thread()) {

@@ -13,7 +13,7 @@ struct Ring;
 struct Thread;
 
 inline constexpr int kRing = 1, kProfile = 2;
-LOWBIT_API extern std::atomic<int> wants;  // of these two; the ring is wanted until LOWBIT_FR was read
+LOWBIT_API extern std::atomic<int> wants;  // of these two; see settings.hpp
 
 inline bool wanted() { return wants.load(std::memory_order_relaxed) != 0; }
 

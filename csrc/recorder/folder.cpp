@@ -16,6 +16,7 @@
 
 #include "core/error.hpp"
 #include "recorder/ring.hpp"
+#include "recorder/settings.hpp"
 
 namespace lowbit::recorder {
 namespace {
@@ -23,10 +24,7 @@ namespace {
 constexpr std::size_t kKeptFiles = 64;     // of dead processes: 37 MB
 constexpr time_t kKeptSeconds = 24 * 3600;
 
-const char* chosen() {
-  const char* value = std::getenv("LOWBIT_FR_DIR");
-  return value && *value ? value : nullptr;
-}
+bool is_chosen() { return !settings().folder.empty(); }
 
 std::string said(std::string_view what, const std::string& path) {
   return concat(what, " ", path, ": ", std::strerror(errno));
@@ -37,7 +35,7 @@ std::string unusable(const std::string& path) {
   if (mkdir(path.c_str(), 0700) != 0 && errno != EEXIST) return said("cannot make", path);
   struct stat found;
   if (lstat(path.c_str(), &found) != 0) return said("cannot look at", path);
-  if (chosen()) return "";
+  if (is_chosen()) return "";
   if (!S_ISDIR(found.st_mode)) return concat(path, " is not a folder");
   if (found.st_uid != geteuid() || (found.st_mode & 077) != 0)
     return concat(path, " must belong to this user alone (mode 0700)");
@@ -80,7 +78,7 @@ void clean(const std::string& folder) {
 }  // namespace
 
 std::string folder() {
-  if (chosen()) return chosen();
+  if (is_chosen()) return settings().folder;
   const char* runtime = std::getenv("XDG_RUNTIME_DIR");
   if (runtime && *runtime) return concat(runtime, "/lowbit");
   return concat(access("/dev/shm", W_OK) == 0 ? "/dev/shm" : "/tmp", "/lowbit-", geteuid());  // memory before a disk
@@ -91,7 +89,7 @@ Opened make_file(std::size_t bytes) {
   const std::string in = folder();
   made.reason = unusable(in);
   if (!made.reason.empty()) return made;
-  if (!chosen()) clean(in);
+  if (!is_chosen()) clean(in);
   char host[64] = {};
   gethostname(host, sizeof host - 1);
   made.path = concat(in, "/lowbit-", host, "-", getpid(), ".ring");

@@ -9,23 +9,22 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <bit>
 #include <cerrno>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <ctime>
+#include <utility>
 
 #include "core/error.hpp"
 #include "recorder/dispatch.hpp"
 #include "recorder/folder.hpp"
 #include "recorder/profile.hpp"
+#include "recorder/settings.hpp"
 #include "recorder/watcher.hpp"
 
 namespace lowbit::recorder {
 namespace {
-
-constexpr uint32_t kDefaultRecords = 2048, kMostRecords = 1 << 20;
 
 std::atomic<Ring*> made{nullptr};
 std::atomic_flag making = ATOMIC_FLAG_INIT;
@@ -36,19 +35,6 @@ int environment_number(std::initializer_list<const char*> names, int otherwise) 
   for (const char* name : names)
     if (const char* value = std::getenv(name); value && *value) return std::atoi(value);
   return otherwise;
-}
-
-// LOWBIT_FR: 0 is off, another number how many records are kept, rounded up to a power of two.
-uint32_t wanted_records() {
-  const char* value = std::getenv("LOWBIT_FR");
-  if (!value || !*value || std::strcmp(value, "1") == 0) return kDefaultRecords;
-  char* end = nullptr;
-  const long number = std::strtol(value, &end, 10);
-  if (*end == 0 && number >= 0 && number <= kMostRecords)
-    return number == 0 ? 0 : std::max(16u, std::bit_ceil(static_cast<uint32_t>(number)));
-  std::fprintf(stderr, "lowbit recorder: LOWBIT_FR must be 0 (off), 1 (on) or a number of records up to %u, got '%s'\n",
-               kMostRecords, value);
-  return kDefaultRecords;
 }
 
 template <std::size_t count>
@@ -90,44 +76,55 @@ void write_header(Header& header, uint32_t records) {
   std::memcpy(header.magic, kMagic, sizeof kMagic);
 }
 
-Ring* make_ring() {
-  const uint32_t records = wanted_records();
-  if (records == 0) {
-    wants.fetch_and(~kRing);
-    return nullptr;
-  }
-  const std::size_t bytes = kHeaderBytes + std::size_t{records} * sizeof(Record);
-  Opened file = make_file(bytes);
-  void* memory = MAP_FAILED;
-  if (file.descriptor >= 0) {
-    memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, file.descriptor, 0);
-    if (memory == MAP_FAILED) {
-      file.reason = concat("cannot map ", file.path, ": ", std::strerror(errno));
-      unlink(file.path.c_str());
-      close(file.descriptor);
-    }
-  }
-  if (memory == MAP_FAILED) {
-    file.path.clear();
-    std::fprintf(stderr,
-                 "lowbit recorder: %s; records are kept in memory, where a crash takes them (LOWBIT_FR_DIR names "
-                 "another folder, LOWBIT_FR=0 turns the recorder off)\n",
-                 file.reason.c_str());
-    memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  } else {
-    descriptor = file.descriptor;
-  }
-  if (memory == MAP_FAILED) {
-    wants.fetch_and(~kRing);
-    return nullptr;
-  }
+std::size_t wanted_bytes() { return kHeaderBytes + std::size_t{capacity_for(settings().records)} * sizeof(Record); }
+
+// A new file, mapped; null where there is none: file.reason says why.
+void* map_file(Opened& file) {
+  file = make_file(wanted_bytes());
+  if (file.descriptor < 0) return nullptr;
+  void* const memory =
+      mmap(nullptr, wanted_bytes(), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, file.descriptor, 0);
+  if (memory != MAP_FAILED) return memory;
+  file.reason = concat("cannot map ", file.path, ": ", std::strerror(errno));
+  unlink(file.path.c_str());
+  close(file.descriptor);
+  return nullptr;
+}
+
+Ring* ring_in(void* memory, const Opened& file) {
   auto* const ring = new Ring;
   ring->header = new (memory) Header{};
   ring->records = reinterpret_cast<Record*>(static_cast<char*>(memory) + kHeaderBytes);
-  ring->path = file.path, ring->reason = file.reason;
-  write_header(*ring->header, records);
+  ring->reason = file.reason;
+  if (file.reason.empty()) ring->path = file.path, descriptor = file.descriptor;
+  write_header(*ring->header, capacity_for(settings().records));
   return ring;
 }
+
+// In memory where there can be no file; null if there is no memory either.
+Ring* make_ring() {
+  Opened file;
+  if (void* const memory = map_file(file)) return ring_in(memory, file);
+  std::fprintf(stderr,
+               "lowbit recorder: %s; records are kept in memory, where a crash takes them (LOWBIT_RECORD_DIR names "
+               "another folder)\n",
+               file.reason.c_str());
+  void* const memory = mmap(nullptr, wanted_bytes(), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (memory != MAP_FAILED) return ring_in(memory, file);
+  wants.fetch_and(~kRing);
+  return nullptr;
+}
+
+// One thread makes the ring, and others wait.
+class Making {
+ public:
+  Making() {
+    while (making.test_and_set(std::memory_order_acquire)) sched_yield();
+  }
+  ~Making() { making.clear(std::memory_order_release); }
+  Making(const Making&) = delete;
+  Making& operator=(const Making&) = delete;
+};
 
 void in_the_child() {
   if (descriptor >= 0) close(descriptor);  // the lock stays that of the parent
@@ -161,18 +158,43 @@ std::string names_of_numbers() {
 Ring* ring_if_made() { return made.load(std::memory_order_acquire); }
 
 Ring* ring() {
-  for (;;) {
-    if (Ring* const found = made.load(std::memory_order_acquire)) return found;
-    if (!(wants.load() & kRing)) return nullptr;
-    if (making.test_and_set(std::memory_order_acquire)) {
-      sched_yield();  // another thread makes it
-      continue;
-    }
-    const bool first = !made.load();
-    if (first) made.store(make_ring(), std::memory_order_release);
-    making.clear(std::memory_order_release);
-    if (first && made.load()) watch_new_ring();
+  if (Ring* const found = made.load(std::memory_order_acquire)) return found;
+  if (!(wants.load() & kRing)) return nullptr;
+  {
+    const Making lock;
+    Ring* const found = made.load();
+    if (found || !(wants.load() & kRing)) return found;  // another thread was here meanwhile
+    made.store(make_ring(), std::memory_order_release);
   }
+  if (made.load()) watch_new_ring();
+  return made.load();
+}
+
+void start(std::optional<int64_t> records, const std::string& in) {
+  check(!records || (*records >= 1 && *records <= kMostRecords), ErrorKind::value, "start: records must be 1 to ",
+        kMostRecords, ", got ", records.value_or(0));
+  if ((wants.load() & kRing) && !records && in.empty()) return;
+  {
+    const Making lock;
+    Settings asked = settings();
+    asked.on = true;
+    if (records) asked.records = static_cast<uint32_t>(*records);
+    if (!in.empty()) asked.folder = in;
+    if (const Ring* const ring = made.load()) {
+      check(capacity_for(asked.records) == ring->header->capacity && asked.folder == settings().folder,
+            ErrorKind::runtime, "start: the recorder is on already, for ", ring->header->capacity, " records in ",
+            ring->path.empty() ? "memory" : ring->path, "; got other records or another folder");
+      return;
+    }
+    const Settings before = std::exchange(settings(), asked);
+    Opened file;
+    void* const memory = map_file(file);
+    if (!memory) settings() = before;
+    check(memory != nullptr, ErrorKind::runtime, "start: ", file.reason);
+    made.store(ring_in(memory, file), std::memory_order_release);
+    wants.fetch_or(kRing);
+  }
+  watch_new_ring();
 }
 
 void fill(Record& record, const Entry& entry) {

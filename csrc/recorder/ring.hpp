@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // The ring of records of this process: a shared mapping of a file, so that the records survive a SIGKILL or a segfault
-// with no code that dumps them. Made at the first call; a forked child makes its own. Nothing here fails a program:
-// where no file can be made, the ring is in memory and stderr says once why.
+// with no code that dumps them. There is none until the environment or start() asks for it. Made by start(), else at
+// the first call; a forked child makes its own. No call fails: where no file can be made, the ring is in memory and
+// stderr says once why.
 #pragma once
 
+#include <optional>
 #include <string>
 
 #include "recorder/clock.hpp"
@@ -20,9 +22,12 @@ struct Ring {
   std::size_t bytes() const { return kHeaderBytes + std::size_t{header->capacity} * sizeof(Record); }
 };
 
-// The ring of this process; null: LOWBIT_FR=0, or there is no memory for it.
+// The ring of this process; null: the recorder is off, or there is no memory for it.
 LOWBIT_API Ring* ring();
 LOWBIT_API Ring* ring_if_made();
+// Turns the recorder on, and makes its file; records {}, folder "": as the environment says, nothing if it is on
+// already. An error: other records or another folder than those of the ring that there is, or no file can be made.
+LOWBIT_API void start(std::optional<int64_t> records, const std::string& folder);
 
 // A record of the call with everything but mark and tail.
 struct Entry {
@@ -51,7 +56,8 @@ struct Oldest {
 Oldest oldest_started(const Ring& ring);
 
 LOWBIT_API std::string names_of_numbers();  // in records: JSON
-LOWBIT_API std::string folder();  // LOWBIT_FR_DIR, else $XDG_RUNTIME_DIR/lowbit, else lowbit-<uid> in /dev/shm or /tmp
+// The chosen one, else $XDG_RUNTIME_DIR/lowbit, else lowbit-<uid> in /dev/shm or /tmp.
+LOWBIT_API std::string folder();
 
 // Writes a copy of the file; "" or why it could not. Any thread may, also where the one that holds Python's lock hangs:
 // no lock of ours. A record that is rewritten meanwhile is known by its tail.

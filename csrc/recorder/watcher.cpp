@@ -7,7 +7,6 @@
 #include <cerrno>
 #include <csignal>
 #include <cstdio>
-#include <cstdlib>
 #include <cstring>
 #include <ctime>
 #include <mutex>
@@ -16,6 +15,7 @@
 
 #include "core/error.hpp"
 #include "recorder/ring.hpp"
+#include "recorder/settings.hpp"
 
 namespace lowbit::recorder {
 namespace {
@@ -80,7 +80,7 @@ void watch_on() {
 }
 
 // The thread, and once the handler; a forked child has the handler already.
-void start(double seconds) {
+void start_thread(double seconds) {
   const std::lock_guard lock(mutex);
   timeout_ns = static_cast<int64_t>(seconds * 1e9), wanted = true;
   if (running) return;
@@ -101,22 +101,16 @@ void start(double seconds) {
 }  // namespace
 
 void watch(double seconds) {
-  check(seconds >= 0 && seconds <= 1e9, ErrorKind::value, "watch: timeout must be 0 to 1e9 seconds, got ", seconds);
-  check(ring() != nullptr, ErrorKind::runtime, "watch: the recorder is off (LOWBIT_FR=0)");
-  start(seconds);
+  check(is_timeout(seconds), ErrorKind::value, "watch: timeout must be 0 to 1e9 seconds, got ", seconds);
+  if (!ring()) start({}, "");
+  start_thread(seconds);
 }
 
 bool is_watched() { return running; }
 
 void watch_new_ring() {
-  if (wanted) return start(static_cast<double>(timeout_ns) / 1e9);
-  const char* value = std::getenv("LOWBIT_FR_TIMEOUT");
-  if (!value || !*value) return;
-  char* end = nullptr;
-  const double seconds = std::strtod(value, &end);
-  if (*end == 0 && seconds >= 0 && seconds <= 1e9) return start(seconds);
-  std::fprintf(stderr, "lowbit recorder: LOWBIT_FR_TIMEOUT must be 0 to 1e9 seconds, got '%s'; no watcher runs\n",
-               value);
+  if (wanted) start_thread(static_cast<double>(timeout_ns) / 1e9);
+  else if (settings().timeout) start_thread(*settings().timeout);
 }
 
 void forget_watcher() {

@@ -7,9 +7,9 @@
 
 namespace lowbit::recorder {
 
-LOWBIT_API void watch(double seconds);  // 0: signals alone. Again: another timeout
+LOWBIT_API void watch(double seconds);  // 0: signals alone. Again: another timeout. Starts a recorder that is off
 LOWBIT_API bool is_watched();
-void watch_new_ring();  // if LOWBIT_FR_TIMEOUT says so (seconds), or the parent of a forked child was watched
+void watch_new_ring();  // if LOWBIT_RECORD_TIMEOUT says so, or the parent of a forked child was watched
 void forget_watcher();  // in a forked child, which has no thread that watches
 
 }  // namespace lowbit::recorder

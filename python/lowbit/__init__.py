@@ -250,10 +250,11 @@ if _torch is not None:
     register()
     join_when_imported()
     del register, join_when_imported
-    if os.environ.get("WORLD_SIZE", "1") not in ("", "1") and os.environ.get("LOWBIT_FR") != "0":
-        from lowbit.recorder import collectives
+    if _C.recorder.state()["on"]:
+        from lowbit.recorder import join_ranks
 
-        collectives.hook()
+        join_ranks()
+        del join_ranks
     if os.environ.get("LOWBIT_SIM") == "1":
         from lowbit.devices import simulated
 

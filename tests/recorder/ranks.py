@@ -9,6 +9,7 @@ import datetime
 import os
 import sys
 import time
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -38,10 +39,11 @@ def agree(rank: int) -> None:
     else:
         dist.recv(torch.ones(2), 0)
     dist.barrier()
-    recorder.dump(f"{os.environ['LOWBIT_FR_DIR']}/of{rank}.dump")
+    folder = Path(recorder.path()).parent
+    recorder.dump(folder / f"of{rank}.dump")
     from torch._C._distributed_c10d import _dump_fr_trace
 
-    with open(f"{os.environ['LOWBIT_FR_DIR']}/../torch/trace_rank_{rank}", "wb") as file:
+    with open(folder.with_name("torch") / f"trace_rank_{rank}", "wb") as file:
         file.write(_dump_fr_trace())
 
 
@@ -91,7 +93,7 @@ CASES = {case.__name__: case for case in (agree, shape, other_op, missing, hang,
 
 
 def run(case: str, rank: int, folder: str) -> None:
-    os.environ["LOWBIT_FR_DIR"] = os.path.join(folder, case)
+    recorder.start(folder=os.path.join(folder, case))
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/{case}.store", rank=rank, world_size=2,

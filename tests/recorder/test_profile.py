@@ -110,7 +110,7 @@ print(len(_C.recorder.end_profile(begin)))
 _C.all_finite(numpy.ones(3, numpy.float32))
 print(_C.recorder.begin_profile())
 """
-    assert python(code, LOWBIT_FR="0") == "256\n0\n"
+    assert python(code, LOWBIT_RECORD="0") == "256\n0\n"
 
 
 def test_measured_limits_are_those_of_a_machine() -> None:

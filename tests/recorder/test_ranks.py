@@ -5,13 +5,13 @@ torch's own dump of gloo."""
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from tests.recorder.processes import surroundings
 
 from lowbit import recorder
 from lowbit.recorder.analysis import Analysis
@@ -27,7 +27,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     program = Path(__file__).with_name("ranks.py")
     done = subprocess.run(
         [sys.executable, program, made, *CASES], capture_output=True, text=True, timeout=300,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "WORLD_SIZE": "2"},
+        env=surroundings(LOWBIT_RECORD="1", OMP_NUM_THREADS="1", WORLD_SIZE="2"),
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     (made / "said").write_text(done.stderr)

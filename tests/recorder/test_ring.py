@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.recorder.processes import CALL, child, surroundings
 
 import lowbit
 from lowbit import _C, recorder
@@ -24,18 +25,6 @@ from lowbit.recorder.ring import Recording, Sizes, read_ring
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 LIBRARY = Path(_C.__file__).with_name("liblowbit.so")
-
-CALL = "import numpy; from lowbit import _C; _C.all_finite(numpy.ones(3, numpy.float32));"
-
-
-def child(code: str, folder: Path | str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run code without torch, its recorder in the folder."""
-    merged = {name: value for name, value in os.environ.items() if not name.startswith("LOWBIT_FR")}
-    merged |= {"LOWBIT_FR_DIR": str(folder), **environment}
-    hide_torch = "import sys; sys.modules['torch'] = None;"
-    return subprocess.run(
-        [sys.executable, "-c", hide_torch + code], env=merged, capture_output=True, text=True, timeout=60, check=False
-    )
 
 
 def rings(folder: Path) -> list[Recording]:
@@ -90,7 +79,8 @@ def test_no_record_of_a_million_from_four_threads_is_lost(tmp_path: Path) -> Non
     flags = ["-std=c++20", "-O1", "-w", f"-I{ROOT / 'csrc'}", HERE / "dispatches.cpp", LIBRARY, "-pthread"]
     program = tmp_path / "dispatches"
     subprocess.run([compiler, *flags, f"-Wl,-rpath,{LIBRARY.parent}", "-o", program], check=True)
-    done = subprocess.run([program], capture_output=True, text=True, env=os.environ | {"LOWBIT_FR_DIR": str(tmp_path)})
+    environment = surroundings(LOWBIT_RECORD="1", LOWBIT_RECORD_DIR=str(tmp_path))
+    done = subprocess.run([program], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     words = done.stdout.split()
     told = dict(zip(words[::2], map(int, words[1::2]), strict=True))
@@ -100,7 +90,7 @@ def test_no_record_of_a_million_from_four_threads_is_lost(tmp_path: Path) -> Non
 
 
 def test_a_normal_end_removes_the_file_and_any_other_leaves_it(tmp_path: Path) -> None:
-    said = child(CALL + "import os; print(os.listdir(os.environ['LOWBIT_FR_DIR']))", tmp_path)
+    said = child(CALL + "import os; print(os.listdir(os.environ['LOWBIT_RECORD_DIR']))", tmp_path)
     assert ".ring" in said.stdout and not list(tmp_path.iterdir()), said.stderr
     child(CALL + "import os; os.kill(os.getpid(), 9)", tmp_path)
     child("from lowbit import _C; h = _C.recorder.open_call('a', 'b', [('int8', [2, 3])], 6, -1)", tmp_path)
@@ -115,16 +105,10 @@ def test_a_normal_end_removes_the_file_and_any_other_leaves_it(tmp_path: Path) -
 
 def test_ranks_and_how_many_records_come_from_the_environment(tmp_path: Path) -> None:
     code = CALL * 40 + "import os; os._exit(0)"
-    child(code, tmp_path, RANK="3", WORLD_SIZE="8", LOWBIT_FR="20")
+    child(code, tmp_path, RANK="3", WORLD_SIZE="8", LOWBIT_RECORD="20")
     (found,) = rings(tmp_path)
     assert (found.rank, found.world, found.capacity, found.calls, found.overwritten) == (3, 8, 32, 40, 8)
     assert [record.sequence for record in found.records] == list(range(8, 40))
-    state = CALL + "print(_C.recorder.state()); import os; print(os.listdir(os.environ['LOWBIT_FR_DIR']))"
-    (tmp_path / "off").mkdir()
-    said = child(state, tmp_path / "off", LOWBIT_FR="0")
-    assert "'on': False" in said.stdout and said.stdout.endswith("[]\n") and not said.stderr
-    said = child(CALL, tmp_path, LOWBIT_FR="many")
-    assert said.returncode == 0 and "LOWBIT_FR must be 0 (off), 1 (on) or a number of records" in said.stderr
 
 
 def test_a_forked_child_has_a_file_of_its_own(tmp_path: Path) -> None:
@@ -170,7 +154,7 @@ def test_a_full_disk_is_said_once_and_the_program_goes_on(tmp_path: Path) -> Non
     said = child(limit + CALL * 2, tmp_path)
     assert said.returncode == 0 and "no room for 528384 bytes in" in said.stderr and said.stderr.count("\n") == 1
     assert not list(tmp_path.iterdir())
-    dumped = child(limit + CALL * 700 + f"_C.recorder.dump({str(tmp_path / 'a.dump')!r}, '')", tmp_path, LOWBIT_FR="1024")
+    dumped = child(limit + CALL * 700 + f"_C.recorder.dump({str(tmp_path / 'a.dump')!r}, '')", tmp_path, LOWBIT_RECORD="1024")
     assert dumped.returncode == 1 and "RuntimeError: dump: cannot write" in dumped.stderr
 
 
@@ -209,7 +193,7 @@ with lowbit.force_kernel("linear_float32_scalar"), torch.inference_mode():
 
 def test_an_op_that_hangs_is_dumped_by_timeout_and_signal_and_survives_a_kill(tmp_path: Path) -> None:
     """While another thread makes so many calls that the ring went round many times."""
-    environment = os.environ | {"LOWBIT_FR_DIR": str(tmp_path), "LOWBIT_FR": "64", "OMP_NUM_THREADS": "1"}
+    environment = surroundings(LOWBIT_RECORD="64", LOWBIT_RECORD_DIR=str(tmp_path), OMP_NUM_THREADS="1")
     program = subprocess.Popen(
         [sys.executable, "-c", HANG], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
@@ -248,13 +232,6 @@ def test_watch_refuses_what_is_no_timeout(seconds: float) -> None:
         recorder.watch(seconds)
 
 
-def test_processes_without_a_recorder_or_a_timeout_say_so(tmp_path: Path) -> None:
-    off = child("from lowbit import _C; _C.recorder.watch(1)", tmp_path, LOWBIT_FR="0")
-    assert "RuntimeError: watch: the recorder is off (LOWBIT_FR=0)" in off.stderr
-    said = child(CALL, tmp_path, LOWBIT_FR_TIMEOUT="soon")
-    assert said.returncode == 0 and "LOWBIT_FR_TIMEOUT must be 0 to 1e9 seconds, got 'soon'" in said.stderr
-
-
 def test_dump_writes_what_the_ring_has(tmp_path: Path) -> None:
     made = recorder.dump(tmp_path / "now.dump", reason='a "reason"\n')
     (dumped,) = read_folder(tmp_path).recordings
@@ -263,4 +240,3 @@ def test_dump_writes_what_the_ring_has(tmp_path: Path) -> None:
     assert list(dumped.records) == list(ours) and dumped.pid == os.getpid() and dumped.is_alive
     with pytest.raises(RuntimeError, match="dump: cannot write /proc/none/now.dump"):
         recorder.dump("/proc/none/now.dump")
-    assert "recorder" in lowbit.info() and lowbit.info()["recorder"] in (recorder.path(), "off")

@@ -72,10 +72,10 @@ def _backends() -> dict[str, str]:
 
 
 def _recorder() -> str:
-    """The file of this process's recorder, or why there is none."""
+    """The file of this process's recorder, or why there is none; off unless it was asked for."""
     state = _C.recorder.state()
-    if not state["on"] or os.environ.get("LOWBIT_FR") == "0":
-        return "off"
+    if not state["on"]:
+        return "off (LOWBIT_RECORD=1 turns it on)"
     if state["reason"]:
         return f"in memory alone: {state['reason']}"
     return state["path"] or f"on, makes its file in {state['folder']} at the first call"

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The flight recorder: every call of an op of this process, in a file that survives the process.
 
-On by default, 2048 records, 0.1 us a call; ``LOWBIT_FR=0`` turns it off. docs/recorder.md has the rest.
+Off until `start` or ``LOWBIT_RECORD=1`` turns it on; then 2048 records, 0.1 us a call. docs/recorder.md has the rest.
 """
 
 from __future__ import annotations
 
 import os
+import sys
 
 from lowbit import _C
 from lowbit.documents.whole_file import replaced_file
@@ -28,6 +29,7 @@ __all__ = [
     "record_collectives",
     "records",
     "report",
+    "start",
     "watch",
 ]
 
@@ -58,11 +60,46 @@ class Records(list[Record]):
         return html_table(self._HEADER, self._cells())
 
 
+def start(*, records: int | None = None, folder: str | os.PathLike[str] | None = None) -> None:
+    """Turn the recorder on, for all calls from now on until the process ends, as ``LOWBIT_RECORD=1`` in the environment
+    does from the first call on. Where it is on already, nothing happens.
+
+    It makes its file at once. Where WORLD_SIZE says that there are several processes, it is `record_collectives` too.
+    Forked children record as well, each from its own first call on.
+
+    Args:
+        records: how many calls are kept, 1 to 1048576, rounded up to a power of two and at least 16; None: what
+            LOWBIT_RECORD says, else 2048.
+        folder: folder of the file, made if it is not there; None: LOWBIT_RECORD_DIR, else one of this user alone.
+
+    Raises:
+        ValueError: records is out of that range.
+        RuntimeError: no file can be made in the folder (the recorder then stays off), or the recorder is on already,
+            with other records or in another folder.
+
+    Example:
+        >>> lowbit.recorder.start(folder="/scratch/job7")
+        >>> lowbit.recorder.path()
+        '/scratch/job7/lowbit-node3-4711.ring'
+    """
+    _C.recorder.start(records, "" if folder is None else os.path.abspath(folder))
+    join_ranks()
+
+
+def join_ranks() -> None:
+    """Record collectives too if this process is one of several, as WORLD_SIZE of torchrun and accelerate says."""
+    torch = sys.modules.get("torch")  # lowbit has imported it where it is installed
+    if os.environ.get("WORLD_SIZE", "1") not in ("", "1") and torch and torch.distributed.is_available():
+        from lowbit.recorder import collectives
+
+        collectives.hook()
+
+
 def records() -> Records:
     """Return the last calls of this process, oldest first.
 
     Raises:
-        RuntimeError: the recorder is off (LOWBIT_FR=0).
+        RuntimeError: the recorder is off; the message says how to turn it on.
 
     Example:
         >>> y = layer(x)
@@ -76,7 +113,9 @@ def records() -> Records:
 
 
 def path() -> str:
-    """Return the file of this process's ring; an empty string before the first call, and where there is none."""
+    """Return the file of this process's ring; an empty string where there is none: the recorder is off, has recorded no
+    call yet, or found no place for a file (`lowbit.info()` says which).
+    """
     return _C.recorder.state()["path"]
 
 
@@ -102,30 +141,32 @@ def dump(path: str | os.PathLike[str] | None = None, *, reason: str = "lowbit.re
 
 def watch(timeout: float = 0) -> None:
     """Have a thread write a dump, and a line on stderr, where a call runs for longer than ``timeout`` seconds,
-    and on SIGUSR1.
+    and on SIGUSR1. Without a recorder it would see no call, so it starts one that is off, as `start` does.
 
     The thread does not need Python: it works where the interpreter hangs. A handler of SIGUSR1 that was there is called
-    too. ``LOWBIT_FR_TIMEOUT`` in the environment does the same from the first call on.
+    too. ``LOWBIT_RECORD_TIMEOUT`` in the environment does the same from the first call on.
 
     Args:
         timeout: seconds; 0 waits for the signal alone. Calling again sets another one.
 
     Raises:
         ValueError: timeout is negative, or more than 1e9.
-        RuntimeError: the recorder is off (LOWBIT_FR=0).
+        RuntimeError: the recorder was off, and no file can be made.
     """
     _C.recorder.watch(timeout)
+    join_ranks()
 
 
 def record_collectives() -> None:
-    """Record torch.distributed's collectives of CPU tensors too, from now on, as ops ``c10d.all_reduce`` and others.
+    """Record torch.distributed's collectives of CPU tensors too, from now on, as ops ``c10d.all_reduce`` and others. It
+    starts a recorder that is off, as `start` does.
 
-    Done at import where WORLD_SIZE says that there are several processes (torchrun, accelerate). Elsewhere call it
-    before the first collective, on every rank: they are compared by their number in the process group. Of other devices
-    torch keeps its own recorder, whose dumps `report` reads.
+    A recorder that is on does it by itself where WORLD_SIZE says that there are several processes (torchrun,
+    accelerate). Elsewhere call it before the first collective, on every rank: they are compared by their number in the
+    process group. Of other devices torch keeps its own recorder, whose dumps `report` reads.
 
     Raises:
-        RuntimeError: this torch has no torch.distributed.
+        RuntimeError: this torch has no torch.distributed, or the recorder was off, and no file can be made.
     """
     from lowbit.recorder import collectives
 

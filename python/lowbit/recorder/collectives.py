@@ -55,6 +55,7 @@ def hook() -> None:
         return
     if not torch.distributed.is_available():
         raise RuntimeError("record_collectives: this torch was built without torch.distributed")
+    _C.recorder.start(None, "")
     library = torch.library.Library("c10d", "IMPL")
     for name, (recorded, tensors) in _OPS.items():
         packet = getattr(torch.ops.c10d, name, None)

@@ -35,7 +35,7 @@ def report(folder: str | Path | None = None, *, json_file: str | None = None, tr
     Raises:
         FileNotFoundError: there is no such folder, or nothing in it.
     """
-    found = read_folder(_C.recorder.state()["folder"] if folder is None else folder)
+    found = read_folder(_default_folder() if folder is None else folder)
     analysis = analyse(found)
     if json_file:
         write_whole(json_file, json.dumps(dataclasses.asdict(analysis), indent=1) + "\n")
@@ -44,6 +44,15 @@ def report(folder: str | Path | None = None, *, json_file: str | None = None, tr
     made = Report(text(analysis))
     made.analysis = analysis
     return made
+
+
+def _default_folder() -> str:
+    folder = _C.recorder.state()["folder"]
+    if not Path(folder).exists():
+        raise FileNotFoundError(
+            f"recorder: there is no folder {folder}: nothing was recorded (LOWBIT_RECORD=1 turns the recorder on)"
+        )
+    return folder
 
 
 def text(analysis: Analysis) -> str:
