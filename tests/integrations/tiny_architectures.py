@@ -38,7 +38,14 @@ SIZES: list[tuple[str, Any]] = [
     (r"time_step_rank|mamba_dt_rank", 8),
     (r"first_k_dense_replace|num_dense_layers", lambda old: min(old, 1)),
     (r"hidden_size_per_layer_input", 16),
+    (r"image_size|img_size", 32),
+    (r"patch_size", lambda old: min(old, 8)),
+    (r"(out|output|vision_output)_(hidden_size|dim)|projection_dim|projector_hidden_size|text_hidden_size|audio_hidden_size|vision_hidden_size", HIDDEN),
+    (r"max_source_positions", lambda old: min(old, 32)),
 ]  # fmt: skip
+
+PLACEHOLDERS = {f"{kind}_token_{end}": 100 + i for i, kind in enumerate(("image", "video", "audio")) for end in ("id", "index")}
+"""Tokens that no text of the tests has."""
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "mamba2": {"num_heads": 8},
@@ -71,6 +78,8 @@ def _names(kind: type) -> set[str]:
 
 
 def _small(name: str, old: Any) -> Any:
+    if name in PLACEHOLDERS:
+        return PLACEHOLDERS[name]
     if name.endswith("token_id") or name.endswith("token_index"):
         return 1 + sum(map(ord, name)) % (VOCABULARY - 2) if isinstance(old, int) and old >= VOCABULARY else None
     if isinstance(old, bool) or not isinstance(old, int) or old < 1:
@@ -104,6 +113,10 @@ def tiny_model(name: str, config: Any) -> torch.nn.Module:
     """The model class of this name in float32, with random weights that make the result depend on each part."""
     torch.manual_seed(0)
     model = getattr(transformers, name)(config).float().eval()
+    if model.can_generate():
+        model.generation_config.update(max_new_tokens=6, min_new_tokens=6, do_sample=False, pad_token_id=0)
+        if model.generation_config.decoder_start_token_id is None:
+            model.generation_config.decoder_start_token_id = 2
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():
