@@ -5,6 +5,7 @@ writes docs/architectures.md; `test_architectures.py` does the same to each mode
 from __future__ import annotations
 
 import copy
+import functools
 import os
 import sys
 import tempfile
@@ -17,6 +18,7 @@ import torch
 import transformers
 from tiny_architectures import tiny_config, tiny_model
 from tiny_inputs import Inputs, inputs
+from tiny_settings import SETTINGS, UNMADE
 from torch import Tensor, nn
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -58,10 +60,12 @@ class Tried:
     answers: bool
 
 
+@functools.cache
 def classes() -> dict[str, dict[str, str]]:
     """The class by kind and `model_type`; a class that several kinds have is of the first, but that a causal language
     model, which is tried with text alone, may also be one of images and text."""
     kinds: dict[str, dict[str, str]] = {}
+    there = set(dir(transformers))  # hasattr would import each model
     for kind, tables in KINDS.items():
         found: dict[str, str] = {}
         for table in tables:
@@ -70,7 +74,7 @@ def classes() -> dict[str, dict[str, str]]:
         earlier = {cls for names in list(kinds.values())[1:] for cls in names.values()}
         if kind == "Other base models":
             found = {name: cls for name, cls in found.items() if not any(name in names for names in kinds.values())}
-        kinds[kind] = {name: cls for name, cls in sorted(found.items()) if cls not in earlier and hasattr(transformers, cls)}
+        kinds[kind] = {name: cls for name, cls in sorted(found.items()) if cls not in earlier and cls in there}
     return kinds
 
 
@@ -85,10 +89,13 @@ def line(kind: str, name: str) -> str:
 
 
 def made(kind: str, name: str) -> Tried:
+    if name in UNMADE:
+        raise LeftOut(f"not tried: {UNMADE[name]}")
     cls = classes()[kind][name]
     try:
         config = getattr(transformers, cls).config_class
-        model = tiny_model(cls, tiny_config(config if isinstance(config, type) else CONFIG_MAPPING[name]))
+        config = tiny_config(config if isinstance(config, type) else CONFIG_MAPPING[name], **SETTINGS.get(cls, {}))
+        model = tiny_model(cls, config)
         model.set_attn_implementation("eager")
         given = inputs(model, text_alone=kind == "Causal language models")
         tried = Tried(model, given, False)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import transformers
+from tiny_settings import SETTINGS
 
 HIDDEN, HEADS, HEAD, LENGTH = 64, 4, 16, 12
 VOCABULARY = 128
@@ -23,7 +24,7 @@ SIZES: list[tuple[str, Any]] = [
     (r"hidden_size|d_model|n_embd|dim|embed_dim|embedding_size|embedding_dim|model_dim|emb_dim|hidden_dim|decoder_hidden_size|word_embed_proj_dim|lru_width|attention_hidden_size", HIDDEN),
     (r".*intermediate_size|.*ffn_dim|d_ff|n_inner|ffn_hidden_size|ffn_size|intermediate_dim|mlp_dim|.*ffn_hidden_size|shared_expert_dim", 96),
     (r"head_dim|d_kv|.*v_head_dim|attention_head_dim|global_head_dim|key_value_head_dim|kv_channels|qk_nope_head_dim|index_head_dim|swa_head_dim", HEAD),
-    (r".*qk_rope_head_dim", 8),
+    (r".*qk_rope_head_dim|rotary_dim", 8),
     (r"(num_experts|n_routed_experts|num_local_experts|moe_num_experts)", 4),
     (r"num_experts_per_tok|num_experts_per_token|moe_topk|moe_k|top_k_experts", lambda old: min(old, 2)),
     (r"n_group|topk_group|num_expert_group", 1),
@@ -47,26 +48,17 @@ SIZES: list[tuple[str, Any]] = [
 PLACEHOLDERS = {f"{kind}_token_{end}": 100 + i for i, kind in enumerate(("image", "video", "audio")) for end in ("id", "index")}
 """Tokens that no text of the tests has."""
 
-SETTINGS: dict[str, dict[str, Any]] = {
-    "mamba2": {"num_heads": 8},
-    "recurrent_gemma": {"num_hidden_layers": 3},
-    "jamba": {"num_hidden_layers": 5},
-    "reformer": {"is_decoder": True},
-}
-"""Settings by `model_type`, where a name alone does not say what fits."""
-
-
 def tiny_config(kind: type, **settings: Any) -> Any:
     """A configuration of this class in which all is small."""
-    default = kind()
     settings = SETTINGS.get(kind.model_type, {}) | settings
+    default = kind()
     for field in dataclasses.fields(kind):
         if field.name not in settings and (new := _small(field.name, field.default)) is not None:
             settings[field.name] = new
     for name in kind.sub_configs:
         if name not in settings and isinstance(one := getattr(default, name, None), transformers.PreTrainedConfig):
             settings[name] = tiny_config(type(one))
-    if getattr(default, "num_key_value_heads", None) == getattr(default, "num_attention_heads", 0):
+    if vars(default).get("num_key_value_heads") == vars(default).get("num_attention_heads", 0):
         settings.pop("num_key_value_heads", None)  # each head has keys of its own, or (MLA) must have them
         settings |= {name: HEADS for name in _names(kind) & {"num_key_value_heads"}}
     _keep_one_of_each(default, settings)
@@ -82,6 +74,8 @@ def _small(name: str, old: Any) -> Any:
         return PLACEHOLDERS[name]
     if name.endswith("token_id") or name.endswith("token_index"):
         return 1 + sum(map(ord, name)) % (VOCABULARY - 2) if isinstance(old, int) and old >= VOCABULARY else None
+    if old is None and name in ("head_dim", "num_key_value_heads"):  # for some models this does not mean the usual
+        return HEAD if name == "head_dim" else HEADS
     if isinstance(old, bool) or not isinstance(old, int) or old < 1:
         return None
     for pattern, new in SIZES:
@@ -120,6 +114,8 @@ def tiny_model(name: str, config: Any) -> torch.nn.Module:
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():
+            if not parameter.requires_grad:
+                continue  # sinusoids, which no file has
             if parameter.dim() > 1:
                 parameter.normal_(0.0, parameter.shape[-1] ** -0.5, generator=generator)
             elif parameter.dim() == 1 and not parameter.any():

@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the names of settings do not say: settings of a tiny model by its `model_type` or by its class."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def _rope(*sections: int, **others: Any) -> dict[str, Any]:
+    """Rotary embedding with sections for time, height and width."""
+    return {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": list(sections), **others}}
+
+
+_BOTH = ["sliding_attention", "full_attention"]
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "bamba": {"attn_layer_indices": [1]},
+    "cohere_compass_text": {"layer_types": _BOTH, "rope_parameters": {one: {"rope_type": "default", "rope_theta": 10000.0} for one in _BOTH}},
+    "cosmos3_edge_text": _rope(2, 3, 3),
+    "dbrx": {"attn_config": {"rope_theta": 10000.0, "kv_n_heads": 2, "clip_qkv": 8.0}},
+    "deepseek_v2": {"num_experts_per_tok": 2},
+    "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "first_k_dense_replace": 1},
+    "ernie4_5_vl_moe_text": _rope(3, 3, 2),
+    "esm": {"vocab_size": 128, "pad_token_id": 1, "mask_token_id": 27},
+    "exaone4_5_vision": {"window_size": 16},
+    "gemma3n_text": {"num_kv_shared_layers": 0, "num_hidden_layers": 2, "layer_types": _BOTH, "activation_sparsity_pattern": [0.5, 0.0]},
+    "glm4v_moe_text": _rope(2, 3, 3),
+    "glm4v_text": _rope(2, 3, 3),
+    "glm_image_text": _rope(2, 3, 3),
+    "glm_ocr_text": _rope(2, 3, 3),
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
+    "jamba": {"num_hidden_layers": 5},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "longcat_flash": {"head_dim": 8},
+    "mamba2": {"num_heads": 8},
+    "qwen2_5_omni_text": _rope(2, 3, 3),
+    "qwen2_5_omni_vision_encoder": {"window_size": 16},
+    "qwen2_5_vl_text": _rope(2, 3, 3),
+    "qwen2_5_vl_vision": {"window_size": 16},
+    "qwen2_vl_text": _rope(2, 3, 3),
+    "qwen4_exp_text": {
+        "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 8, "indexer_compress_ratio": 2,
+        "ple_layer_ids": [1], "ple_embed_dim": 16, "ngram_vocab_size_base": 64, "make_ngram_vocab_size_divisible_by": 8, "split_ngram_parts": 2,
+    },
+    "recurrent_gemma": {"num_hidden_layers": 3},
+    "reformer": {"axial_pos_embds_dim": (16, 48), "axial_pos_shape": (4, 3)},
+    "ReformerModelWithLMHead": {"is_decoder": True},
+    "wav2vec2-bert": {"vocab_size": 128},
+    "wav2vec2-conformer": {"vocab_size": 128},
+    "xlstm": {"qk_dim_factor": 1.0},
+    "xmod": {"default_language": "en_XX"},
+    "zamba": {"num_hidden_layers": 4, "layers_block_type": ["mamba", "hybrid"] * 2},
+}  # fmt: skip
+
+UNMADE: dict[str, str] = {
+    "blt": "its configuration has no num_hidden_layers, which its cache asks for",
+    "gemma4_assistant": "it reads the keys and values of another model",
+    "gemma4_unified_assistant": "it reads the keys and values of another model",
+}
+"""Models that are not made, with the reason."""
