@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import os
 import sys
 import tempfile
@@ -17,7 +18,7 @@ from pathlib import Path
 import torch
 import transformers
 from tiny_architectures import tiny_config, tiny_model
-from tiny_inputs import Inputs, inputs
+from tiny_inputs import TEXT, Inputs, inputs
 from tiny_settings import SETTINGS, UNMADE
 from torch import Tensor, nn
 from transformers.models.auto import modeling_auto
@@ -85,7 +86,13 @@ def line(kind: str, name: str) -> str:
     except LeftOut as reason:
         return f"| {name} | {reason} | | |"
     steps: tuple[Callable[[Tried], str], ...] = (attention, quantized, saved)
+    if kind != "Causal language models" and not tried.given.keys() - TEXT and takes_more(tried.model):
+        name += " (text alone)"
     return f"| {name} | {' | '.join(step(tried) for step in steps)} |"
+
+
+def takes_more(model: nn.Module) -> bool:
+    return bool({"pixel_values", "input_features", "input_values"} & inspect.signature(model.forward).parameters.keys())
 
 
 def made(kind: str, name: str) -> Tried:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import transformers
 from tiny_settings import SETTINGS
+from torch import nn
 
 HIDDEN, HEADS, HEAD, LENGTH = 64, 4, 16, 12
 VOCABULARY = 128
@@ -39,6 +40,7 @@ SIZES: list[tuple[str, Any]] = [
     (r"time_step_rank|mamba_dt_rank", 8),
     (r"first_k_dense_replace|num_dense_layers", lambda old: min(old, 1)),
     (r"hidden_size_per_layer_input", 16),
+    (r"mm_tokens_per_image|num_filters", 4), (r"encoder_hidden_size|projector_input_dim|upsample_groups", HIDDEN),
     (r"image_size|img_size", 32),
     (r"patch_size", lambda old: min(old, 8)),
     (r"(out|output|vision_output)_(hidden_size|dim)|projection_dim|projector_hidden_size|text_hidden_size|audio_hidden_size|vision_hidden_size", HIDDEN),
@@ -61,6 +63,10 @@ def tiny_config(kind: type, **settings: Any) -> Any:
     if vars(default).get("num_key_value_heads") == vars(default).get("num_attention_heads", 0):
         settings.pop("num_key_value_heads", None)  # each head has keys of its own, or (MLA) must have them
         settings |= {name: HEADS for name in _names(kind) & {"num_key_value_heads"}}
+    if isinstance(heads := vars(default).get("num_heads"), list | tuple) and isinstance(vars(default).get("embed_dim"), int):
+        settings["embed_dim"] = HEAD * heads[0]  # which each stage doubles, with its heads
+    if isinstance(depths := vars(default).get("depths"), list | tuple):
+        settings.setdefault("depths", [min(depth, 2) for depth in depths])
     _keep_one_of_each(default, settings)
     return kind(**settings)
 
@@ -112,12 +118,14 @@ def tiny_model(name: str, config: Any) -> torch.nn.Module:
         if model.generation_config.decoder_start_token_id is None:
             model.generation_config.decoder_start_token_id = 2
     generator = torch.Generator().manual_seed(1)
+    kernels = {id(module.weight) for module in model.modules() if isinstance(module, nn.modules.conv._ConvNd)}
     with torch.no_grad():
         for parameter in model.parameters():
             if not parameter.requires_grad:
                 continue  # sinusoids, which no file has
             if parameter.dim() > 1:
-                parameter.normal_(0.0, parameter.shape[-1] ** -0.5, generator=generator)
+                fan_in = parameter[0].numel() if id(parameter) in kernels else parameter.shape[-1]
+                parameter.normal_(0.0, fan_in**-0.5, generator=generator)
             elif parameter.dim() == 1 and not parameter.any():
                 parameter.normal_(0.0, 0.1, generator=generator)
     return model

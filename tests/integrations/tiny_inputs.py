@@ -11,13 +11,17 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from tiny_settings import INPUTS
 from torch import Tensor, nn
+from transformers import PreTrainedConfig
 
 TOKENS = torch.arange(2, 26).view(2, 12)
 SEEN = torch.ones(2, 12, dtype=torch.long)
 SEEN[0, :3] = 0
 FRAMES, SAMPLES = 64, 3840
 GRID = torch.tensor([[1, 4, 4]] * 2)  # two images of 4 x 4 patches
+
+TEXT = ("input_ids", "attention_mask", "decoder_input_ids")
 
 Inputs = dict[str, Tensor]
 
@@ -42,11 +46,15 @@ def _candidates(model: nn.Module) -> Iterator[Inputs]:
     values = {name: some for name, some in values.items() if some}
     for chosen in itertools.product(*values.values()):
         yield {name: value for name, value in zip(values, chosen, strict=True) if value is not None}
+    if "input_ids" in values:
+        yield {name: some[0] for name, some in values.items() if name in TEXT}
 
 
 def _values(name: str, config: Any, parameters: Any) -> list[Tensor | None]:
     """What the parameter may be, the best first; None: it is left out."""
-    if name in ("input_ids", "qformer_input_ids", "protein_input_ids", "task_inputs", "inputs"):
+    if name in (own := INPUTS.get(config.model_type, {})):
+        return [_noise(*own[name]) if isinstance(own[name], tuple) else own[name]]
+    if name in ("input_ids", "qformer_input_ids", "protein_input_ids", "task_inputs"):
         return [TOKENS]
     if name == "decoder_input_ids":
         return [TOKENS[:, 3:9]]
@@ -67,9 +75,16 @@ def _heard(length: int) -> Tensor:
 
 def setting(config: Any, *names: str, default: Any = None) -> Any:
     """The first of these settings that the configuration or a part of it has."""
-    parts = [config, *(part for name in config.sub_configs if (part := getattr(config, name, None)) is not None)]
-    found = (getattr(part, name, None) for name in names for part in parts)
+    parts = list(_parts(config))
+    found = (vars(part).get(name, getattr(type(part), name, None)) for name in names for part in parts)
     return next((value for value in found if value is not None), default)
+
+
+def _parts(config: Any) -> Iterator[Any]:
+    yield config
+    for name in config.sub_configs:
+        if isinstance(part := getattr(config, name, None), PreTrainedConfig):
+            yield from _parts(part)
 
 
 def _noise(*shape: int) -> Tensor:
@@ -98,7 +113,7 @@ def _videos(config: Any, parameters: Any) -> list[Tensor | None]:
 
 
 def _features(config: Any, parameters: Any) -> list[Tensor | None]:
-    bins = setting(config, "num_mel_bins", "feature_size", "input_feat_per_channel", "feature_projection_input_dim", "n_mels", "input_dim", default=80)
+    bins = setting(config, "input_dim", "num_mel_bins", "feature_size", "input_feat_per_channel", "feature_projection_input_dim", "n_mels", default=80)
     frames = 2 * setting(config, "max_source_positions", default=FRAMES // 2)
     return [_noise(2, FRAMES, bins), _noise(2, bins, FRAMES), _noise(2, bins, frames)]
 
@@ -115,7 +130,7 @@ _OF: dict[str, Callable[[Any, Any], list[Tensor | None]]] = {
     "grid_thw": lambda config, parameters: [GRID],
     "image_grid_thw": lambda config, parameters: [GRID],
     "image_grid_hw": lambda config, parameters: [GRID[:, 1:]],
-    "image_sizes": lambda config, parameters: [torch.tensor([[32, 32]] * 2)],
+    "image_sizes": lambda config, parameters: [torch.tensor([[32, 32]] * 2), None],
     "target_sizes": lambda config, parameters: [GRID[:, 1:]],
     "spatial_shapes": lambda config, parameters: [GRID[:, 1:]],
     "pixel_attention_mask": lambda config, parameters: [torch.ones(2, 16, dtype=torch.long)] if "spatial_shapes" in parameters else [],
@@ -125,6 +140,7 @@ _OF: dict[str, Callable[[Any, Any], list[Tensor | None]]] = {
     "input_features_mask": lambda config, parameters: [torch.ones(2, FRAMES, dtype=torch.long)],
     "feature_attention_mask": lambda config, parameters: [torch.ones(2, FRAMES, dtype=torch.long)],
     "input_values": _sounds,
+    "padding_mask": lambda config, parameters: [torch.ones(2, FRAMES, dtype=torch.long), None] if "input_features" in parameters else [],
 }
 
 
@@ -132,21 +148,26 @@ def _with_placeholders(model: nn.Module, given: Inputs) -> Inputs:
     """Put the tokens that stand for an image or a sound behind the text."""
     given = dict(given)
     for kind, name in (("image", "pixel_values"), ("audio", "input_features")):
-        make = getattr(model, f"get_{kind}_features", None)
+        make = getattr(model, f"get_{kind}_features", getattr(getattr(model, "model", None), f"get_{kind}_features", None))
         token = setting(model.config, f"{kind}_token_id", f"{kind}_token_index")
-        if not {name, "input_ids"} <= given.keys() or make is None or token is None:
+        if not {name, "input_ids"} <= given.keys() or token is None:
             continue
-        inner = getattr(getattr(model, "model", None), f"get_{kind}_features", make)
-        taken = inspect.signature(inner).parameters.keys() - {"input_ids", "attention_mask"}
-        with torch.no_grad():
-            made = make(**{name: value for name, value in given.items() if name in taken})
-        count = sum(one.shape[:-1].numel() for one in _tensors(getattr(made, "pooler_output", made))) // 2
+        count = 1 if make is None else _count(model, kind, make, given)
         placeholders = torch.full((2, count), token)
         given["input_ids"] = torch.cat([given["input_ids"], placeholders], 1)
         given["attention_mask"] = torch.cat([given["attention_mask"], torch.ones_like(placeholders)], 1)
         for types in {"mm_token_type_ids", "token_type_ids"} & inspect.signature(model.forward).parameters.keys():
             given[types] = (given["input_ids"] == token).long()
     return given
+
+
+def _count(model: nn.Module, kind: str, make: Callable[..., Any], given: Inputs) -> int:
+    """How many features the model makes of one of the two."""
+    inner = getattr(getattr(model, "model", None), f"get_{kind}_features", make)
+    taken = inspect.signature(inner).parameters.keys() - {"attention_mask"}
+    with torch.no_grad():
+        made = make(**{name: value for name, value in given.items() if name in taken})
+    return sum(one.shape[:-1].numel() for one in _tensors(getattr(made, "pooler_output", made))) // 2
 
 
 def _tensors(value: Any) -> list[Tensor]:
