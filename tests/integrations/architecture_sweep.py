@@ -19,7 +19,7 @@ import torch
 import transformers
 from tiny_architectures import tiny_config, tiny_model
 from tiny_inputs import TEXT, Inputs, inputs
-from tiny_settings import SETTINGS, UNMADE
+from tiny_settings import BESIDE_SDPA, SETTINGS, UNMADE
 from torch import Tensor, nn
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -103,7 +103,7 @@ def made(kind: str, name: str) -> Tried:
         config = getattr(transformers, cls).config_class
         config = tiny_config(config if isinstance(config, type) else CONFIG_MAPPING[name], **SETTINGS.get(cls, {}))
         model = tiny_model(cls, config)
-        model.set_attn_implementation("eager")
+        model.set_attn_implementation("sdpa" if name in BESIDE_SDPA else "eager")
         given = inputs(model, text_alone=kind == "Causal language models")
         tried = Tried(model, given, False)
         if not result(tried).isfinite().all():
@@ -114,7 +114,10 @@ def made(kind: str, name: str) -> Tried:
         raise LeftOut(f"not tried: {str(error).strip().split(' library')[0].split()[-1]} is not installed") from None
     except Exception as error:  # of any architecture
         raise LeftOut(f"not tried: {type(error).__name__} of transformers where it is made tiny") from None
-    tried.answers = model.can_generate()
+    try:
+        tried.answers = model.can_generate() and isinstance(answer(tried), Tensor)
+    except Exception:  # of any architecture
+        tried.answers = False
     return tried
 
 
@@ -151,7 +154,9 @@ def attention(tried: Tried) -> str:
     if model.config._attn_implementation != "lowbit":
         return "has one attention of its own"
     told = verdict(result(tried), wanted)
-    return told if said is None or torch.equal(answer(tried), said) else "**another answer**"
+    if said is not None and not torch.equal(answer(tried), said):
+        return "**another answer**"
+    return told + ", without an answer" * (said is None and model.can_generate())
 
 
 def quantized(tried: Tried) -> str:

@@ -19,9 +19,9 @@ VOCABULARY = 128
 # The first pattern that fits the name of a setting gives its value; a function gets the default.
 SIZES: list[tuple[str, Any]] = [
     (r".*vocab_size.*|num_codebook_vectors|n_vocab", VOCABULARY),
-    (r"(num_)?(hidden_layers|layers|encoder_layers|decoder_layers)|n_layers?|num_hidden_layers|(encoder|decoder)_num_hidden_layers|num_(encoder|decoder)_layers|depth", 2),
+    (r"(num_)?(hidden_layers|layers|encoder_layers|decoder_layers)|speech_encoder_layers|n_layers?|num_hidden_layers|(encoder|decoder)_num_hidden_layers|num_(encoder|decoder)_layers|depth", 2),
     (r"num_key_value_heads|num_kv_heads|n_head_kv|n_kv_heads|num_global_key_value_heads|swa_num_key_value_heads", lambda old: old if old == 1 else 2),
-    (r"(num_|n_|encoder_|decoder_)?(attention_|attn_)?heads?|num_attention_heads|(num_)?(encoder|decoder)_(num_)?(attention_)?heads|n_heads?|swa_num_attention_heads", HEADS),
+    (r"(num_|n_|encoder_|decoder_)?(attention_|attn_)?heads?|num_attention_heads|(num_)?(encoder|decoder)_(num_)?(attention_)?heads|n_heads?|speech_encoder_attention_heads|swa_num_attention_heads", HEADS),
     (r"hidden_size|d_model|n_embd|dim|embed_dim|embedding_size|embedding_dim|model_dim|emb_dim|hidden_dim|decoder_hidden_size|word_embed_proj_dim|lru_width|attention_hidden_size", HIDDEN),
     (r".*intermediate_size|.*ffn_dim|d_ff|n_inner|ffn_hidden_size|ffn_size|intermediate_dim|mlp_dim|.*ffn_hidden_size|shared_expert_dim", 96),
     (r"head_dim|d_kv|.*v_head_dim|attention_head_dim|global_head_dim|key_value_head_dim|kv_channels|qk_nope_head_dim|index_head_dim|swa_head_dim", HEAD),
@@ -59,7 +59,8 @@ def tiny_config(kind: type, **settings: Any) -> Any:
             settings[field.name] = new
     for name in kind.sub_configs:
         if name not in settings and isinstance(one := getattr(default, name, None), transformers.PreTrainedConfig):
-            settings[name] = tiny_config(type(one))
+            stages = {"out_features": one.out_features} if getattr(one, "out_features", None) else {}
+            settings[name] = tiny_config(type(one), **stages)
     if vars(default).get("num_key_value_heads") == vars(default).get("num_attention_heads", 0):
         settings.pop("num_key_value_heads", None)  # each head has keys of its own, or (MLA) must have them
         settings |= {name: HEADS for name in _names(kind) & {"num_key_value_heads"}}
@@ -102,8 +103,8 @@ def _keep_one_of_each(default: Any, settings: dict[str, Any]) -> None:
         return
     kinds = list(zip(*lists.values(), strict=True))
     kept = sorted({str(kind): i for i, kind in reversed(list(enumerate(kinds)))}.values())[:6]
-    if len(kept) == 1:
-        kept = [0, min(1, count - 1)]
+    if len(kept) == 1 < count:
+        kept = [0, 1]
     for name, value in lists.items():
         settings[name] = [value[i] for i in kept]
     settings[type(default).attribute_map.get("num_hidden_layers", "num_hidden_layers")] = len(kept)

@@ -76,7 +76,7 @@ def _heard(length: int) -> Tensor:
 def setting(config: Any, *names: str, default: Any = None) -> Any:
     """The first of these settings that the configuration or a part of it has."""
     parts = list(_parts(config))
-    found = (vars(part).get(name, getattr(type(part), name, None)) for name in names for part in parts)
+    found = (getattr(part, name, None) for name in names for part in parts)
     return next((value for value in found if value is not None), default)
 
 
@@ -102,7 +102,7 @@ def _images(config: Any, parameters: Any) -> list[Tensor | None]:
     if "spatial_shapes" in parameters:
         return [_noise(2, 16, channels * patch**2)]
     plain = _noise(2, channels, height, width)
-    return [plain, plain[:, None], plain[:, None].expand(2, 2, *plain.shape[1:])]
+    return [plain, plain[:, None], plain[:, None].expand(2, setting(config, "num_frames", default=2), *plain.shape[1:])]
 
 
 def _videos(config: Any, parameters: Any) -> list[Tensor | None]:

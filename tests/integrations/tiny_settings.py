@@ -43,6 +43,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "llava_next": {"image_grid_pinpoints": [[32, 32]]},
     "llava_next_video": {"image_grid_pinpoints": [[32, 32]]},
     "llava_onevision": {"image_grid_pinpoints": [[32, 32]]},
+    "layoutlmv3": {"coordinate_size": 8, "shape_size": 16, "input_size": 32},
+    "lilt": {"hidden_size": 96},
     "llama4_vision_model": {"intermediate_size": 256},
     "longcat_flash": {"head_dim": 8},
     "mamba2": {"num_heads": 8},
@@ -60,7 +62,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "ple_layer_ids": [1], "ple_embed_dim": 16, "ngram_vocab_size_base": 64, "make_ngram_vocab_size_divisible_by": 8, "split_ngram_parts": 2,
     },
     "recurrent_gemma": {"num_hidden_layers": 3},
-    "reformer": {"axial_pos_embds_dim": (16, 48), "axial_pos_shape": (4, 3)},
+    "reformer": {"axial_pos_embds_dim": (16, 48), "axial_pos_shape": (4, 8)},
     "ReformerModelWithLMHead": {"is_decoder": True},
     "shieldgemma2": {"yes_token_index": 5, "no_token_index": 6},
     "swin": {"image_size": 64, "window_size": 2},
@@ -82,10 +84,16 @@ UNMADE: dict[str, str] = {
 
 INPUTS: dict[str, dict[str, Any]] = {
     "dia": {"decoder_input_ids": torch.arange(2, 110).view(2, 6, 9)},
+    "gemma4_audio": {"input_features": (2, 64, 128)},
+    "granite_speech5_encoder": {"input_features": (2, 64, 320)},
     "granite_speech5_ctc": {"input_features": (2, 64, 320)},
     "neomme": {"pixel_values": None},
     "pop2piano": {"input_features": None},
+    "qwen2_audio": {"attention_mask": torch.ones(2, 12, dtype=torch.long)},  # it makes a longer one, which no result is chosen by
     "speech-encoder-decoder": {"input_features": None},
     "voxtral_realtime": {"input_features": (2, 128, 96)},
 }
 """Inputs by `model_type`, where names and configuration do not say them: a shape, a tensor, or None for none."""
+
+BESIDE_SDPA = {"seamless_m4t_v2": "eager attention adds its boolean mask to the scores, as 0 and 1"}
+"""Models of which transformers' eager attention is at fault."""
