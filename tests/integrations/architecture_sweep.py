@@ -126,9 +126,10 @@ def result(tried: Tried) -> Tensor:
     """The logits, or what the model gives instead, of tokens that are seen."""
     torch.manual_seed(0)
     output = tried.model(**tried.given)
-    first = next((output[name] for name in ("logits", "last_hidden_state") if output.get(name) is not None), None) if isinstance(output, dict) else None
+    values = dict(output) if isinstance(output, dict) else dict(enumerate(output))
+    first = next((values[name] for name in ("logits", "last_hidden_state") if isinstance(values.get(name), Tensor)), None)
     if first is None:
-        first = next(one for one in (output.values() if isinstance(output, dict) else output) if isinstance(one, Tensor))
+        first = next(one for one in values.values() if isinstance(one, Tensor) and one.is_floating_point())
     seen = tried.given.get("attention_mask")
     return first[seen.bool()] if seen is not None and first.shape[:2] == seen.shape else first
 

@@ -38,6 +38,7 @@ WITHOUT_EFFECT = {
     "sliding_window": "the mask, which the model makes for this window, hides what is before it",
     "position_ids": "queries and keys were rotated, and the mask made, by them",
     "seq_idx": "numbers of packed sequences, for state space layers beside the attention",
+    "input_ids": _MODEL,
     "logits_to_keep": _MODEL,
     "num_items_in_batch": _MODEL,
     "output_hidden_states": _MODEL,

@@ -95,7 +95,10 @@ def stored_tensors(model: nn.Module, files: list[str]) -> dict[str, Tensor]:
                 elif last in _INTEGERS and head:
                     found[key] = opened.get_tensor(key).clone()
     # A weight that is tied to another is not in the file, and its layout is.
-    stored = {head: head if head in bare else f"{head}.weight".lstrip(".") for head in {key.rpartition(".")[0] for key in found}}
+    stored = {
+        head: head if head in bare else f"{head}.weight".lstrip(".")
+        for head in {key.rpartition(".")[0] for key in found}
+    }
     names = model_names(model, stored.values())
     state = {}
     for key, tensor in found.items():
