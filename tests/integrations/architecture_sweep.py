@@ -30,10 +30,17 @@ PAGE = Path(__file__).parents[2] / "docs" / "architectures.md"
 BOUND = 1e-3
 TITLE = f"""# Architectures
 
-The models of transformers {transformers.__version__}, made tiny with random float32 weights: the result and the greedy answer
-(where the model generates) with `attn_implementation="lowbit"` beside those with eager attention, with padding; the
-result with int8 weights beside that of the decoded weights; and the result when it was saved and loaded. **yes**:
-within {BOUND:g} of its size. `tests/integrations/test_architectures.py` holds each line;
+The models of transformers {transformers.__version__}, made tiny with random float32 weights:
+
+- **attention**: the result with `attn_implementation="lowbit"` beside that of eager attention, with padding, and the
+  greedy answer where the model gives one ("without an answer": transformers needs more for it than a tiny model has).
+  A model that has one attention of its own computes with it. Of SeamlessM4T v2 torch's attention is beside, because
+  transformers' eager one adds its boolean mask to the scores.
+- **quantized**: the result with int8 weights beside that of the decoded weights.
+- **saved**: the result of the quantized model when it was saved and loaded.
+
+**yes** is within {BOUND:g} of its size. A model of several kinds of input that is tried with *text alone* gets no image
+or sound, because its own processor has to make those. `tests/integrations/test_architectures.py` holds each line;
 `python tests/integrations/architecture_sweep.py` writes the page.
 """
 HEAD = "\n## {}\n\n| model | attention | quantized | saved |\n|---|---|---|---|\n"
@@ -95,25 +102,30 @@ def takes_more(model: nn.Module) -> bool:
     return bool({"pixel_values", "input_features", "input_values"} & inspect.signature(model.forward).parameters.keys())
 
 
-def made(kind: str, name: str) -> Tried:
-    if name in UNMADE:
-        raise LeftOut(f"not tried: {UNMADE[name]}")
-    cls = classes()[kind][name]
+def tiny(cls: str, name: str) -> nn.Module:
     try:
         config = getattr(transformers, cls).config_class
         config = tiny_config(config if isinstance(config, type) else CONFIG_MAPPING[name], **SETTINGS.get(cls, {}))
         model = tiny_model(cls, config)
         model.set_attn_implementation("sdpa" if name in BESIDE_SDPA else "eager")
-        given = inputs(model, text_alone=kind == "Causal language models")
-        tried = Tried(model, given, False)
-        if not result(tried).isfinite().all():
-            raise LeftOut("not tried: its result is not finite")
-    except LeftOut:
-        raise
     except ImportError as error:
-        raise LeftOut(f"not tried: {str(error).strip().split(' library')[0].split()[-1]} is not installed") from None
+        raise LeftOut(f"not tried: {str(error).split(' library')[0].split()[-1]} is not installed") from None
     except Exception as error:  # of any architecture
         raise LeftOut(f"not tried: {type(error).__name__} of transformers where it is made tiny") from None
+    return model
+
+
+def made(kind: str, name: str) -> Tried:
+    if name in UNMADE:
+        raise LeftOut(f"not tried: {UNMADE[name]}")
+    model = tiny(classes()[kind][name], name)
+    try:
+        given = inputs(model, text_alone=kind == "Causal language models")
+    except Exception:  # of any architecture
+        raise LeftOut("not tried: no inputs that it takes are made here") from None
+    tried = Tried(model, given, False)
+    if not result(tried).isfinite().all():
+        raise LeftOut("not tried: its result is not finite")
     try:
         tried.answers = model.can_generate() and isinstance(answer(tried), Tensor)
     except Exception:  # of any architecture
@@ -126,10 +138,9 @@ def result(tried: Tried) -> Tensor:
     """The logits, or what the model gives instead, of tokens that are seen."""
     torch.manual_seed(0)
     output = tried.model(**tried.given)
-    values = dict(output) if isinstance(output, dict) else dict(enumerate(output))
-    first = next((values[name] for name in ("logits", "last_hidden_state") if isinstance(values.get(name), Tensor)), None)
-    if first is None:
-        first = next(one for one in values.values() if isinstance(one, Tensor) and one.is_floating_point())
+    values = output if isinstance(output, dict) else dict(enumerate(output))
+    found = [values.get("logits"), values.get("last_hidden_state"), *values.values()]
+    first = next(one for one in found if isinstance(one, Tensor) and one.is_floating_point())
     seen = tried.given.get("attention_mask")
     return first[seen.bool()] if seen is not None and first.shape[:2] == seen.shape else first
 

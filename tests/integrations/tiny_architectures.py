@@ -40,15 +40,18 @@ SIZES: list[tuple[str, Any]] = [
     (r"time_step_rank|mamba_dt_rank", 8),
     (r"first_k_dense_replace|num_dense_layers", lambda old: min(old, 1)),
     (r"hidden_size_per_layer_input", 16),
-    (r"mm_tokens_per_image|num_filters", 4), (r"encoder_hidden_size|projector_input_dim|upsample_groups", HIDDEN),
+    (r"mm_tokens_per_image|num_filters", 4), (r"num_queries", 8), (r"output_channels", HIDDEN), (r"encoder_hidden_size|projector_input_dim|upsample_groups", HIDDEN),
     (r"image_size|img_size", 32),
     (r"patch_size", lambda old: min(old, 8)),
     (r"(out|output|vision_output)_(hidden_size|dim)|projection_dim|projector_hidden_size|text_hidden_size|audio_hidden_size|vision_hidden_size", HIDDEN),
     (r"max_source_positions", lambda old: min(old, 32)),
 ]  # fmt: skip
 
-PLACEHOLDERS = {f"{kind}_token_{end}": 100 + i for i, kind in enumerate(("image", "video", "audio")) for end in ("id", "index")}
+PLACEHOLDERS = {
+    f"{kind}_token_{end}": 100 + i for i, kind in enumerate(("image", "video", "audio")) for end in ("id", "index")
+}
 """Tokens that no text of the tests has."""
+
 
 def tiny_config(kind: type, **settings: Any) -> Any:
     """A configuration of this class in which all is small."""
@@ -59,16 +62,18 @@ def tiny_config(kind: type, **settings: Any) -> Any:
             settings[field.name] = new
     for name in kind.sub_configs:
         if name not in settings and isinstance(one := getattr(default, name, None), transformers.PreTrainedConfig):
-            stages = {"out_features": one.out_features} if getattr(one, "out_features", None) else {}
+            stages = {"out_features": one.out_features} if isinstance(vars(one).get("depths"), list | tuple) else {}
             settings[name] = tiny_config(type(one), **stages)
     if vars(default).get("num_key_value_heads") == vars(default).get("num_attention_heads", 0):
         settings.pop("num_key_value_heads", None)  # each head has keys of its own, or (MLA) must have them
         settings |= {name: HEADS for name in _names(kind) & {"num_key_value_heads"}}
-    if isinstance(heads := vars(default).get("num_heads"), list | tuple) and isinstance(vars(default).get("embed_dim"), int):
+    if isinstance(heads := vars(default).get("num_heads"), list | tuple) and isinstance(
+        vars(default).get("embed_dim"), int
+    ):
         settings["embed_dim"] = HEAD * heads[0]  # which each stage doubles, with its heads
-    if isinstance(depths := vars(default).get("depths"), list | tuple):
-        settings.setdefault("depths", [min(depth, 2) for depth in depths])
     _keep_one_of_each(default, settings)
+    if isinstance(depths := settings.get("depths", vars(default).get("depths")), list | tuple):
+        settings["depths"] = [min(depth, 2) for depth in depths]
     return kind(**settings)
 
 

@@ -63,7 +63,13 @@ def _values(name: str, config: Any, parameters: Any) -> list[Tensor | None]:
     if name == "attention_mask" and "input_ids" in parameters:
         return [SEEN]
     if name == "attention_mask":
-        return [_heard(FRAMES), None] if "input_features" in parameters else [_heard(SAMPLES), None] if "input_values" in parameters else []
+        return (
+            [_heard(FRAMES), None]
+            if "input_features" in parameters
+            else [_heard(SAMPLES), None]
+            if "input_values" in parameters
+            else []
+        )
     return _OF[name](config, parameters) if name in _OF else []
 
 
@@ -94,11 +100,18 @@ def _noise(*shape: int) -> Tensor:
 def _images(config: Any, parameters: Any) -> list[Tensor | None]:
     size = setting(config, "image_size", default=32)
     height, width = (size, size) if isinstance(size, int) else tuple(size)[-2:]
-    channels, patch = setting(config, "num_channels", "in_channels", default=3), setting(config, "patch_size", default=8)
+    channels, patch = (
+        setting(config, "num_channels", "in_channels", default=3),
+        setting(config, "patch_size", default=8),
+    )
     patch = patch if isinstance(patch, int) else patch[-1]
     if {"grid_thw", "image_grid_thw", "image_grid_hw"} & parameters.keys():
         frames = setting(config, "temporal_patch_size", default=1)
-        return [_noise(32, channels * frames * patch**2), _noise(32, channels, patch, patch), _noise(1, 32, channels, patch, patch)]
+        return [
+            _noise(32, channels * frames * patch**2),
+            _noise(32, channels, patch, patch),
+            _noise(1, 32, channels, patch, patch),
+        ]
     if "spatial_shapes" in parameters:
         return [_noise(2, 16, channels * patch**2)]
     plain = _noise(2, channels, height, width)
@@ -113,13 +126,26 @@ def _videos(config: Any, parameters: Any) -> list[Tensor | None]:
 
 
 def _features(config: Any, parameters: Any) -> list[Tensor | None]:
-    bins = setting(config, "input_dim", "num_mel_bins", "feature_size", "input_feat_per_channel", "feature_projection_input_dim", "n_mels", default=80)
+    bins = setting(
+        config,
+        "input_dim",
+        "num_mel_bins",
+        "feature_size",
+        "input_feat_per_channel",
+        "feature_projection_input_dim",
+        "n_mels",
+        default=80,
+    )
     frames = 2 * setting(config, "max_source_positions", default=FRAMES // 2)
     return [_noise(2, FRAMES, bins), _noise(2, bins, FRAMES), _noise(2, bins, frames)]
 
 
 def _sounds(config: Any, parameters: Any) -> list[Tensor | None]:
-    return [_noise(2, SAMPLES), _noise(2, 1, SAMPLES), _noise(2, setting(config, "max_length", default=FRAMES), setting(config, "num_mel_bins", default=80))]
+    return [
+        _noise(2, SAMPLES),
+        _noise(2, 1, SAMPLES),
+        _noise(2, setting(config, "max_length", default=FRAMES), setting(config, "num_mel_bins", default=80)),
+    ]
 
 
 _OF: dict[str, Callable[[Any, Any], list[Tensor | None]]] = {
@@ -133,14 +159,18 @@ _OF: dict[str, Callable[[Any, Any], list[Tensor | None]]] = {
     "image_sizes": lambda config, parameters: [torch.tensor([[32, 32]] * 2), None],
     "target_sizes": lambda config, parameters: [GRID[:, 1:]],
     "spatial_shapes": lambda config, parameters: [GRID[:, 1:]],
-    "pixel_attention_mask": lambda config, parameters: [torch.ones(2, 16, dtype=torch.long)] if "spatial_shapes" in parameters else [],
+    "pixel_attention_mask": lambda config, parameters: (
+        [torch.ones(2, 16, dtype=torch.long)] if "spatial_shapes" in parameters else []
+    ),
     "image_merge_sizes": lambda config, parameters: [torch.tensor([2, 2])],
     "merge_sizes": lambda config, parameters: [torch.tensor([2, 2])],
     "input_features": _features,
     "input_features_mask": lambda config, parameters: [torch.ones(2, FRAMES, dtype=torch.long)],
     "feature_attention_mask": lambda config, parameters: [torch.ones(2, FRAMES, dtype=torch.long)],
     "input_values": _sounds,
-    "padding_mask": lambda config, parameters: [torch.ones(2, FRAMES, dtype=torch.long), None] if "input_features" in parameters else [],
+    "padding_mask": lambda config, parameters: (
+        [torch.ones(2, FRAMES, dtype=torch.long), None] if "input_features" in parameters else []
+    ),
 }
 
 
@@ -148,7 +178,9 @@ def _with_placeholders(model: nn.Module, given: Inputs) -> Inputs:
     """Put the tokens that stand for an image or a sound behind the text."""
     given = dict(given)
     for kind, name in (("image", "pixel_values"), ("audio", "input_features")):
-        make = getattr(model, f"get_{kind}_features", getattr(getattr(model, "model", None), f"get_{kind}_features", None))
+        make = getattr(
+            model, f"get_{kind}_features", getattr(getattr(model, "model", None), f"get_{kind}_features", None)
+        )
         token = setting(model.config, f"{kind}_token_id", f"{kind}_token_index")
         if not {name, "input_ids"} <= given.keys() or token is None:
             continue

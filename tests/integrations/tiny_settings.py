@@ -10,7 +10,9 @@ import torch
 
 def _rope(*sections: int, **others: Any) -> dict[str, Any]:
     """Rotary embedding with sections for time, height and width."""
-    return {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": list(sections), **others}}
+    return {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": list(sections), **others}
+    }
 
 
 _BOTH = ["sliding_attention", "full_attention"]
@@ -68,6 +70,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "swin": {"image_size": 64, "window_size": 2},
     "vipllava": {"vision_feature_layers": [-1, -2]},
     "voxtral_encoder": {"intermediate_size": 256},
+    "vits": {"upsample_initial_channel": 32},
     "wav2vec2-bert": {"vocab_size": 128},
     "wav2vec2-conformer": {"vocab_size": 128},
     "xlstm": {"qk_dim_factor": 1.0},
@@ -89,7 +92,9 @@ INPUTS: dict[str, dict[str, Any]] = {
     "granite_speech5_ctc": {"input_features": (2, 64, 320)},
     "neomme": {"pixel_values": None},
     "pop2piano": {"input_features": None},
-    "qwen2_audio": {"attention_mask": torch.ones(2, 12, dtype=torch.long)},  # it makes a longer one, which no result is chosen by
+    "qwen2_audio": {
+        "attention_mask": torch.ones(2, 12, dtype=torch.long)
+    },  # it makes a longer one, which no result is chosen by
     "speech-encoder-decoder": {"input_features": None},
     "voxtral_realtime": {"input_features": (2, 128, 96)},
 }
