@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Any architecture of the installed transformers, made tiny: the sizes of its configuration become small ones by their
-names, and of its layers one of each kind stays."""
+names, and of its layers one of each kind stays; `tiny_settings.py` has what names do not say."""
 
 from __future__ import annotations
 
@@ -67,13 +67,8 @@ def tiny_config(kind: type, **settings: Any) -> Any:
     if vars(default).get("num_key_value_heads") == vars(default).get("num_attention_heads", 0):
         settings.pop("num_key_value_heads", None)  # each head has keys of its own, or (MLA) must have them
         settings |= {name: HEADS for name in _names(kind) & {"num_key_value_heads"}}
-    if isinstance(heads := vars(default).get("num_heads"), list | tuple) and isinstance(
-        vars(default).get("embed_dim"), int
-    ):
-        settings["embed_dim"] = HEAD * heads[0]  # which each stage doubles, with its heads
     _keep_one_of_each(default, settings)
-    if isinstance(depths := settings.get("depths", vars(default).get("depths")), list | tuple):
-        settings["depths"] = [min(depth, 2) for depth in depths]
+    _make_stages_small(default, settings)
     return kind(**settings)
 
 
@@ -113,6 +108,15 @@ def _keep_one_of_each(default: Any, settings: dict[str, Any]) -> None:
     for name, value in lists.items():
         settings[name] = [value[i] for i in kept]
     settings[type(default).attribute_map.get("num_hidden_layers", "num_hidden_layers")] = len(kept)
+
+
+def _make_stages_small(default: Any, settings: dict[str, Any]) -> None:
+    """Of a network of stages the width of the first, which each stage doubles with its heads, and the depths."""
+    heads, depths = vars(default).get("num_heads"), settings.get("depths", vars(default).get("depths"))
+    if isinstance(heads, list | tuple) and isinstance(vars(default).get("embed_dim"), int):
+        settings["embed_dim"] = HEAD * heads[0]
+    if isinstance(depths, list | tuple):
+        settings["depths"] = [min(depth, 2) for depth in depths]
 
 
 def tiny_model(name: str, config: Any) -> torch.nn.Module:
