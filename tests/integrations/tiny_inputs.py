@@ -51,7 +51,7 @@ def _candidates(model: nn.Module) -> Iterator[Inputs]:
 
 
 def _values(name: str, config: Any, parameters: Any) -> list[Tensor | None]:
-    """What the parameter may be, the best first; None: it is left out."""
+    """The values that the parameter may have, the best first; None leaves it out."""
     if name in (own := INPUTS.get(config.model_type, {})):
         return [_noise(*own[name]) if isinstance(own[name], tuple) else own[name]]
     if name in ("input_ids", "qformer_input_ids", "protein_input_ids", "task_inputs"):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the names of settings do not say: settings of a tiny model by its `model_type` or by its class."""
+"""Settings and inputs of tiny models that no name says, by `model_type` or by class."""
 
 from __future__ import annotations
 

@@ -55,8 +55,9 @@ def _is_of_transformers(cls: type) -> bool:
 
 @functools.cache
 def _read_by(cls: type) -> frozenset[str]:
-    """The names of layers whose weight a method of this class reads, the ends of paths to those whose weight it changes,
-    and ``part.parameters`` for the layer with the first parameter of a part; methods that are replaced do not count."""
+    """The names of layers whose weight a method of this class reads, the ends of paths to those whose weight it
+    changes, and ``part.parameters`` for the layer with the first parameter of a part; methods that are replaced
+    do not count."""
     names: set[str] = set()
     replaced: set[str] = set()
     for base in cls.__mro__:
