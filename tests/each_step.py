@@ -22,28 +22,31 @@ def at_each_step(
     """Run ``other(thing)`` at the n-th opcode of ``traced(thing)`` in these files, for each n (or one of ``every``) and
     a new thing; yield what the two return."""
     step = 0
-    while True:
-        thing, steps, results = made(), 0, []
-
-        def trace(frame: FrameType, event: str, arg: Any) -> Any:
-            nonlocal steps
-            if not frame.f_code.co_filename.endswith(files):
-                return None
-            frame.f_trace_opcodes, frame.f_trace_lines = True, False
-            if event == "opcode":
-                if steps == step:
-                    sys.settrace(None)
-                    results.append(other(thing))
-                steps += 1
-            return trace
-
-        before = sys.gettrace()
-        sys.settrace(trace)
-        try:
-            result = traced(thing)
-        finally:
-            sys.settrace(before)
-        if not results:
-            return
-        yield result, results[0]
+    while len(results := _at_step(step, files, traced, other, made())) == 2:
+        yield results[0], results[1]
         step += every
+
+
+def _at_step(step: int, files: tuple[str, ...], traced: Callable[[Any], Any], other: Callable[[Any], Any], thing: Any) -> list[Any]:
+    """What ``traced`` returns, and ``other`` if there are so many opcodes."""
+    steps, results = 0, []
+
+    def trace(frame: FrameType, event: str, arg: Any) -> Any:
+        nonlocal steps
+        if not frame.f_code.co_filename.endswith(files):
+            return None
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        if event == "opcode":
+            if steps == step:
+                sys.settrace(None)
+                results.append(other(thing))
+            steps += 1
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        result = traced(thing)
+    finally:
+        sys.settrace(before)
+    return [result, *results]

@@ -432,7 +432,7 @@ WRONG = {
     "gemma3.attention.sliding_window": (2.5, "one number from 1 on, got 2.5"),
     "gemma3.final_logit_softcapping": (float("nan"), "a number above 0, got nan"),
     "gemma3.attention.sliding_window_pattern": ([True], r"one value, or one for each of the 2 layers, got \[True\]"),
-    "llama.attention.head_count_kv": ([2, 2, 2], r"one value, or one for each of the 2 layers, got \[2, 2, 2\]"),
+    "phi3.attention.head_count_kv": ([2, 2, 2], r"one value, or one for each of the 2 layers, got \[2, 2, 2\]"),
     "llama.feed_forward_length": ([512], r"one value, or one for each of the 2 layers, got \[512\]"),
     "llama.context_length": ([128, 128], r"one value, got \[128, 128\]"),
     "tokenizer.ggml.eos_token_id": (9999, "a number below 64, how many words the model has, got 9999"),

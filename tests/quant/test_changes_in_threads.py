@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import lowbit
 
+
 def layer(kind: str) -> tuple[nn.Module, Tensor]:
     torch.manual_seed(0)
     if kind == "embedding":

@@ -150,7 +150,8 @@ class GgufFile:
             raise ValueError(f"{path}: all parts must hold {wanted} tensors together, got {len(whole.tensors)}")
         whole.value(f"{whole.architecture}.block_count")
         others = dict.fromkeys(whole.texts, [])  # as those with a number for each layer: compared when they are read
-        check_counts(path, whole.architecture, others | whole.metadata, {t.name: t.shape for t in whole.tensors.values()})
+        shapes = {tensor.name: tensor.shape for tensor in whole.tensors.values()}
+        check_counts(path, whole.architecture, others | whole.metadata, shapes)
         return whole
 
 

@@ -28,7 +28,12 @@ WITHOUT_EFFECT = {
     "is of other tokenizers": r"tokenizer\.ggml\.(token_type_count|remove_extra_whitespaces|precompiled_charsmap)",
 }
 """Patterns of keys that change nothing, by the reason; ARCH is the architecture."""
-BY_LAYER = ("attention.head_count", "attention.head_count_kv", "feed_forward_length", "attention.sliding_window_pattern")
+BY_LAYER = (
+    "attention.head_count",
+    "attention.head_count_kv",
+    "feed_forward_length",
+    "attention.sliding_window_pattern",
+)
 """Keys of the architecture that may have a value for each layer, as llama.cpp has it."""
 _REQUIRED = object()
 
