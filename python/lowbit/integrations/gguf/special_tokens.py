@@ -9,7 +9,9 @@ from lowbit.integrations.gguf.metadata import Metadata
 
 _NONE = 2**32 - 1  # -1, as some writers say "no such word"
 ENDS = frozenset(
-    ["<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<|end_of_text|>", "<end_of_utterance>", "<eos>", "<turn|>", "<|tool_response>", "<｜end▁of▁sentence｜>", "[e~[", "<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>", "<|file_sep|>"]
+    "<|eot_id|> <|im_end|> <|end|> <end_of_turn> <|endoftext|> <|eom_id|>"
+    " <EOT> _<EOT> [EOT] [EOS] <|end_of_text|> <end_of_utterance> <eos> <turn|> <|tool_response> <｜end▁of▁sentence｜>"
+    " [e~[ <|fim_pad|> <fim-pad> <fim_pad> <|fim_repo|> <|repo_name|> <fim-repo> <REPO> <reponame> <|file_sep|>".split()
 )
 """Words that end an answer in llama.cpp wherever a vocabulary has them, whatever their type (src/llama-vocab.cpp),
 besides those that the file names; but those of gpt-oss, whose architecture is not read, padding, and "</s>", which is a
