@@ -290,33 +290,6 @@ def test_a_part_of_a_model_marks_the_whole(tmp_path):
     assert not hasattr(model.config, "quantization_config")
 
 
-@pytest.mark.parametrize("name", ["llama", "tied", "gpt2"])
-def test_a_part_without_a_config_marks_the_whole_when_it_is_saved(name, tmp_path):
-    model = float_model(name, tmp_path)
-    for _, module in list(model.named_modules()):
-        if lowbit.quant.linear_layers.is_linear(module) and module is not model.get_output_embeddings():
-            lowbit.quantize_(module, INT8)
-    assert not hasattr(model.config, "quantization_config")
-    check_it_comes_back(model, tmp_path)
-
-
-@torch.no_grad()
-def test_a_part_with_a_config_of_its_own_marks_the_whole_when_it_is_saved(tmp_path):
-    text = transformers.LlamaConfig(**LLAMA)
-    vision = transformers.CLIPVisionConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, image_size=28, patch_size=14)
-    model = transformers.LlavaForConditionalGeneration(transformers.LlavaConfig(vision_config=vision, text_config=text, image_token_index=96)).eval()
-    lowbit.quantize_(model.model.vision_tower, INT8)
-    check_it_comes_back(model, tmp_path)
-
-
-def test_a_state_dict_that_is_taken_before_marks_the_whole(tmp_path):
-    model = float_model("llama", tmp_path)
-    lowbit.quantize_(model.model.layers[1].mlp.up_proj, INT8)
-    state = model.state_dict()
-    model.save_pretrained(tmp_path / "packed", state_dict=state)
-    assert formats(type(model).from_pretrained(tmp_path / "packed")) == {"model.layers.1.mlp.up_proj": "int8 per-channel"}
-
-
 def test_a_model_in_a_module_of_the_user(tmp_path):
     net = nn.ModuleDict({"bert": transformers.BertModel(copy.deepcopy(MODELS["bert"][1])).eval(), "head": nn.Linear(48, 3)})
     lowbit.quantize_(net, W4A8)

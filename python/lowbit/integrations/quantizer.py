@@ -34,10 +34,9 @@ from lowbit.integrations.fuse import fuse
 from lowbit.integrations.lowbit_config import METHOD, LowbitConfig
 from lowbit.integrations.mapped_pages import release_pages
 from lowbit.integrations.resizing import refuse_to_resize_packed_tables
-from lowbit.integrations.saving import complete_entry
 from lowbit.integrations.selection import Selection
 from lowbit.integrations.stored_layers import become_packed, hold_stored, leave_bias, repack
-from lowbit.quant.changing_layers import OBSERVERS, SAVERS
+from lowbit.quant.changing_layers import OBSERVERS
 from lowbit.quant.dequantize import dequantize_
 from lowbit.quant.fast_path import disable_encoder_fast_path
 from lowbit.quant.linear_layers import features_of, is_embedding, matrix_of
@@ -325,5 +324,4 @@ register_quantization_config(METHOD)(LowbitConfig)
 register_quantizer(METHOD)(LowbitQuantizer)
 RENAMINGS.append(renamed)
 OBSERVERS.append(note_formats)
-SAVERS.append(complete_entry)
 refuse_to_resize_packed_tables()

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from lowbit.formats.block_sparse import BlockSparseWeightConfig
 from lowbit.formats.float import FLOAT_FORMATS
 from lowbit.ops.block_sparse_linear import block_sparse_linear, blocks_of, dense_of_blocks
-from lowbit.quant.changing_layers import saving_layer
 from lowbit.quant.distortion import decibel
 from lowbit.quant.layer_state import become_float, become_packed, float_forward, twin_of
 from lowbit.quant.linear_layers import features_of, is_conv1d, matrix_of
@@ -103,10 +102,6 @@ class BlockSparseLinear(nn.Linear):
         size = self.weight.shape[1]
         all_of_them = self.out_features // size * (self.in_features // size)
         return f"{super().extra_repr()}, {len(self.weight)} of {all_of_them} blocks of {size}"
-
-    def _save_to_state_dict(self, *args: Any) -> None:
-        saving_layer()
-        super()._save_to_state_dict(*args)
 
     def state_dict_problem(self, state_dict: Mapping[str, Any], prefix: str) -> str | None:
         """Say why the entries of ``state_dict`` under ``prefix`` cannot be this layer's, or return None. A missing one

@@ -11,15 +11,6 @@ from torch import nn
 OBSERVERS: list[Callable[[nn.Module], None]] = []
 """Functions of a model whose layers have changed: added by the integration of the library that the model is of."""
 
-SAVERS: list[Callable[[], None]] = []
-"""Functions that are called when the state of a packed layer is asked for: added in the same way."""
-
-
-def saving_layer() -> None:
-    """Tell integrations that the state of a packed layer is asked for."""
-    for tell in SAVERS:
-        tell()
-
 
 @contextlib.contextmanager
 def changing_layers(model: nn.Module) -> Iterator[None]:

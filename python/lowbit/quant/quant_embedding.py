@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from lowbit import _C
 from lowbit.formats.spec import LinearSpec
-from lowbit.quant.changing_layers import saving_layer
 from lowbit.quant.layer_state import become_float, become_packed, float_forward, twin_of
 from lowbit.quant.layout import in_layout, stored_problem
 from lowbit.quant.linear_layers import is_scaled_embedding
@@ -112,10 +111,6 @@ class QuantEmbedding(nn.Embedding):
     def state_dict_problem(self, state_dict: dict[str, Any], prefix: str) -> str | None:
         """Say why the entries of ``state_dict`` under ``prefix`` cannot be this layer's, or return None."""
         return stored_problem(state_dict, prefix, self.spec, self.num_embeddings, self.embedding_dim, self.layout_name)
-
-    def _save_to_state_dict(self, *args: Any) -> None:
-        saving_layer()
-        super()._save_to_state_dict(*args)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         problem = self.state_dict_problem(state_dict, prefix)

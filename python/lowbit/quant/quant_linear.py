@@ -18,7 +18,6 @@ from lowbit.formats.semi_sparse import FORMAT as SEMI_SPARSE
 from lowbit.formats.semi_sparse import fullest_four
 from lowbit.formats.spec import LinearSpec, OpArgs, StoredWeight
 from lowbit.ops.linear import linear
-from lowbit.quant.changing_layers import saving_layer
 from lowbit.quant.codes import CodedWeight
 from lowbit.quant.layer_state import become_float, become_packed, float_forward, twin_of
 from lowbit.quant.layout import in_layout, stored_problem, text_of
@@ -185,10 +184,6 @@ class QuantLinear(nn.Linear):
     def state_dict_problem(self, state_dict: dict[str, Any], prefix: str) -> str | None:
         """Say why the entries of ``state_dict`` under ``prefix`` cannot be this layer's, or return None."""
         return stored_problem(state_dict, prefix, self.spec, self.out_features, self.in_features)
-
-    def _save_to_state_dict(self, *args: Any) -> None:
-        saving_layer()
-        super()._save_to_state_dict(*args)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         problem = self.state_dict_problem(state_dict, prefix)
