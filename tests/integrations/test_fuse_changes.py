@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from decoders import answer, calls_of_layers, logits, made, prompt, transformers
+from each_step import CALLING, at_each_step
 from torch import nn
 
 import lowbit
@@ -177,3 +178,22 @@ def test_a_norm_has_the_eps_that_it_has_now(norm: nn.Module, name: str) -> None:
     if name == "eps":
         norm.weight = plain.weight = None
         torch.testing.assert_close(norm(x), plain(x))
+
+
+@torch.no_grad()
+def test_a_model_that_becomes_float_at_each_step_of_a_call() -> None:
+    """In a prompt, and in a token behind it, whose keys must join the cache once."""
+    model, ids = made("llama"), prompt()
+
+    def call(model: nn.Module) -> list[torch.Tensor]:
+        first = model(ids)
+        return [first.logits, model(ids[:, :1], past_key_values=first.past_key_values).logits]
+
+    wanted = call(model)
+    lowbit.fuse(model)
+    count = 0
+    for got, _ in at_each_step(CALLING, call, lowbit.dequantize_, lambda: copy.deepcopy(model), every=23):
+        count += 1
+        for one, other in zip(got, wanted, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3)
+    assert count > 20

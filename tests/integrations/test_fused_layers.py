@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import copy
 import gc
 import weakref
 from typing import Any
@@ -168,3 +169,34 @@ def test_decoders_that_share_a_layer() -> None:
     for _ in range(2):
         for model, said in zip((one, other), wanted, strict=True):
             torch.testing.assert_close(logits(model, prompt()), said, rtol=1e-4, atol=1e-4)
+
+
+def one_layer_twice(model: nn.Module) -> None:
+    model.model.layers[1] = model.model.layers[0]
+
+
+def one_place_for_two(model: nn.Module) -> None:
+    model.model.layers[1].self_attn.layer_idx = 0
+
+
+@pytest.mark.parametrize("change", [one_layer_twice, one_place_for_two])
+@pytest.mark.parametrize("first", ["the change", "fuse"])
+def test_layers_that_share_a_layer_of_the_cache_answer_as_unfused(first, change):
+    model, ids = made("llama"), prompt()
+    fused = copy.deepcopy(model)
+    change(model)
+    for step in (change, lowbit.fuse) if first == "the change" else (lowbit.fuse, change):
+        pieces = step(fused)
+    if first == "the change":
+        assert pieces.left["model"] == "two of its layers write to one layer of the cache (layer_idx)"
+    for length in (9, 1):
+        wanted, got = (outputs(each, ids[:, :length]) for each in (model, fused))
+        for one, other in zip(got, wanted, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3)
+
+
+@torch.no_grad()
+def outputs(model: nn.Module, ids: torch.Tensor) -> list[torch.Tensor]:
+    """Of a prompt, and of a token behind it."""
+    first = model(ids, use_cache=True)
+    return [first.logits, model(ids[:, :1], past_key_values=first.past_key_values).logits]

@@ -333,6 +333,40 @@ def test_an_array_of_texts_that_nothing_reads_is_refused_by_name(tmp_path):
         load_model(path)
 
 
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_a_value_that_is_given_as_texts_is_refused_by_the_name_of_its_key(name, tmp_path):
+    """Also one that has a default, which it took."""
+    write(tmp_path / "model.gguf", name)
+    original = GgufFile.open(tmp_path / "model.gguf")
+    attributes_of(original)
+    keys = {key for key in original.metadata if not any(re.fullmatch(known.replace("ARCH", name), key) for known in WITHOUT_EFFECT.values())}
+    keys |= {f"{name}.attention.head_count_kv", f"{name}.expert_count", "tokenizer.ggml.eot_token_id", "split.count"}
+
+    def texts(writer: gguf.GGUFWriter, key: str) -> None:
+        writer.add_array(key, ["2", "2"])
+
+    for key in keys - {"general.architecture"}:
+        path = write(tmp_path / "other.gguf", name, words=True, more=lambda writer, key=key: texts(writer, key))
+        with pytest.raises(ValueError, match=f"other.gguf.*{re.escape(key)} must be no array of texts, got one of 2"):
+            lowbit.load_gguf(path)
+
+
+@pytest.mark.parametrize("key", ["tokenizer.ggml.tokens", "tokenizer.ggml.merges"])
+def test_words_that_are_no_array_of_texts_are_refused(key, tmp_path):
+    path = write(tmp_path / "model.gguf", "llama", words=True, more=lambda writer: writer.add_array(key, [1, 2]))
+    with pytest.raises(ValueError, match=rf"model.gguf.*{key} must be an array of texts, got \[1, 2\]"):
+        lowbit.load_gguf(path)
+
+
+@pytest.mark.parametrize("heads", [[4], [4] * 3, [4] * 40])
+def test_a_list_of_heads_has_a_number_for_each_layer(heads, tmp_path):
+    path = write(tmp_path / "model.gguf", "llama", more=lambda writer: writer.add_array("llama.attention.head_count", heads))
+    with pytest.raises(ValueError, match="model.gguf: llama.attention.head_count must be one value, or one for each of the 2 layers"):
+        load_model(path)
+    write(path, "llama", more=lambda writer: writer.add_array("llama.attention.head_count", [4, 4]))
+    load_model(path)
+
+
 def test_keys_without_effect_change_nothing(tmp_path):
     def more(writer):
         writer.add_array("general.tags", ["chat"]), writer.add_string("quantize.imatrix.file", "x"), writer.add_string("mradermacher.quantized_by", "y")
@@ -397,7 +431,10 @@ WRONG = {
     "phi3.attention.sliding_window": (-1, "one number from 1 on, got -1"),
     "gemma3.attention.sliding_window": (2.5, "one number from 1 on, got 2.5"),
     "gemma3.final_logit_softcapping": (float("nan"), "a number above 0, got nan"),
-    "gemma3.attention.sliding_window_pattern": ([True], r"a number or 2 flags, got \[True\]"),
+    "gemma3.attention.sliding_window_pattern": ([True], r"one value, or one for each of the 2 layers, got \[True\]"),
+    "phi3.attention.head_count_kv": ([2, 2, 2], r"one value, or one for each of the 2 layers, got \[2, 2, 2\]"),
+    "llama.feed_forward_length": ([512], r"one value, or one for each of the 2 layers, got \[512\]"),
+    "llama.context_length": ([128, 128], r"one value, got \[128, 128\]"),
     "tokenizer.ggml.eos_token_id": (9999, "a number below 64, how many words the model has, got 9999"),
 }
 

@@ -201,6 +201,34 @@ def test_a_model_quantized_after_peft_came_keeps_its_adapters_float_and_merges()
     assert close(model(x), wanted, "int8")
 
 
+@pytest.mark.parametrize("variant", [{}, {"use_dora": True}], ids=["lora", "dora"])
+@pytest.mark.parametrize("first", ["quantize_", "peft"])
+def test_adapters_of_a_conv1d_know_how_its_weight_lies(first, variant):
+    """That of a Conv1D is [k, n], its packed one [n, k], and dequantize_ makes it [k, n] again."""
+    conv1d = pytest.importorskip("transformers.pytorch_utils").Conv1D
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"wide": conv1d(96, 64), "square": conv1d(64, 64)}).eval()
+    inputs = {name: torch.randn(5, 64) for name in model}
+    if first == "quantize_":
+        lowbit.quantize_(model, CONFIGS["int8"])
+    settings = peft.LoraConfig(r=4, target_modules=["wide", "square"], init_lora_weights=False, **variant)
+    model = peft.inject_adapter_in_model(settings, model).eval()
+    if first == "peft":
+        lowbit.quantize_(model, CONFIGS["int8"])
+    wanted = {name: model[name](x) for name, x in inputs.items()}
+    for layer in model.values():
+        layer.merge()
+    assert all(close(model[name](x), wanted[name], "int8") for name, x in inputs.items())
+    for layer in model.values():
+        layer.unmerge()
+    lowbit.dequantize_(model)
+    for name, x in inputs.items():
+        assert type(model[name].base_layer) is conv1d
+        torch.testing.assert_close(model[name](x), wanted[name], rtol=1e-4, atol=1e-4)
+        model[name].merge()
+        torch.testing.assert_close(model[name](x), wanted[name], rtol=1e-4, atol=1e-4)
+
+
 def test_the_adapter_saves_and_loads_alone(tmp_path):
     model, x = adapted(CONFIGS["w4a8"])
     wanted = model(x)

@@ -259,6 +259,24 @@ def test_a_refused_call_leaves_no_entry(tmp_path):
     assert not hasattr(model.config, "quantization_config")
 
 
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bert"])
+def test_models_made_of_one_config_have_entries_of_their_own(name, tmp_path):
+    cls, config = MODELS[name][0], copy.deepcopy(MODELS[name][1])
+    first, second, third = (cls(config).eval() for _ in range(3))
+    lowbit.quantize_(first, W4A8)
+    assert not hasattr(config, "quantization_config") and second.config is config
+    assert all(module.config is first.config for module in first.modules() if hasattr(module, "config"))
+    lowbit.quantize_(third, INT8)
+    assert entry(first)["config"] != entry(third)["config"]
+    lowbit.dequantize_(third)
+    check_it_comes_back(first, tmp_path)
+    second.save_pretrained(tmp_path / "second")
+    assert "quantization_config" not in (tmp_path / "second" / "config.json").read_text()
+    own = first.config
+    lowbit.quantize_(first, INT8, lambda module, name: type(module) is nn.Embedding and "position" not in name)
+    assert first.config is own
+
+
 def test_a_part_of_a_model_marks_the_whole(tmp_path):
     model = float_model("llama", tmp_path)
     lowbit.quantize_(model.model.layers[0], INT4)

@@ -71,18 +71,38 @@ def test_a_fused_gated_mlp_becomes_what_it_was(gated_mlp):
     torch.testing.assert_close(gated_mlp["mlp"](x), fused, rtol=1e-4, atol=1e-5)
 
 
-def test_conv1d_becomes_an_nn_linear_with_the_same_result():
+@pytest.mark.parametrize("change", [lambda model: lowbit.quantize_(model, lowbit.int8_weight_only()), lambda model: lowbit.sparsify_(model, lowbit.block_sparse_weight(16))], ids=["packed", "blocks"])
+def test_conv1d_becomes_conv1d_again_and_its_file_loads(change, tmp_path):
     transformers = pytest.importorskip("transformers")
-    model = transformers.GPT2Model(
-        transformers.GPT2Config(vocab_size=50, n_positions=16, n_embd=32, n_layer=1, n_head=2)
-    ).eval()
-    ids = torch.randint(0, 50, (1, 5))
+    sizes = transformers.GPT2Config(vocab_size=50, n_positions=16, n_embd=32, n_layer=1, n_head=2)
+    model, ids = transformers.GPT2Model(sizes).eval(), torch.randint(0, 50, (1, 5))
+    kinds = {name: type(module) for name, module in model.named_modules()}
+    inside = {name: set(vars(module)) for name, module in model.named_modules()}
     with torch.no_grad():
-        lowbit.quantize_(model, lowbit.int8_weight_only())
+        change(model)
         wanted = model(ids).last_hidden_state
         lowbit.dequantize_(model)
-        torch.testing.assert_close(model(ids).last_hidden_state, wanted, rtol=1e-4, atol=1e-5)
-    assert type(model.h[0].mlp.c_fc) is nn.Linear
+        got = model(ids).last_hidden_state
+    torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)
+    assert {name: type(module) for name, module in model.named_modules()} == kinds
+    assert {name: set(vars(module)) for name, module in model.named_modules()} == inside
+    model.save_pretrained(tmp_path)
+    loaded, info = transformers.GPT2Model.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(info.values())
+    with torch.no_grad():
+        assert torch.equal(loaded(ids).last_hidden_state, got)
+
+
+class Scaled(nn.Linear):
+    """Computes as an nn.Linear does, and has a class of its own."""
+
+
+def test_a_subclass_that_was_taken_by_name_comes_back():
+    model = nn.Sequential(Scaled(40, 20))
+    lowbit.quantize_(model, lowbit.int8_weight_only(), lambda module, name: name == "0")
+    lowbit.dequantize_(copy.deepcopy(model))
+    lowbit.dequantize_(model)
+    assert type(model[0]) is Scaled and "float_class" not in vars(model[0])
 
 
 def test_on_the_meta_device_and_by_itself():

@@ -9,9 +9,11 @@ weights are packed.
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 from weakref import WeakValueDictionary
 
 from torch import nn
@@ -67,11 +69,30 @@ def _is_whole(module: nn.Module) -> bool:
 
 def _owner(model: PreTrainedModel) -> PreTrainedModel:
     """The model whose config this one's is: itself, or the one around it where that was seen."""
-    known = _owners.get(id(model.config))
-    if known is not None and known.config is model.config and any(module is model for module in known.modules()):
+    known = _known_owner(model.config)
+    if known is not None and any(module is model for module in known.modules()):
         return known
-    _owners[id(model.config)] = model
     return model
+
+
+def _known_owner(config: PreTrainedConfig) -> PreTrainedModel | None:
+    owner = _owners.get(id(config))
+    return owner if owner is not None and owner.config is config else None
+
+
+def _own_config(model: PreTrainedModel) -> None:
+    """Give the model a copy of its config, unless the config is known as its own: another model may have been made of
+    the same object, and would be saved as packed. A base model keeps it, as the model around it has the same one."""
+    known = _known_owner(model.config)
+    inside = known is not None and any(module is known for module in model.modules())
+    if not inside and (model.base_model is not model or known is not None):
+        copies: dict[int, Any] = {}
+        copy.deepcopy(model.config, copies)
+        for module in model.modules():
+            for name, value in module.__dict__.items():
+                if isinstance(value, PreTrainedConfig) and id(value) in copies:
+                    module.__dict__[name] = copies[id(value)]
+    _owners[id(model.config)] = model
 
 
 def _note(model: PreTrainedModel) -> None:
@@ -84,6 +105,7 @@ def _note(model: PreTrainedModel) -> None:
     quantizer = getattr(model, "hf_quantizer", None)
     quantizer = quantizer if isinstance(getattr(quantizer, "quantization_config", None), LowbitConfig) else None
     if entry is not None:
+        _own_config(model)
         model.config.quantization_config = entry
         if quantizer is not None:
             quantizer.quantization_config = entry
@@ -95,8 +117,8 @@ def _note(model: PreTrainedModel) -> None:
 
 
 def _note_part(part: nn.Module, config: PreTrainedConfig) -> None:
-    owner = _owners.get(id(config))
-    if owner is not None and owner.config is config:
+    owner = _known_owner(config)
+    if owner is not None:
         _note(owner)
     elif getattr(config, "quantization_config", None) is None:
         formats = [_config_of(getattr(module, "spec", None)) for _, module in _packed(part)]

@@ -86,7 +86,7 @@ def _fuse_layers(model: nn.Module, pieces: FusedModules) -> None:
         if is_decoder_layer(module):
             take(name, fuse_decoder_layer(module))
     for name, module in named:
-        layers = list(module._modules.get("layers", nn.ModuleList()).children())
+        layers = list(module._modules.get("layers", nn.ModuleList())._modules.values())  # one may be there twice
         if name and len(layers) > 1 and all(isinstance(layer, FusedDecoderLayer) for layer in layers):
             take(name, fuse_decoder(module))
 

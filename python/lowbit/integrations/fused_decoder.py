@@ -102,6 +102,8 @@ def fuse_decoder(module: nn.Module) -> str:
     layers = tuple(module.layers)
     if any(layer.facts["same"] != layers[0].facts["same"] for layer in layers):
         return "its layers differ in eps, scale or activation"
+    if len({layer.self_attn.layer_idx for layer in layers}) < len(layers):
+        return "two of its layers write to one layer of the cache (layer_idx)"
     if not _only_hands_on(module, layers):
         return "it does not hand one mask, rotary embedding and cache through all layers"
     FusedLayers.take(module.layers, {})

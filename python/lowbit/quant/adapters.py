@@ -23,6 +23,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lowbit.formats.semi_sparse import FORMAT as SEMI_SPARSE
+from lowbit.quant.linear_layers import is_conv1d, is_conv1d_class
 from lowbit.quant.packing import pack_weight
 from lowbit.quant.quant_linear import QuantLinear
 from lowbit.quant.safetensors_file import bytes_of
@@ -46,12 +47,22 @@ def adapter_modules(model: nn.Module) -> set[int]:
 
 
 def adopt_lora_layers(model: nn.Module) -> None:
-    """Turn peft's float LoRA layers around a QuantLinear, which was quantized after peft came, into the
-    one that merges."""
+    """Bring adapters of peft up to layers that have become packed, or float again, since peft came: its LoRA layer for
+    floats becomes the one that merges into a QuantLinear, and adapters are told how a Conv1D's weight lies now."""
     peft = sys.modules.get("peft.tuners.lora.layer")
     for module in model.modules() if peft is not None else ():
-        if type(module) is peft.Linear and isinstance(module.get_base_layer(), QuantLinear):
+        base = module.get_base_layer() if hasattr(module, "get_base_layer") else None
+        if type(module) is peft.Linear and isinstance(base, QuantLinear):
             module.__class__ = _lora_linear(peft.Linear)
+        if is_conv1d(base) or (isinstance(base, QuantLinear) and is_conv1d_class(base.float_class)):
+            _set_transposed(module, base, is_conv1d(base))
+
+
+def _set_transposed(layer: nn.Module, base: nn.Module, transposed: bool) -> None:
+    """Tell an adapter layer and its parts, such as DoRA's, whether the weight of their base lies as ``[k, n]``."""
+    for part in layer.modules():
+        if part is not base and hasattr(part, "fan_in_fan_out"):
+            part.fan_in_fan_out = transposed
 
 
 def watch_for_peft() -> None:

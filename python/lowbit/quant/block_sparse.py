@@ -15,7 +15,8 @@ from lowbit.formats.block_sparse import BlockSparseWeightConfig
 from lowbit.formats.float import FLOAT_FORMATS
 from lowbit.ops.block_sparse_linear import block_sparse_linear, blocks_of, dense_of_blocks
 from lowbit.quant.distortion import decibel
-from lowbit.quant.linear_layers import features_of, matrix_of
+from lowbit.quant.layer_state import become_float, become_packed, float_forward, twin_of
+from lowbit.quant.linear_layers import features_of, is_conv1d, matrix_of
 from lowbit.quant.report import ReportRow
 from lowbit.quant.select import Selected
 
@@ -65,12 +66,17 @@ class BlockSparseLinear(nn.Linear):
 
     crow_indices: Tensor
     col_indices: Tensor
+    float_class: type[nn.Module] = nn.Linear
+    """Its former class: that of ``dequantize_``."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         raise TypeError("BlockSparseLinear: lowbit.sparsify_(model, lowbit.block_sparse_weight()) makes one of a layer")
 
     def forward(self, x: Tensor) -> Tensor:
-        parameters, buffers = self._parameters, self._buffers
+        inside = self.__dict__
+        parameters, buffers = inside["_parameters"], inside["_buffers"]
+        if INDICES[0] not in buffers:
+            return float_forward(self, x)
         return block_sparse_linear(
             x, parameters["weight"], buffers["crow_indices"], buffers["col_indices"], parameters["bias"]
         )
@@ -80,11 +86,14 @@ class BlockSparseLinear(nn.Linear):
         return dense_of_blocks(self.weight.detach(), self.crow_indices, self.col_indices, self.in_features).to(dtype)
 
     def become_linear(self, weight: nn.Parameter) -> None:
-        """Turn the layer into an nn.Linear with this weight ``[n, k]``, in place."""
-        self.__class__ = nn.Linear
-        self._parameters["weight"] = weight
+        """Turn it back into the layer that it was, in place, with this weight, which lies as that class has it."""
+        twin = twin_of(self, self.float_class)
+        twin._parameters["weight"] = weight
         for name in INDICES:
-            del self._buffers[name]
+            del twin._buffers[name]
+        for name in ("out_features", "in_features") if is_conv1d(twin) else ():
+            del twin.__dict__[name]
+        become_float(self, twin)
 
     def reset_parameters(self) -> None:
         raise RuntimeError("BlockSparseLinear: its blocks have no initial value; load a state dict or use sparsify_")
@@ -135,12 +144,13 @@ def blocks_problem(state_dict: Mapping[str, Any], prefix: str, n: int, k: int) -
 
 
 def hold_blocks(module: nn.Module, weight: nn.Parameter, blocks: Blocks) -> None:
-    """Turn a float layer into the BlockSparseLinear of these blocks; the object stays the same."""
-    module.out_features, module.in_features = features_of(module)
-    module.__class__ = BlockSparseLinear
-    module._parameters["weight"] = weight
+    """Turn a float layer, or one of other blocks, into the BlockSparseLinear of these; the object stays the same."""
+    twin = twin_of(module, BlockSparseLinear)
+    twin.out_features, twin.in_features = features_of(module)
+    twin._parameters["weight"] = weight
     for name in INDICES:
-        module.register_buffer(name, getattr(blocks, name))
+        twin.register_buffer(name, getattr(blocks, name))
+    become_packed(module, twin)
 
 
 def sparsify_layers(groups: list[list[Selected]], config: BlockSparseWeightConfig) -> dict[str, ReportRow]:

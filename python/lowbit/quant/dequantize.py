@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""dequantize_: turn the QuantLinear layers of a model back into nn.Linear, in place."""
+"""dequantize_: turn the QuantLinear layers of a model back into the float layers that they were, in place."""
 
 from __future__ import annotations
 
@@ -9,23 +9,26 @@ import torch
 from torch import nn
 
 from lowbit.ops.fakes import FLOATS
+from lowbit.quant.adapters import adopt_lora_layers
 from lowbit.quant.block_sparse import BlockSparseLinear
 from lowbit.quant.changing_layers import changing_layers
 from lowbit.quant.fused import unfuse
+from lowbit.quant.linear_layers import is_conv1d_class
 from lowbit.quant.quant_embedding import QuantEmbedding, to_embedding_in_place
-from lowbit.quant.quant_linear import QuantLinear
+from lowbit.quant.quant_linear import QuantLinear, to_linear_in_place
 from lowbit.tables.folding import LayerNames
 
 
 @torch.no_grad()
 def dequantize_(model: nn.Module, dtype: torch.dtype | None = None) -> LayerNames:
-    """Turn every `QuantLinear`, `QuantEmbedding` and `BlockSparseLinear` of ``model`` into an nn.Linear or nn.Embedding
-    with the decoded weight, in place.
+    """Turn every `QuantLinear`, `QuantEmbedding` and `BlockSparseLinear` of ``model`` into the layer that it was,
+    with the decoded weight, in place: an nn.Linear, an nn.Embedding, a Conv1D of transformers. One that was made
+    packed is an nn.Linear.
 
     The weights are the values of the packed ones: the error of rounding stays. Layers keep their identity, hooks and
-    bias; layers that share a packed weight share the float one. Fused modules become what they were; a layer that was a
-    Conv1D of transformers becomes an nn.Linear, which computes the same. The config of a model of transformers no
-    longer says that it is packed.
+    bias; layers that share a packed weight share the float one. Fused modules become what they were. Other threads may
+    call the model meanwhile: each layer computes with the packed weight or the float one. The config of a model of
+    transformers no longer says that it is packed.
 
     Args:
         model: any module, also a QuantLinear by itself.
@@ -45,14 +48,16 @@ def dequantize_(model: nn.Module, dtype: torch.dtype | None = None) -> LayerName
     if dtype is not None and not dtype.is_floating_point:
         raise ValueError(f"dequantize_: dtype must be a float dtype or None, got dtype={dtype}")
     with changing_layers(model):
-        return LayerNames(_become_float(model, dtype))
+        names = LayerNames(_become_float(model, dtype))
+    adopt_lora_layers(model)
+    return names
 
 
 def _become_float(model: nn.Module, dtype: torch.dtype | None) -> Iterator[str]:
     unfuse(model)
     others = next((parameter.dtype for parameter in model.parameters() if parameter.dtype in FLOATS), torch.float32)
     decoded: dict[
-        int, tuple[nn.Parameter, nn.Parameter]
+        tuple[int, bool], tuple[nn.Parameter, nn.Parameter]
     ] = {}  # with the packed weight, whose id stays its own as long as it lives
     for name, module in model.named_modules():
         if not isinstance(module, (QuantLinear, QuantEmbedding, BlockSparseLinear)):
@@ -63,21 +68,17 @@ def _become_float(model: nn.Module, dtype: torch.dtype | None) -> Iterator[str]:
             wanted = dtype or module.like.dtype
         elif isinstance(module, BlockSparseLinear):
             wanted = dtype or packed.dtype
-        if id(packed) not in decoded:
-            decoded[id(packed)] = packed, nn.Parameter(module.dequantize(wanted))
+        key = id(packed), is_conv1d_class(module.float_class)
+        if key not in decoded:
+            matrix = module.dequantize(wanted)
+            decoded[key] = packed, nn.Parameter(matrix.T.contiguous() if key[1] else matrix)
+        weight = decoded[key][1]
+        if bias is not None and bias.dtype != weight.dtype:
+            bias.data = bias.data.to(weight.dtype)
         if isinstance(module, QuantEmbedding):
-            to_embedding_in_place(module, decoded[id(packed)][1])
+            to_embedding_in_place(module, weight)
         elif isinstance(module, BlockSparseLinear):
-            module.become_linear(decoded[id(packed)][1])
+            module.become_linear(weight)
         else:
-            _become_linear(module, decoded[id(packed)][1])
-        if bias is not None and bias.dtype != module.weight.dtype:
-            bias.data = bias.data.to(module.weight.dtype)
+            to_linear_in_place(module, weight)
         yield name
-
-
-def _become_linear(module: QuantLinear, weight: nn.Parameter) -> None:
-    module.__class__ = nn.Linear
-    module._parameters["weight"] = weight
-    del module._buffers["layout"], module.spec, module.op_args
-    module.__dict__.pop("row", None), module.__dict__.pop("row_number", None)

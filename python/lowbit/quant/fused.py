@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
 import torch
@@ -46,7 +46,8 @@ class Fused(nn.Module):
                 module.__class__ = _class_of(cls, type(module))
 
     def give_back(self) -> None:
-        """Turn the module back into its former class."""
+        """Turn the module back into its former class. A call that another thread has begun and not ended meets neither
+        its facts nor its methods: `_forward_of` begins it again."""
         self.__class__ = self.unfused
         del self.facts
 
@@ -79,7 +80,24 @@ def unfuse(model: nn.Module) -> None:
 def _class_of(piece: type[Fused], unfused: type[nn.Module]) -> type[Fused]:
     """A subclass of both: code that asks for the original class still finds it, as transformers does
     to record outputs."""
-    return type(f"Fused{unfused.__name__}", (piece, unfused), {"piece": piece, "unfused": unfused})
+    forward = {"forward": _forward_of(piece)} if "forward" in vars(piece) else {}
+    return type(f"Fused{unfused.__name__}", (piece, unfused), {"piece": piece, "unfused": unfused} | forward)
+
+
+def _forward_of(piece: type[Fused]) -> Callable[..., Any]:
+    """The forward of ``piece``, begun again by the former class where another thread gives the module back meanwhile.
+    The parts of a call that cannot be done twice, which write to a cache, need nothing of the module any more."""
+
+    @functools.wraps(piece.forward)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return piece.forward(self, *args, **kwargs)
+        except Exception:
+            if isinstance(self, Fused):
+                raise
+        return self.forward(*args, **kwargs)
+
+    return forward
 
 
 def _unset(piece: type[Fused], unfused: type[nn.Module]) -> Fused:

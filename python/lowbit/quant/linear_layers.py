@@ -14,7 +14,12 @@ _CONV1D = ("transformers.pytorch_utils", "Conv1D")
 
 def is_conv1d(module: nn.Module) -> bool:
     """Whether this is the Conv1D of transformers itself, no subclass of it."""
-    return (type(module).__module__, type(module).__name__) == _CONV1D
+    return is_conv1d_class(type(module))
+
+
+def is_conv1d_class(cls: type[nn.Module]) -> bool:
+    """Whether this is the class Conv1D of transformers."""
+    return (cls.__module__, cls.__name__) == _CONV1D
 
 
 def is_linear(module: nn.Module) -> bool:

@@ -65,7 +65,11 @@ class MergedLinear:
     @torch.no_grad()
     def _merge(self, layers: Sequence[QuantLinear]) -> None:
         self.op_args = (sum(layer.out_features for layer in layers), *layers[0].op_args[1:])
-        self.weight = _joined([layer.weight for layer in layers])
+        whole = torch.cat([layer.weight.data for layer in layers])
+        for layer, view in zip(layers, whole.split([layer.weight.shape[0] for layer in layers]), strict=True):
+            # Not its .data: a kernel that another thread runs may read the old memory, which its Parameter holds.
+            layer._parameters["weight"] = torch.nn.Parameter(view, requires_grad=False)
+        self.weight = whole
         self.bias = None if layers[0].bias is None else _joined([layer.bias for layer in layers])
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from lowbit import _C
 from lowbit.formats.spec import LinearSpec
 from lowbit.ops.registration import function_of, register
+from lowbit.quant.layer_state import become_float, become_packed, float_forward, twin_of
 from lowbit.quant.layout import in_layout, stored_problem
 from lowbit.quant.linear_layers import is_scaled_embedding
 
@@ -86,12 +87,16 @@ class QuantEmbedding(nn.Embedding):
         return torch.tensor(self.scalar_embed_scale, dtype=self.like.dtype, device="cpu").item()
 
     def forward(self, input: Tensor) -> Tensor:
-        rows = _embedding(self._parameters["weight"], input, self._buffers["like"], *self.op_args)
-        if self.float_class is nn.Embedding:
+        inside = self.__dict__
+        op_args = inside.get("op_args")
+        if op_args is None:
+            return float_forward(self, input)
+        rows = _embedding(inside["_parameters"]["weight"], input, inside["_buffers"]["like"], *op_args)
+        if inside.get("float_class", nn.Embedding) is nn.Embedding:
             return rows
         # Not the buffer: from_pretrained makes those that no file holds anew, and fills in those of classes it knows.
         # Filled in on the device, where a copy from the host would end the capture of a CUDA graph.
-        return rows * rows.new_full((), self.scalar_embed_scale)
+        return rows * rows.new_full((), inside["scalar_embed_scale"])
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return the weight ``[num_embeddings, embedding_dim]`` as float."""
@@ -122,20 +127,19 @@ def quantize_embedding_in_place(
 ) -> None:
     """Turn an nn.Embedding into the QuantEmbedding that holds the packed ``weight``; the object stays the same.
     ``dtype``: of its results, None: that of its weight."""
-    dtype = dtype or module.weight.dtype
-    if is_scaled_embedding(module):
-        module.float_class = type(module)
-        if module.embed_scale.is_meta:  # in no file
-            module.embed_scale = torch.tensor(module.scalar_embed_scale)
-    module.__class__ = QuantEmbedding
-    module._hold(weight, spec, layout, dtype)
+    twin = twin_of(module, QuantEmbedding)
+    if is_scaled_embedding(module) and module.embed_scale.is_meta:  # in no file
+        twin.embed_scale = torch.tensor(module.scalar_embed_scale)
+    twin._hold(weight, spec, layout, dtype or module.weight.dtype)
+    become_packed(module, twin)
 
 
 def to_embedding_in_place(module: QuantEmbedding, weight: nn.Parameter) -> None:
     """Turn it back into the embedding that it was, with this weight."""
-    module.__class__ = module.float_class
-    if module.__dict__.pop("float_class", None) is not None:
-        module.embed_scale = torch.tensor(module.scalar_embed_scale, device=weight.device)
-    module._parameters["weight"] = weight
-    del module._buffers["layout"], module._buffers["like"], module.spec, module.op_args
-    module._non_persistent_buffers_set.discard("like")
+    twin = twin_of(module, module.float_class)
+    twin._parameters["weight"] = weight
+    if is_scaled_embedding(twin):
+        twin.embed_scale = torch.tensor(module.scalar_embed_scale, device=weight.device)
+    del twin._buffers["layout"], twin._buffers["like"], twin.spec, twin.op_args
+    twin._non_persistent_buffers_set.discard("like")
+    become_float(module, twin)

@@ -19,8 +19,9 @@ from lowbit.formats.semi_sparse import fullest_four
 from lowbit.formats.spec import LinearSpec, OpArgs, StoredWeight
 from lowbit.ops.linear import linear
 from lowbit.quant.codes import CodedWeight
+from lowbit.quant.layer_state import become_float, become_packed, float_forward, twin_of
 from lowbit.quant.layout import in_layout, stored_problem, text_of
-from lowbit.quant.linear_layers import features_of
+from lowbit.quant.linear_layers import features_of, is_conv1d
 from lowbit.quant.packing import all_finite, pack_weight
 
 
@@ -43,6 +44,8 @@ class QuantLinear(nn.Linear):
     row: str = ""
     """Name of the kernel row that the layer prefers; empty: the first that can serve a call."""
     row_number: int = 0
+    float_class: type[nn.Module] = nn.Linear
+    """Its former class: that of ``dequantize_``."""
 
     def __init__(
         self,
@@ -73,8 +76,12 @@ class QuantLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         # Straight from the dictionaries: nn.Module.__getattr__ would cost as much as the rest of a small call.
-        parameters = self._parameters
-        return linear(x, parameters["weight"], self.op_args, parameters["bias"], row=self.row_number)
+        inside = self.__dict__
+        op_args = inside.get("op_args")
+        if op_args is None:
+            return float_forward(self, x)
+        parameters = inside["_parameters"]
+        return linear(x, parameters["weight"], op_args, parameters["bias"], row=inside.get("row_number", 0))
 
     def prefer(self, row: str) -> None:
         """Prefer this kernel row for every call that it can serve; the empty name takes the preference back.
@@ -221,6 +228,18 @@ def quantize_in_place(module: nn.Module, weight: nn.Parameter, spec: LinearSpec)
     The object stays the same (its class changes, as FSDP2 does it), so hooks, other owners of the layer and
     names stay valid.
     """
-    module.out_features, module.in_features = features_of(module)
-    module.__class__ = QuantLinear
-    module._hold(weight, spec)
+    twin = twin_of(module, QuantLinear)
+    twin.out_features, twin.in_features = features_of(module)
+    twin._hold(weight, spec)
+    become_packed(module, twin)
+
+
+def to_linear_in_place(module: QuantLinear, weight: nn.Parameter) -> None:
+    """Turn it back into the layer that it was, with this weight, which lies as that class has it."""
+    twin = twin_of(module, module.float_class)
+    twin._parameters["weight"] = weight
+    del twin._buffers["layout"]
+    of_linear = ("out_features", "in_features") if is_conv1d(twin) else ()
+    for name in ("spec", "op_args", "row", "row_number", *of_linear):
+        twin.__dict__.pop(name, None)
+    become_float(module, twin)

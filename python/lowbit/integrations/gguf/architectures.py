@@ -116,9 +116,7 @@ def _layer_types(keys: Metadata, known: dict[str, Any], every: int) -> list[str]
     layers, key = known["num_hidden_layers"], "attention.sliding_window_pattern"
     given = keys.file.metadata.get(f"{keys.file.architecture}.{key}")
     if isinstance(given, list):
-        keys.value(key)
-        if len(given) != layers:
-            keys.refuse(key, f"a number or {layers} flags", given)
+        keys.value(key)  # one for each layer
         return ["sliding_attention" if slides else "full_attention" for slides in given]
     every = keys.count(key, every)
     return ["full_attention" if layer % every == every - 1 else "sliding_attention" for layer in range(layers)]

@@ -97,6 +97,26 @@ class GgufFile:
     def architecture(self) -> str:
         return self.metadata["general.architecture"]
 
+    def value(self, key: str, default: Any = None) -> Any:
+        """The value of a key that is no array of texts.
+
+        Raises:
+            ValueError: it is one; names the file and the key.
+        """
+        if key in self.texts:
+            raise ValueError(f"{self.paths[0]}: {key} must be no array of texts, got one of {self.texts[key].count}")
+        return self.metadata.get(key, default)
+
+    def array_of_texts(self, key: str) -> Texts | tuple[str, ...]:
+        """The texts of a key, none where the file does not have it.
+
+        Raises:
+            ValueError: its value is something else; names the file and the key.
+        """
+        if key in self.metadata:
+            raise ValueError(f"{self.paths[0]}: {key} must be an array of texts, got {self.metadata[key]!r:.80}")
+        return self.texts.get(key, ())
+
     def check_unchanged(self) -> None:
         """Raise ValueError if a part was written since it was opened."""
         for file in self.files:
@@ -114,7 +134,7 @@ class GgufFile:
         """
         path = Path(path)
         whole = _read(path)
-        count = whole.metadata.get("split.count", 1)
+        count = whole.value("split.count", 1)
         if type(count) is not int:
             raise ValueError(f"{path}: split.count must be a number, got {count!r:.80}")
         for other in _other_parts(path, count):
@@ -125,10 +145,13 @@ class GgufFile:
                 if name in whole.tensors:
                     raise ValueError(f"{other}: tensor {name} must be in one part, got it in two")
                 whole.tensors[name] = tensor
-        wanted = whole.metadata.get("split.tensors.count", len(whole.tensors))
+        wanted = whole.value("split.tensors.count", len(whole.tensors))
         if wanted != len(whole.tensors):
             raise ValueError(f"{path}: all parts must hold {wanted} tensors together, got {len(whole.tensors)}")
-        check_counts(path, whole.architecture, whole.metadata, {t.name: t.shape for t in whole.tensors.values()})
+        whole.value(f"{whole.architecture}.block_count")
+        others = dict.fromkeys(whole.texts, [])  # as those with a number for each layer: compared when they are read
+        shapes = {tensor.name: tensor.shape for tensor in whole.tensors.values()}
+        check_counts(path, whole.architecture, others | whole.metadata, shapes)
         return whole
 
 

@@ -28,6 +28,13 @@ WITHOUT_EFFECT = {
     "is of other tokenizers": r"tokenizer\.ggml\.(token_type_count|remove_extra_whitespaces|precompiled_charsmap)",
 }
 """Patterns of keys that change nothing, by the reason; ARCH is the architecture."""
+BY_LAYER = (
+    "attention.head_count",
+    "attention.head_count_kv",
+    "feed_forward_length",
+    "attention.sliding_window_pattern",
+)
+"""Keys of the architecture that may have a value for each layer, as llama.cpp has it."""
 _REQUIRED = object()
 
 
@@ -44,13 +51,20 @@ class Metadata:
         self.file, self.read = file, set[str]()
 
     def value(self, key: str, default: Any = _REQUIRED) -> Any:
-        """The value as it is; of a list whose numbers are all the same (one for each layer), that number."""
-        key = key if key.startswith("tokenizer.") else f"{self.file.architecture}.{key}"
+        """The value as it is; of a list with a number for each layer, all of which are the same, that number."""
+        name, key = key, key if key.startswith("tokenizer.") else f"{self.file.architecture}.{key}"
         self.read.add(key)
-        value = self.file.metadata.get(key, default)
+        value = self.file.value(key, default)
         if value is _REQUIRED:
             raise ValueError(f"{self.file.paths[0]}: {key} must be in the metadata, got none")
-        return value[0] if isinstance(value, list) and value and all(one == value[0] for one in value) else value
+        if not isinstance(value, list) or key.startswith("tokenizer."):
+            return value
+        layers = self.file.metadata.get(f"{self.file.architecture}.block_count")
+        if name not in BY_LAYER:
+            self.refuse(name, "one value", value)
+        if len(value) != layers:
+            self.refuse(name, f"one value, or one for each of the {layers} layers", value)
+        return value[0] if all(one == value[0] for one in value) else value
 
     def count(self, key: str, default: Any = _REQUIRED) -> int:
         value = self.value(key, default)

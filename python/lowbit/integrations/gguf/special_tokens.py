@@ -42,7 +42,7 @@ def special_tokens(keys: Metadata, words: int) -> dict[str, Any]:
 
     number("unknown")
     ends = [end for role in _ROLES if (end := number(role)) is not None]
-    texts = keys.file.texts.get("tokenizer.ggml.tokens", ())
+    texts = keys.file.array_of_texts("tokenizer.ggml.tokens")
     ends += [index for index, word in enumerate(texts) if word in ENDS and index < words]
     ends = list(dict.fromkeys(ends))
     return {

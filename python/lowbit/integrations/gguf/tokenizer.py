@@ -32,7 +32,7 @@ def load_tokenizer(file: GgufFile) -> Any:
         ValueError: the file has none, or of a kind that is not read; names the key.
     """
     keys = Metadata(file)
-    words = list(file.texts.get("tokenizer.ggml.tokens", ()))
+    words = list(file.array_of_texts("tokenizer.ggml.tokens"))
     if not words:
         raise ValueError(f"{file.paths[0]}: tokenizer.ggml.tokens must be the words of the tokenizer, got none")
     if len(set(words)) != len(words):
@@ -55,7 +55,7 @@ def load_tokenizer(file: GgufFile) -> Any:
         **{role: words[number] for role, number in roles.items() if number is not None and number < len(words)},
         add_bos_token=_flag(keys, "bos", begins, numbers["bos_token_id"]),
         add_eos_token=_flag(keys, "eos", False, roles["eos_token"]),
-        chat_template=file.metadata.get("tokenizer.chat_template"),
+        chat_template=file.value("tokenizer.chat_template"),
         clean_up_tokenization_spaces=False,
         model_input_names=["input_ids", "attention_mask"],
     )
@@ -75,7 +75,7 @@ def _byte_level(keys: Metadata, words: Sequence[str]) -> tuple[Tokenizer, bool]:
     if splitting is None:
         keys.refuse("tokenizer.ggml.pre", f"one of {', '.join(SPLITTINGS)}", name)
     merges = []
-    for merge in keys.file.texts.get("tokenizer.ggml.merges", ()):
+    for merge in keys.file.array_of_texts("tokenizer.ggml.merges"):
         at = merge.find(" ", 1)  # the first part may begin with one
         merges.append((merge[:at], merge[at + 1 :]))
     tokenizer = _bpe(keys, words, merges, ignore_merges=splitting.whole_words)
@@ -87,7 +87,7 @@ def _byte_level(keys: Metadata, words: Sequence[str]) -> tuple[Tokenizer, bool]:
 
 
 def _sentencepiece(keys: Metadata, words: Sequence[str]) -> tuple[Tokenizer, bool]:
-    scores = keys.file.metadata.get("tokenizer.ggml.scores", [])
+    scores = keys.file.value("tokenizer.ggml.scores", [])
     if len(scores) < len(words):
         keys.refuse("tokenizer.ggml.scores", f"a score for each of the {len(words)} words", f"{len(scores)} scores")
     unknown = keys.value("tokenizer.ggml.unknown_token_id", 0)
@@ -126,9 +126,9 @@ def _merges(words: Sequence[str], scores: Sequence[float]) -> list[tuple[str, st
 
 def _add_words(tokenizer: Tokenizer, keys: Metadata, words: Sequence[str]) -> None:
     """Words that are found in a text before it is cut: those for control, and those that a user defined."""
-    types = keys.file.metadata.get("tokenizer.ggml.token_type", [TokenType.NORMAL] * len(words))
+    types = keys.file.value("tokenizer.ggml.token_type", [TokenType.NORMAL] * len(words))
     special = TokenType.CONTROL, TokenType.UNKNOWN
-    strips = "phi-3" in (name := str(keys.file.metadata.get("general.name", "")).lower()) or "phi3" in name
+    strips = "phi-3" in (name := str(keys.file.value("general.name", "")).lower()) or "phi3" in name
     whole = [
         AddedToken(
             word,
