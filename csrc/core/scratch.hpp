@@ -1,16 +1,33 @@
 // SPDX-License-Identifier: Apache-2.0
-// Scratch memory of the calling thread: 64-byte aligned, kept between calls, grown when needed, freed when
-// the thread ends.
+// Scratch memory of the calling thread: a stack, so that a function may take some while its caller holds some. 64-byte
+// aligned, kept between calls, grown when needed, freed when the thread ends.
 #pragma once
 
-#include <cstddef>
+#include "core/arena.hpp"
 
 namespace lowbit {
 
-// Two, because the thread that makes a call also works on its tasks. call: what all tasks of a call share. task: what
-// one task needs for itself.
-enum class Scratch { call, task, count };
+// The last piece taken is given back first. Scratch does both.
+void* take_scratch(int64_t bytes);
+void give_scratch_back() noexcept;
 
-void* scratch(Scratch slot, std::size_t bytes);
+namespace {
 
+// A piece of scratch memory, from its definition to the end of the block. Destroyed by the thread that made it.
+class Scratch {
+ public:
+  LOWBIT_INLINE explicit Scratch(int64_t bytes) : data_(take_scratch(bytes)) {}
+  LOWBIT_INLINE ~Scratch() { give_scratch_back(); }
+  Scratch(const Scratch&) = delete;
+  Scratch& operator=(const Scratch&) = delete;
+
+  template <class T>
+  LOWBIT_INLINE T* as() const { return static_cast<T*>(data_); }
+  LOWBIT_INLINE Arena arena() const { return {static_cast<char*>(data_), 0}; }
+
+ private:
+  void* data_;
+};
+
+}  // namespace
 }  // namespace lowbit

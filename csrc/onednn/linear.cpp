@@ -67,8 +67,8 @@ void run(const LinearArgs& args) {
               .bias = arena.array<float>(is_widened ? args.weight_spec.n : 0)};
     return std::pair(call, arena.bytes);
   };
-  const auto bytes = static_cast<std::size_t>(arrays({}).second);
-  const Call call = arrays({static_cast<char*>(scratch(Scratch::call, bytes))}).first;
+  const Scratch memory(arrays({}).second);
+  const Call call = arrays(memory.arena()).first;
   if (is_padded) pad_rows(args, k, call.x);
   if (is_widened) widen_bias(args, call.bias);
   product->run({.x = is_padded ? call.x : args.x, .weight = args.weight, .bias = is_widened ? call.bias : args.bias,

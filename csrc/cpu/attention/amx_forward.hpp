@@ -189,7 +189,8 @@ void pack_keys(const ForwardCall& args, const Tiling& kv, const PackedKeys<kPart
     const int64_t b = (first + head) / args.kv_heads(), h = (first + head) % args.kv_heads();
     TileArena arena;
     part_rows<kParts>(kTileRows, packed.e, arena), arena.matrix<float>(kStep, larger(packed.e, packed.ev));
-    arena = {{static_cast<char*>(scratch(Scratch::task, arena.bytes)), 0}};
+    const Scratch memory(arena.bytes);
+    arena = {memory.arena()};
     const PartRows rows = part_rows<kParts>(kTileRows, packed.e, arena);
     const Matrix<float> buffer = arena.matrix<float>(kStep, larger(packed.e, packed.ev));
     pack_transposed<kParts>(keys_of(args, b, h), kv.begin(j), kv.size(j), packed.e, rows, packed.keys(head, j),
@@ -213,14 +214,16 @@ void attention_forward_amx(const ForwardCall& args) {
   PackedKeys<kParts> packed(args, tilings.kv);
   const int64_t kv_heads = args.batch() * args.kv_heads(), group = args.group();
   const int64_t at_once = smaller(kv_heads, larger(1, kMostPackedBytes / larger(1, packed.head_bytes())));
-  packed.data = static_cast<uint8_t*>(scratch(Scratch::call, at_once * packed.head_bytes()));
+  const Scratch keys(at_once * packed.head_bytes());
+  packed.data = keys.as<uint8_t>();
   for (int64_t first = 0; first < kv_heads; first += at_once) {
     const int64_t heads = smaller(at_once, kv_heads - first);
     pack_keys(args, tilings.kv, packed, first, heads, threads);
     parallel_for(heads * group * tilings.q.count, threads, [&](int64_t task) {
       TileArena arena;
       AmxForwardTile<kParts>(args, tilings.q.tile, arena);
-      arena = {{static_cast<char*>(scratch(Scratch::task, arena.bytes)), 0}};
+      const Scratch memory(arena.bytes);
+      arena = {memory.arena()};
       AmxForwardTile<kParts> tile(args, tilings.q.tile, arena);
       const TileUnit unit(kStepBytes);
       const int64_t head = task / tilings.q.count, at = first * group + head,

@@ -141,7 +141,8 @@ void run_backward_tasks(const ForwardCall& args, int64_t tasks, const Tiling& qu
   parallel_for(tasks, threads_for_attention(args), [&](int64_t task) {
     TileArena arena;
     Tile(args, queries, grad_q_rows, reverse, arena);
-    arena = {{static_cast<char*>(scratch(Scratch::task, arena.bytes)), 0}};
+    const Scratch memory(arena.bytes);
+    arena = {memory.arena()};
     Tile tile(args, queries, grad_q_rows, reverse, arena);
     f(task, tile);
   });
@@ -270,7 +271,8 @@ void attention_backward(const BackwardCall& args) {
   const int64_t all_rows = heads * length, part_scores = by_chunk ? heads * chunks * length * stride : 0;
   Arena counted;
   counted.array<T>(all_rows), counted.array<T>(all_rows), counted.array<T>(part_scores);
-  Arena arena{static_cast<char*>(scratch(Scratch::call, counted.bytes))};
+  const Scratch memory(counted.bytes);
+  Arena arena = memory.arena();
   const RowStatistics<T> statistics{arena.array<T>(all_rows), arena.array<T>(all_rows)};
   bool some_rest = false;
   parallel_for(heads, threads, [&](int64_t head) {

@@ -132,7 +132,8 @@ void attention_forward(const ForwardCall& args) {
   parallel_for(heads * tilings.q.count, threads, [&](int64_t task) {
     TileArena arena;
     ForwardTile<T>(args, tilings.q.tile, arena);
-    arena = {{static_cast<char*>(scratch(Scratch::task, arena.bytes)), 0}};
+    const Scratch memory(arena.bytes);
+    arena = {memory.arena()};
     ForwardTile<T> tile(args, tilings.q.tile, arena);
     const int64_t head = task / tilings.q.count,
                   i = tilings.q.count - 1 - task % tilings.q.count;  // under causality the last are the longest

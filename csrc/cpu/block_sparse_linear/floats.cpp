@@ -69,7 +69,8 @@ void dot_strip(const Args& args, const float* x, int64_t row, const Strip& strip
 template <DType kDType>
 void run_few(const Args& args) {
   const int64_t m = args.m(), k = args.k();
-  float* x = static_cast<float*>(scratch(Scratch::call, m * k * sizeof(float)));
+  const Scratch memory(m * k * static_cast<int64_t>(sizeof(float)));
+  float* const x = memory.as<float>();
   for (int64_t i = 0; i < m * k; i += 16) store(x + i, load_values<kDType>(args.x.data, i));
   const Strips strips(args, 16);
   const RowTiles tiles(m, kStreamRows), tasks(strips.count(), larger(1, smaller(4, strips.count() / 64)));
@@ -116,9 +117,8 @@ template <int kRows, int kVectors>
 }
 
 // Rows first .. first + count of x as [count / 16][k][16], rows after the last 0.
-const float* transpose_rows(const Args& args, int64_t first, int64_t count) {
+void transpose_rows(const Args& args, int64_t first, int64_t count, float* out) {
   const int64_t k = args.k(), vectors = ceil_div(count, 16);
-  float* out = static_cast<float*>(scratch(Scratch::call, vectors * 16 * k * sizeof(float)));
   parallel_for(vectors, threads_worth(8 * count * k), [&](int64_t vector) {
     alignas(64) float rows[16 * 16] = {};
     for (int64_t at = 0; at < k; at += 16) {
@@ -127,7 +127,6 @@ const float* transpose_rows(const Args& args, int64_t first, int64_t count) {
       transpose_16x16(rows, 16, out + (vector * k + at) * 16, 16);
     }
   });
-  return out;
 }
 
 // The rows of a strip in a block, `length` values from `at` on, as float32 with kChunk from row to row.
@@ -144,7 +143,8 @@ LOWBIT_INLINE const float* widen(const Args& args, int64_t block, const Strip& s
 void multiply_strip(const Args& args, const float* x, int64_t first, int64_t count, const Strip& strip) {
   const int64_t size = args.size(), k = args.k(), vectors = ceil_div(count, 16), stride = vectors * 16;
   const int64_t sum_bytes = strip.rows * stride * sizeof(float);
-  float* sums = static_cast<float*>(scratch(Scratch::task, sum_bytes + kChunk * kChunk * sizeof(float)));
+  const Scratch memory(sum_bytes + kChunk * kChunk * static_cast<int64_t>(sizeof(float)));
+  float* const sums = memory.as<float>();
   float* room = sums + strip.rows * stride;
   std::memset(sums, 0, sum_bytes);
   const RowTiles tiles(strip.rows, kFloatRows);
@@ -177,7 +177,9 @@ void run_many(const Args& args) {
   const RowTiles passes(args.m(), kPass);
   for (int64_t pass = 0; pass < passes.count; pass++) {
     const int64_t first = passes.begin(pass), count = passes.height(pass);
-    const float* x = transpose_rows(args, first, count);
+    const Scratch memory(ceil_div(count, 16) * 16 * args.k() * static_cast<int64_t>(sizeof(float)));
+    float* const x = memory.as<float>();
+    transpose_rows(args, first, count, x);
     parallel_for(strips.count(), threads_for_blocks(args),
                  [&](int64_t strip) { multiply_strip(args, x, first, count, strips.at(strip)); });
   }

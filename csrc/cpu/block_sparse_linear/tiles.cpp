@@ -23,9 +23,8 @@ constexpr int kAtOnce = 2;      // tiles of w, and of x
 constexpr int64_t kFewestRows = TileUnit::kSumsInRegisters ? 8 : 3;
 
 // Rows first .. first + count of x as [count / 16][k / 32][16 pairs of k][16 rows], rows after the last 0.
-const char* transpose_pairs(const Args& args, int64_t first, int64_t count) {
+void transpose_pairs(const Args& args, int64_t first, int64_t count, char* out) {
   const int64_t k = args.k(), tiles = ceil_div(count, 16);
-  char* out = static_cast<char*>(scratch(Scratch::call, tiles * k / kTileK * kTileBytes));
   parallel_for(tiles, threads_worth(8 * count * k), [&](int64_t tile) {
     const char* x = args.x.as<char>() + (first + tile * 16) * k * 2;
     const int64_t rows = smaller(16, count - tile * 16);
@@ -36,7 +35,6 @@ const char* transpose_pairs(const Args& args, int64_t first, int64_t count) {
       std::memcpy(out + (tile * (k / kTileK) + step) * kTileBytes, turned, kTileBytes);
     }
   });
-  return out;
 }
 
 // kRowTiles tiles of a strip's rows times kTiles tiles of x, over all of its blocks.
@@ -66,7 +64,9 @@ void run_tiles(const Args& args) {
   const RowTiles passes(args.m(), kPass);
   for (int64_t pass = 0; pass < passes.count; pass++) {
     const int64_t first = passes.begin(pass), count = passes.height(pass), tiles = ceil_div(count, 16);
-    const char* x = transpose_pairs(args, first, count);
+    const Scratch memory(tiles * args.k() / kTileK * kTileBytes);
+    char* const x = memory.as<char>();
+    transpose_pairs(args, first, count, x);
     parallel_for(strips.count(), threads_for_blocks(args), [&](int64_t number) {
       const TileUnit unit(64);
       const Strip strip = strips.at(number);

@@ -132,10 +132,12 @@ template <Format kFormat>
 void run_linear(const BlocksLinearArgs& args) {
   const int64_t m = args.x.size(0), k = args.x.size(1), n = args.y.size(1);
   const int64_t x_stride = round_up(k, kChunk), scale_stride = round_up(k / args.weight.block_size + 2 + 16, 16);
-  float* const x = static_cast<float*>(scratch(Scratch::call, static_cast<std::size_t>(m * x_stride + 1) * 4));
+  const Scratch memory((m * x_stride + 1) * static_cast<int64_t>(sizeof(float)));
+  float* const x = memory.as<float>();
   for (int64_t row = 0; row < m; row++) arrange(args.x, row, x + row * x_stride);
   for_each_tile(m, k, n, [&](auto rows, int64_t begin, int64_t first, int64_t count) {
-    float* const scales = static_cast<float*>(scratch(Scratch::task, static_cast<std::size_t>(4 * scale_stride) * 4));
+    const Scratch of_scales(4 * scale_stride * static_cast<int64_t>(sizeof(float)));
+    float* const scales = of_scales.as<float>();
     alignas(64) float sums[kMostX * kTaskColumns] = {};
     multiply_columns<kFormat, rows, rows == 1 ? 4 : 2>(args, x + begin * x_stride, x_stride, first, count, scales,
                                                        scale_stride, sums);

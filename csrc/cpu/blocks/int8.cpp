@@ -77,7 +77,8 @@ LOWBIT_INLINE void finish(const Int8LinearArgs& args, int64_t row, int64_t first
 
 void run_int8_linear(const Int8LinearArgs& args) {
   const int64_t m = args.x.size(0), k = args.x.size(1), n = args.weight.size(0), x_stride = round_up(k, kChunk);
-  int16_t* const x = static_cast<int16_t*>(scratch(Scratch::call, static_cast<std::size_t>(m * x_stride + 1) * 2));
+  const Scratch memory((m * x_stride + 1) * static_cast<int64_t>(sizeof(int16_t)));
+  int16_t* const x = memory.as<int16_t>();
   for (int64_t row = 0; row < m; row++) arrange(args.x.as<const int8_t>() + row * k, k, x + row * x_stride);
   for_each_tile(m, k, n, [&](auto rows, int64_t begin, int64_t first, int64_t count) {
     alignas(64) int32_t sums[kMostX * kTaskColumns] = {};

@@ -81,7 +81,8 @@ LOWBIT_INLINE void dequantize_row(const KvDequantizeArgs& args, int64_t b, int64
 void kv_quantize_rows_of(const KvQuantizeArgs& args) {
   const int64_t padded = kv_padded(args.x.size(3));
   for_each_head_row(args.x, [&](int64_t b, int64_t h, int64_t l) {
-    Arena arena{static_cast<char*>(scratch(Scratch::task, 2 * (padded * sizeof(float) + kRedZone)))};
+    const Scratch memory(2 * (padded * static_cast<int64_t>(sizeof(float)) + kRedZone));
+    Arena arena = memory.arena();
     float* row = arena.array<float>(padded);
     quantize_row(args, b, h, l, row, arena.array<int32_t>(padded));
   });
@@ -90,7 +91,8 @@ void kv_quantize_rows_of(const KvQuantizeArgs& args) {
 void kv_dequantize_rows_of(const KvDequantizeArgs& args) {
   const int64_t padded = kv_padded(args.x.size(3));
   for_each_head_row(args.x, [&](int64_t b, int64_t h, int64_t l) {
-    dequantize_row(args, b, h, l, static_cast<float*>(scratch(Scratch::task, padded * sizeof(float))));
+    const Scratch row(padded * static_cast<int64_t>(sizeof(float)));
+    dequantize_row(args, b, h, l, row.as<float>());
   });
 }
 

@@ -265,8 +265,8 @@ LOWBIT_INLINE void combine_row(const DecodeArgs& args, const DecodePlan& plan, c
   for (int64_t s = 0; s < plan.splits; s++) top = max[s] > top || max[s] != max[s] ? max[s] : top;
   const float base = top == kMinusInfinity<float> ? 0.0f : top;
   float total = sink == kMinusInfinity<float> ? 0.0f : e_to_the_one(sink - base);
-  Arena arena{
-      static_cast<char*>(scratch(Scratch::task, (plan.splits + plan.padded_ev + 32) * sizeof(float) + 2 * kRedZone))};
+  const Scratch memory((plan.splits + plan.padded_ev + 32) * static_cast<int64_t>(sizeof(float)) + 2 * kRedZone);
+  Arena arena = memory.arena();
   float *weight = arena.array<float>(plan.splits), *result = arena.array<float>(plan.padded_ev);
   for (int64_t s = 0; s < plan.splits; s++) {
     weight[s] = max[s] == kMinusInfinity<float> ? 0.0f : e_to_the_one(max[s] - base);
@@ -298,7 +298,8 @@ void decode_pass(const DecodeArgs& args, const DecodePlan& plan, const PreparedQ
     SplitPlace at = plan.place_of(args, first_bundle + bundle, block % plan.l_blocks);
     TileArena counted;
     TaskMemory{args, plan, counted};
-    TileArena arena{{static_cast<char*>(scratch(Scratch::task, counted.bytes))}};
+    const Scratch taken(counted.bytes);
+    TileArena arena{taken.arena()};
     TaskMemory memory(args, plan, arena);
     for (int64_t split = first_split; split < smaller(plan.splits, first_split + run); split++) {
       at.first = (plan.first_split + split) * kSplit, at.count = smaller(kSplit, args.kv_length() - at.first);
@@ -335,7 +336,8 @@ void decode_call(const DecodeArgs& args) {
   TileArena counted;
   PreparedQueries<Kv>{args, plan, counted};
   Partials{pass * rows, plan, counted};
-  TileArena arena{{static_cast<char*>(scratch(Scratch::call, counted.bytes))}};
+  const Scratch memory(counted.bytes);
+  TileArena arena{memory.arena()};
   const PreparedQueries<Kv> queries(args, plan, arena);
   const Partials partials(pass * rows, plan, arena);
   queries.fill(args, plan);

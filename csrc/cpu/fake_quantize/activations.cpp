@@ -39,9 +39,9 @@ void run_fake_quantize_activations(const FakeQuantizeActivationsArgs& args) {
   const int64_t k = args.x.size(-1), numel = args.x.numel();
   const RowTiles tasks(numel / k, larger(1, kSerialProducts / 16 / k));
   parallel_for(tasks.count, threads_worth(8 * numel), [&](int64_t task) {
-    const auto bytes = static_cast<std::size_t>(round_up(k, 16)) * sizeof(float);
-    float* buffer = static_cast<float*>(scratch(Scratch::task, bytes));
-    for (int64_t row = tasks.begin(task); row < tasks.begin(task + 1); row++) round_activations(args, row, buffer);
+    const Scratch buffer(round_up(k, 16) * static_cast<int64_t>(sizeof(float)));
+    for (int64_t row = tasks.begin(task); row < tasks.begin(task + 1); row++)
+      round_activations(args, row, buffer.as<float>());
   });
 }
 

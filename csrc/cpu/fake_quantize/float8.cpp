@@ -92,7 +92,8 @@ void cast_with_scales_of_rows(const Float8CastArgs& args, const RowTiles& tasks,
 
 void cast_with_one_scale(const Float8CastArgs& args, const RowTiles& tasks, int threads) {
   const int64_t columns = args.x.size(1);
-  auto* most = static_cast<int32_t*>(scratch(Scratch::call, static_cast<std::size_t>(tasks.count) * sizeof(int32_t)));
+  const Scratch memory(tasks.count * static_cast<int64_t>(sizeof(int32_t)));
+  auto* const most = memory.as<int32_t>();
   parallel_for(tasks.count, threads, [&](int64_t task) {
     most[task] = largest_magnitude(args.x, tasks.begin(task) * columns, tasks.begin(task + 1) * columns);
   });
@@ -116,8 +117,8 @@ void cast_with_scales_of_columns(const Float8CastArgs& args, const RowTiles& tas
   };
   int32_t* most;
   float *scale, *step;
-  const auto bytes = static_cast<std::size_t>(memory({}, most, scale, step));
-  memory({static_cast<char*>(scratch(Scratch::call, bytes))}, most, scale, step);
+  const Scratch taken(memory({}, most, scale, step));
+  memory(taken.arena(), most, scale, step);
   parallel_for(parts.count, threads, [&](int64_t part) {
     largest_of_columns(args.x, parts.begin(part), parts.begin(part + 1), most + part * padded);
   });

@@ -26,10 +26,10 @@ struct RowMemory {
 
   RowMemory(const WeightSpec& spec, Arena& arena)
       : x(arena.array<float>(spec.padded_k())), part(arena.array<float>(spec.groups())) {}
-  static Arena arena(const WeightSpec& spec) {
+  static int64_t bytes(const WeightSpec& spec) {
     Arena counted;
     RowMemory(spec, counted);
-    return {static_cast<char*>(scratch(Scratch::task, static_cast<std::size_t>(counted.bytes)))};
+    return counted.bytes;
   }
 };
 
@@ -142,7 +142,8 @@ LOWBIT_INLINE void for_each_row(const WeightSpec& spec, Body&& body) {
 void run_fake_quantize(const FakeQuantizeArgs& args) {
   prefer_huge_pages(args.out.data, bytes_of(args.out));
   for_each_row(args.spec, [&]<class Codec>(int64_t row) {
-    Arena arena = RowMemory::arena(args.spec);
+    const Scratch taken(RowMemory::bytes(args.spec));
+    Arena arena = taken.arena();
     round_row<Codec>(args, RowMemory(args.spec, arena), row);
   });
 }

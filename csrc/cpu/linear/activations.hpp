@@ -3,8 +3,6 @@
 // tile reads them.
 #pragma once
 
-#include "core/parallel.hpp"
-#include "core/arena.hpp"
 #include "core/scratch.hpp"
 #include "cpu/activation_codes.hpp"
 #include "cpu/linear/epilogue.hpp"
@@ -13,20 +11,17 @@
 namespace lowbit::cpu::LOWBIT_ISA_NAME {
 namespace {
 
-// To prepare an activation takes as long as eight products: AVX2 quantizes about 4 per ns.
-LOWBIT_INLINE int threads_for(int64_t activations) { return threads_worth(8 * activations); }
-
 // Row `row` of x as the float32 that enter the product or are rounded to int8 for it, followed by zeros up to padded_k.
 // Returns x itself where it can be used as it is.
-LOWBIT_INLINE const float* widen_row(const LinearArgs& args, int64_t row, float* buffer) {
-  const int64_t k = args.weight_spec.k, padded = args.weight_spec.padded_k();
-  const bool rounded = args.x_format == XFormat::float8_row;
-  if (args.dtype == DType::float32 && k == padded && !rounded) return static_cast<const float*>(args.x) + row * k;
-  for (int64_t i = 0; i < padded; i += 16) {
-    const int64_t count = k - i;
-    store(buffer + i, count > 0 ? load_as_float(args.x, args.dtype, row * k + i, count) : set1(0.0f));
+LOWBIT_INLINE const float* widen_row(const XView& x, int64_t row, int64_t padded_k, float* buffer) {
+  const int64_t begin = x.begin(row);
+  const bool rounded = x.format == XFormat::float8_row;
+  if (x.dtype == DType::float32 && x.k == padded_k && !rounded) return static_cast<const float*>(x.x) + begin;
+  for (int64_t i = 0; i < padded_k; i += 16) {
+    const int64_t count = x.k - i;
+    store(buffer + i, count > 0 ? load_as_float(x.x, x.dtype, begin + i, count) : set1(0.0f));
   }
-  if (rounded) round_to_float8(buffer, padded);
+  if (rounded) round_to_float8(buffer, padded_k);
   return buffer;
 }
 
@@ -69,11 +64,11 @@ struct Int8Rows {
 };
 
 template <class Dot, class Step>
-LOWBIT_INLINE void quantize_row(const LinearArgs& args, const float* x, const Int8Rows<Step>& rows, int64_t row) {
-  const WeightSpec& spec = args.weight_spec;
+LOWBIT_INLINE void quantize_row(const WeightSpec& spec, XFormat format, const float* x, const Int8Rows<Step>& rows,
+                                int64_t row) {
   const int64_t padded = spec.padded_k(), sum_k = Sums(spec).k;
-  const bool per_row = args.x_format != XFormat::int8_group || spec.group_size == 0;
-  const bool asymmetric = args.x_format == XFormat::int8_row_asymmetric;
+  const bool per_row = format != XFormat::int8_group || spec.group_size == 0;
+  const bool asymmetric = format == XFormat::int8_row_asymmetric;
   Range range{};
   if (per_row) range = asymmetric ? asymmetric_range(x, padded) : symmetric_range(x, padded, 127.0f);
   if (asymmetric) rows.offset[row] = -range.scale * range.zero_point;
@@ -109,32 +104,22 @@ LOWBIT_INLINE void quantize_row(const LinearArgs& args, const float* x, const In
 
 // Rows of codes are 64 bytes more apart than they are long: a stride of 4096 would put them in one L1 set.
 template <class Step>
-LOWBIT_INLINE Int8Rows<Step> take_rows(const LinearArgs& args, int64_t count, int64_t tile, Arena& arena) {
-  const int64_t stride = args.weight_spec.padded_k() + 64 / static_cast<int64_t>(sizeof(Step)),
-                sums = Sums(args.weight_spec).count;
+LOWBIT_INLINE Int8Rows<Step> take_rows(const WeightSpec& spec, XFormat format, int64_t count, int64_t tile,
+                                       Arena& arena) {
+  const int64_t stride = spec.padded_k() + 64 / static_cast<int64_t>(sizeof(Step)), sums = Sums(spec).count;
   Int8Rows<Step> rows{.codes = arena.array<Step>(count * stride), .code_stride = stride,
                       .sums = arena.array<RowSum>(count * sums), .sum_count = sums, .tile = tile, .offset = nullptr};
-  if (args.x_format == XFormat::int8_row_asymmetric) rows.offset = arena.array<float>(count);
+  if (format == XFormat::int8_row_asymmetric) rows.offset = arena.array<float>(count);
   return rows;
 }
 
-// Rows first..first+count of x, with room for a multiple of `tile` rows.
+// Rounds rows begin .. end of x.
 template <class Dot>
-Int8Rows<typename Dot::Step> quantize_rows(const LinearArgs& args, int64_t first, int64_t count, int64_t tile = 1) {
-  using Step = typename Dot::Step;
-  const int64_t padded = args.weight_spec.padded_k(), room = round_up(count, tile);
-  Arena counted;
-  take_rows<Step>(args, room, tile, counted);
-  Arena arena{static_cast<char*>(scratch(Scratch::call, counted.bytes))};
-  const Int8Rows<Step> rows = take_rows<Step>(args, room, tile, arena);
-  constexpr int64_t kBlock = 8;
-  parallel_for(ceil_div(count, kBlock), threads_for(count * padded), [&](int64_t block) {
-    float* buffer = static_cast<float*>(scratch(Scratch::task, padded * sizeof(float)));
-    const int64_t end = (block + 1) * kBlock < count ? (block + 1) * kBlock : count;
-    for (int64_t row = block * kBlock; row < end; row++)
-      quantize_row<Dot>(args, widen_row(args, first + row, buffer), rows, row);
-  });
-  return rows;
+void quantize_rows(const XView& x, const WeightSpec& spec, const Int8Rows<typename Dot::Step>& rows, Span range) {
+  const int64_t padded = spec.padded_k();
+  const Scratch buffer(padded * static_cast<int64_t>(sizeof(float)));
+  for (int64_t row = range.begin; row < range.end; row++)
+    quantize_row<Dot>(spec, x.format, widen_row(x, row, padded, buffer.as<float>()), rows, row);
 }
 
 }  // namespace

@@ -3,6 +3,7 @@
 // More parts would be more products, which FMAs of float32 make as fast.
 #include LOWBIT_ISA_HEADER
 
+#include "cpu/linear/linear.hpp"
 #include "cpu/linear/tiled_floats.hpp"
 #include "cpu/rows.hpp"
 
@@ -20,7 +21,7 @@ std::string_view refuses(const LinearArgs& args) {
 template <Format kFormat, const std::string_view& kName>
 void add_row(Backend& backend) {
   if constexpr (parts_of(kFormat) == 1) {
-    static constexpr Kernel<LinearArgs> row{kName, refuses<kFormat>, linear_tiled_floats};
+    static constexpr Kernel<LinearArgs> row{kName, refuses<kFormat>, linear_by<PartedRows>};
     add_rows(backend, &row, 1);
   }
 }

@@ -2,7 +2,7 @@
 // Rows of the op linear with int8 activations.
 #include LOWBIT_ISA_HEADER
 
-#include "cpu/linear/dot.hpp"
+#include "cpu/linear/linear.hpp"
 #include "cpu/linear/semi_sparse.hpp"
 #include "cpu/rows.hpp"
 
@@ -15,11 +15,17 @@ std::string_view refuses(const LinearArgs& args) {
   return stays_float(args.x_format) ? "activations stay float" : "";
 }
 
+template <Format kFormat>
+void run_linear(const LinearArgs& args) {
+  if constexpr (is_semi_sparse(kFormat))
+    if (args.m < kExpandRows) return linear_by<SemiSparseRows>(args);
+  linear_by<CodeRows<read_as(kFormat)>>(args);  // panels of a 2:4 weight are expanded to int8, once for all rows
+}
+
 template <Format kFormat, const std::string_view& kName>
 void add_row(Backend& backend) {
   if constexpr (is_integer(kFormat)) {
-    constexpr auto run = is_semi_sparse(kFormat) ? linear_semi_sparse : linear_dot<read_as(kFormat)>;
-    static constexpr Kernel<LinearArgs> row{kName, refuses<kFormat>, run};
+    static constexpr Kernel<LinearArgs> row{kName, refuses<kFormat>, run_linear<kFormat>};
     add_rows(backend, &row, 1);
   }
 }

@@ -126,16 +126,16 @@ struct Expanded {
 // and many rows were half of the code. kOneHalf: a group is one half, and its totals never leave the registers (AVX2,
 // int4, m = 512: 1.11 to 1.16x).
 template <Format kFormat, bool kExpanded, bool kOneHalf, int kRows, int kPanels, int kSteps = kStepsPerHalf>
-void dot_tile(const LinearArgs& args, const Int8Rows<typename DotOf<kFormat>::Step>& rows, int64_t row,
-              int64_t first_row, int64_t panel, int count, const Expanded<typename DotOf<kFormat>::Codes>& expanded) {
+void dot_tile(const PackedWeight& weight, const Int8Rows<typename DotOf<kFormat>::Step>& rows, const Sink& sink,
+              int64_t row, int64_t panel, int count, const Expanded<typename DotOf<kFormat>::Codes>& expanded) {
   using Dot = DotOf<kFormat>;
-  const WeightSpec& spec = args.weight_spec;
+  const WeightSpec& spec = weight.spec;
   const int64_t halves = ceil_div(spec.k, kSteps * 4), halves_per_sum = Sums(spec).k / (kSteps * 4);
   PanelView panels[kPanels];
   Ahead next[kPanels];
   const int64_t next_step = kPanels * spec.panel_bytes();
   for (int p = 0; p < kPanels; p++) {
-    panels[p] = view_panel(spec, args.weight, panel + (p < count ? p : 0));
+    panels[p] = view_panel(spec, weight.data, panel + (p < count ? p : 0));
     if constexpr (!kExpanded) next[p] = Ahead(spec, panels[p], next_step, in_four_streams<kFormat>(spec, true));
   }
   const typename Dot::Step* a[kRows];
@@ -174,12 +174,10 @@ void dot_tile(const LinearArgs& args, const Int8Rows<typename DotOf<kFormat>::St
   }
   for (int r = 0; r < kRows; r++)
     for (int p = 0; p < kPanels; p++)
-      if (p < count)
-        finish(args, first_row + row + r, panel + p, result[r][p], rows.offset ? rows.offset - first_row : nullptr);
+      if (p < count) finish(weight, sink, row + r, panel + p, result[r][p], rows.offset);
 }
 
-// Rows go in blocks that stay in L2 while the panels stream past; panels are handed out in chunks to whichever thread
-// is free. A task is a block of rows times a chunk of panels:
+// The family: int8 codes of rows. Rows go in blocks that stay in L2 while the panels stream past:
 //
 //                  kDotPanels panels          the next ones ->
 //   all rows       expand_panel, where there are many
@@ -187,63 +185,86 @@ void dot_tile(const LinearArgs& args, const Int8Rows<typename DotOf<kFormat>::St
 //   rows of tile 1   dot_tile
 //   ...
 template <Format kFormat>
-void linear_dot(const LinearArgs& args) {
+struct CodeRows {
   using Dot = DotOf<kFormat>;
+  using Step = typename Dot::Step;
   using Codes = typename Dot::Codes;
-  const WeightSpec& spec = args.weight_spec;
-  const int64_t panel_steps = spec.padded_k() / kHalfK * kStepsPerHalf;  // codes in planes fill whole tiles
-  const int64_t panels = spec.panels(), row_bytes = spec.padded_k() * static_cast<int64_t>(sizeof(typename Dot::Step));
-  const int64_t block_rows = larger(kDotRows, kL2Block / row_bytes / kDotRows * kDotRows);
-  constexpr int64_t kPass = 512;  // rows quantized at a time: bounds the scratch memory
-  for (int64_t first = 0; first < args.m; first += kPass) {
-    const int64_t count = smaller(kPass, args.m - first), blocks = ceil_div(count, block_rows);
-    const Int8Rows<typename Dot::Step> rows = quantize_rows<Dot>(args, first, count);
-    const int threads = threads_for_products(args.m, spec);
-    const int64_t chunk = panel_chunk(panels, threads, kDotPanels), chunks = ceil_div(panels, chunk);
-    // One row wants one sequential stream: VNNI, one thread, 28 -> 39 GB/s.
-    const int64_t pair = args.m == 1 ? 1 : kDotPanels;
-    parallel_for(blocks * chunks, threads, [&](int64_t task) {
-      const int64_t row_begin = task / chunks * block_rows, row_end = smaller(count, row_begin + block_rows);
-      const int64_t panel_end = smaller(panels, (task % chunks + 1) * chunk);
-      const RowTiles tiles(row_end - row_begin, kDotRows);
-      const bool expand = row_end - row_begin >= kExpandRows || is_unpacked(spec.format);
-      Codes* expanded =
-          expand ? static_cast<Codes*>(scratch(Scratch::task, kDotPanels * panel_steps * sizeof(Codes))) : nullptr;
-      for (int64_t panel = task % chunks * chunk; panel < panel_end; panel += pair) {
-        const int count_p = static_cast<int>(smaller(pair, panel_end - panel));
-        for (int p = 0; expand && p < count_p; p++)
-          expand_panel<kFormat>(spec, view_panel(spec, args.weight, panel + p), panel_steps / kStepsPerHalf,
-                                expanded + p * panel_steps);
-        const int64_t halves = panel_steps / (spec.group_size == 16 ? kStepsPerHalf / 2 : kStepsPerHalf),
-                      lines = ceil_div(kDotPanels * spec.panel_bytes() / 64, tiles.count * halves);
-        for (int64_t tile = 0; tile < tiles.count; tile++)
-          with_count<kDotRows>(tiles.height(tile), [&](auto kRows) {
-            const int64_t row = row_begin + tiles.begin(tile);
-            const auto run = [&](auto kPanels) {
-              if (!expand)
-                return dot_tile<kFormat, false, false, kRows, kPanels>(args, rows, row, first, panel, count_p, {});
-              // No tile of kExpandRows or more rows is lower; codes in planes, read as int8, are always expanded.
-              if constexpr (2 * kRows >= kDotRows || kFormat == Format::int8) {
-                const uint8_t* ahead = args.weight + (panel + kDotPanels) * spec.panel_bytes() +
-                                       tile * lines * 64 * halves;
-                const Expanded<Codes> codes{expanded, count_p > 1 ? panel_steps : 0, ahead, lines};
-                if constexpr (kFormat == Format::int8)
-                  if (spec.group_size == 16)
-                    return dot_tile<kFormat, true, true, kRows, kPanels, kStepsPerHalf / 2>(args, rows, row, first,
-                                                                                           panel, count_p, codes);
-                spec.group_size == kHalfK
-                    ? dot_tile<kFormat, true, true, kRows, kPanels>(args, rows, row, first, panel, count_p, codes)
-                    : dot_tile<kFormat, true, false, kRows, kPanels>(args, rows, row, first, panel, count_p, codes);
-              }
-            };
-            if constexpr (kRows == 1)
-              if (pair == 1) return run(std::integral_constant<int, 1>{});
-            run(std::integral_constant<int, kDotPanels>{});
-          });
-      }
-    });
+  static constexpr int64_t kPass = 512, kPiece = 8;
+  static constexpr PanelCut kCut{.at_once = kDotPanels};
+
+  XView x;
+  int64_t count;
+  Int8Rows<Step> rows;
+
+  CodeRows(const XView& x, const WeightSpec& spec, int64_t count, Arena& arena)
+      : x(x), count(count), rows(take_rows<Step>(spec, x.format, count, 1, arena)) {}
+
+  int64_t pieces() const { return ceil_div(count, kPiece); }
+  void prepare(const WeightSpec& spec, int64_t piece) const {
+    quantize_rows<Dot>(x, spec, rows, piece_of(count, kPiece, piece));
   }
-}
+
+  RowBlocks blocks(const WeightSpec& spec) const {
+    const int64_t row_bytes = spec.padded_k() * static_cast<int64_t>(sizeof(Step));
+    return {count, larger(kDotRows, kL2Block / row_bytes / kDotRows * kDotRows)};
+  }
+
+  void multiply(const PackedWeight& weight, const Sink& sink, Span block, Span panels) const {
+    const WeightSpec& spec = weight.spec;
+    const int64_t steps = panel_steps(spec);
+    const bool expand = block.count() >= kExpandRows || is_unpacked(spec.format);
+    const Scratch memory(expand ? kDotPanels * steps * static_cast<int64_t>(sizeof(Codes)) : 0);
+    Codes* const expanded = expand ? memory.as<Codes>() : nullptr;
+    // One row wants one sequential stream: VNNI, one thread, 28 -> 39 GB/s.
+    const int64_t at_once = block.count() == 1 ? 1 : kDotPanels;
+    for (int64_t panel = panels.begin; panel < panels.end; panel += at_once) {
+      const int width = static_cast<int>(smaller(at_once, panels.end - panel));
+      for (int p = 0; expand && p < width; p++)
+        expand_panel<kFormat>(spec, view_panel(spec, weight.data, panel + p), steps / kStepsPerHalf,
+                              expanded + p * steps);
+      multiply_panels(weight, sink, block, panel, width, expanded);
+    }
+  }
+
+ private:
+  static int64_t panel_steps(const WeightSpec& spec) {
+    return spec.padded_k() / kHalfK * kStepsPerHalf;  // codes in planes fill whole tiles
+  }
+
+  // All rows of a block times `width` panels. expanded: their codes, or null.
+  void multiply_panels(const PackedWeight& weight, const Sink& sink, Span block, int64_t panel, int width,
+                       const Codes* expanded) const {
+    const WeightSpec& spec = weight.spec;
+    const RowTiles tiles(block.count(), kDotRows);
+    const int64_t steps = panel_steps(spec),
+                  halves = steps / (spec.group_size == 16 ? kStepsPerHalf / 2 : kStepsPerHalf),
+                  lines = ceil_div(kDotPanels * spec.panel_bytes() / 64, tiles.count * halves);
+    for (int64_t tile = 0; tile < tiles.count; tile++)
+      with_count<kDotRows>(tiles.height(tile), [&](auto kRows) {
+        const int64_t row = block.begin + tiles.begin(tile);
+        const auto run = [&](auto kPanels) {
+          if (!expanded)
+            return dot_tile<kFormat, false, false, kRows, kPanels>(weight, rows, sink, row, panel, width, {});
+          // No tile of kExpandRows or more rows is lower; codes in planes, read as int8, are always expanded.
+          if constexpr (2 * kRows >= kDotRows || kFormat == Format::int8) {
+            const uint8_t* ahead =
+                weight.data + (panel + kDotPanels) * spec.panel_bytes() + tile * lines * 64 * halves;
+            const Expanded<Codes> codes{expanded, width > 1 ? steps : 0, ahead, lines};
+            if constexpr (kFormat == Format::int8)
+              if (spec.group_size == 16)
+                return dot_tile<kFormat, true, true, kRows, kPanels, kStepsPerHalf / 2>(weight, rows, sink, row, panel,
+                                                                                       width, codes);
+            spec.group_size == kHalfK
+                ? dot_tile<kFormat, true, true, kRows, kPanels>(weight, rows, sink, row, panel, width, codes)
+                : dot_tile<kFormat, true, false, kRows, kPanels>(weight, rows, sink, row, panel, width, codes);
+          }
+        };
+        if constexpr (kRows == 1)
+          if (block.count() == 1) return run(std::integral_constant<int, 1>{});
+        run(std::integral_constant<int, kDotPanels>{});
+      });
+  }
+};
 
 }  // namespace
 }  // namespace lowbit::cpu::LOWBIT_ISA_NAME

@@ -3,67 +3,89 @@
 // add, rounding.
 #pragma once
 
+#include "cpu/linear/product.hpp"
 #include "cpu/simd/math.hpp"
 #include "cpu/vector_io.hpp"
-#include "ops/linear.hpp"
 
 namespace lowbit::cpu::LOWBIT_ISA_NAME {
 namespace {
+
+// Where the sums of a product go: row r to row index[r] of y, or without an index to row first + r.
+struct Sink {
+  void* y;                        // [..., n]
+  DType dtype;                    // of y, mul and add
+  const void* bias = nullptr;     // [n] or null
+  DType bias_dtype = DType::float32;
+  Activation activation = Activation::none;
+  const void *mul = nullptr, *add = nullptr;  // [..., n] or null
+  int64_t first = 0;
+  const int32_t* index = nullptr;
+
+  LOWBIT_INLINE int64_t row(int64_t r) const { return index ? index[r] : first + r; }
+  LOWBIT_INLINE Sink from(int64_t r) const {
+    Sink rest = *this;
+    if (index) rest.index += r;
+    else rest.first += r;
+    return rest;
+  }
+};
 
 // The steps of `finish` that are the same for all rows of a panel.
 struct PanelEnd {
   f32x16 scale, sum, bias;  // sum: of a column's weights
   bool scales;
-  LOWBIT_INLINE PanelEnd(const LinearArgs& args, int64_t panel, bool offsets) {
-    const WeightSpec& spec = args.weight_spec;
-    const uint8_t* header = args.weight + panel * spec.panel_bytes();
+  LOWBIT_INLINE PanelEnd(const PackedWeight& weight, const Sink& sink, int64_t panel, bool offsets) {
+    const WeightSpec& spec = weight.spec;
+    const uint8_t* header = weight.data + panel * spec.panel_bytes();
     scales = !is_float(spec.format);
     if (scales) scale = load(reinterpret_cast<const float*>(header + spec.column_scale_at()));
     if (offsets) sum = load(reinterpret_cast<const float*>(header + spec.column_sum_at()));
     const int64_t column = panel * kPanelColumns;
-    if (args.bias) bias = load_as_float(args.bias, args.bias_dtype, column, spec.n - column);
+    if (sink.bias) bias = load_as_float(sink.bias, sink.bias_dtype, column, spec.n - column);
   }
 };
 
-LOWBIT_INLINE void finish_row(const LinearArgs& args, const PanelEnd& end, int64_t row, int64_t panel, f32x16 value,
-                              const float* row_offset) {
-  const int64_t n = args.weight_spec.n, column = panel * kPanelColumns, count = n - column, at = row * n + column;
+// n: columns of y. offset: the factor of the columns' sums, null where there is none.
+LOWBIT_INLINE void finish_row(const Sink& sink, int64_t n, const PanelEnd& end, int64_t row, int64_t panel,
+                              f32x16 value, const float* offset) {
+  const int64_t column = panel * kPanelColumns, count = n - column, at = sink.row(row) * n + column;
   if (end.scales) {
     value = mul(value, end.scale);
-    if (row_offset) value = fma(set1(row_offset[row]), end.sum, value);
+    if (offset) value = fma(set1(offset[row]), end.sum, value);
   }
-  if (args.bias) value = add(value, end.bias);
-  switch (args.activation) {
+  if (sink.bias) value = add(value, end.bias);
+  switch (sink.activation) {
     case Activation::none: break;
     case Activation::relu: value = relu(value); break;
     case Activation::gelu: value = gelu(value); break;
     case Activation::gelu_tanh: value = gelu_tanh(value); break;
     case Activation::silu: value = silu(value); break;
   }
-  if (args.mul) value = mul(value, load_as_float(args.mul, args.dtype, at, count));
-  if (args.add) value = add(value, load_as_float(args.add, args.dtype, at, count));
-  store_from_float(args.y, args.dtype, at, count, value);
+  if (sink.mul) value = mul(value, load_as_float(sink.mul, sink.dtype, at, count));
+  if (sink.add) value = add(value, load_as_float(sink.add, sink.dtype, at, count));
+  store_from_float(sink.y, sink.dtype, at, count, value);
 }
 
 // row_offset: the factor of column_sum (asymmetric activations), else null. Not inlined: it runs once per 16 k
 // products, and in every tile of every size it was two thirds of the code. The sums by reference: cpu/vector_io.hpp.
-[[gnu::noinline]] inline void finish(const LinearArgs& args, int64_t row, int64_t panel, const f32x16& sums,
-                                     const float* row_offset) {
-  finish_row(args, PanelEnd(args, panel, row_offset != nullptr), row, panel, sums, row_offset);
+[[gnu::noinline]] inline void finish(const PackedWeight& weight, const Sink& sink, int64_t row, int64_t panel,
+                                     const f32x16& sums, const float* row_offset) {
+  finish_row(sink, weight.spec.n, PanelEnd(weight, sink, panel, row_offset != nullptr), row, panel, sums, row_offset);
 }
 
 // The same of rows whose sums lie behind one another, 16 floats each, times the factor of each; a row with factor 0 is
-// left out. Without factors all are 1.
-[[gnu::noinline, maybe_unused]] void finish_rows(const LinearArgs& args, int64_t row, int64_t count, int64_t panel,
-                                                 const float* sums, const float* row_factor, const float* row_offset) {
-  const PanelEnd end(args, panel, row_offset != nullptr);
+// left out. Without factors all are 1. The first row is row 0 of sink and of row_offset.
+[[gnu::noinline, maybe_unused]] void finish_rows(const PackedWeight& weight, const Sink& sink, int64_t count,
+                                                 int64_t panel, const float* sums, const float* row_factor,
+                                                 const float* row_offset) {
+  const PanelEnd end(weight, sink, panel, row_offset != nullptr);
   for (int64_t r = 0; r < count; r++, sums += kPanelColumns) {
     f32x16 value = load(sums);
     if (row_factor) {
       if (row_factor[r] == 0.0f) continue;
       value = mul(value, set1(row_factor[r]));
     }
-    finish_row(args, end, row + r, panel, value, row_offset);
+    finish_row(sink, weight.spec.n, end, r, panel, value, row_offset);
   }
 }
 

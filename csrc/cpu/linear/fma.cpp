@@ -2,6 +2,7 @@
 // Rows of the op linear with float activations: one per weight format.
 #include LOWBIT_ISA_HEADER
 
+#include "cpu/linear/linear.hpp"
 #include "cpu/linear/semi_sparse_floats.hpp"
 #include "cpu/rows.hpp"
 
@@ -15,9 +16,14 @@ std::string_view refuses(const LinearArgs& args) {
 }
 
 template <Format kFormat>
-constexpr auto kRun = is_semi_sparse(kFormat) ? linear_semi_sparse_floats : linear_float<read_as(kFormat)>;
+void run_linear(const LinearArgs& args) {
+  if constexpr (is_semi_sparse(kFormat))
+    if (args.m <= kStreamRows && are_finite(x_of(args), args.weight_spec, args.m)) return linear_by<SteppedRows>(args);
+  if (args.m <= StreamRows<read_as(kFormat)>::kPass) return linear_by<StreamRows<read_as(kFormat)>>(args);
+  linear_by<BlockedRows>(args);
+}
 
-#define LOWBIT_FORMAT(name, Codec) {LOWBIT_ROW("linear_" #name), refuses<Format::name>, kRun<Format::name>},
+#define LOWBIT_FORMAT(name, Codec) {LOWBIT_ROW("linear_" #name), refuses<Format::name>, run_linear<Format::name>},
 constexpr Kernel<LinearArgs> kRows[] = {LOWBIT_FORMATS(LOWBIT_FORMAT)};
 #undef LOWBIT_FORMAT
 

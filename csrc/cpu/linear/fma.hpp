@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Float tiles, accumulated in float32, for every weight format with float activations. Two ways, chosen by the number
 // of rows:
-//   few rows: each weight is converted in registers and used at once (linear_stream): memory speed at m = 1;
-//   many:     a block of k of a panel is converted to float32 in L1 and multiplied like any matrix (linear_blocked).
+//   few rows: each weight is converted in registers and used at once (StreamRows): memory speed at m = 1;
+//   many:     a block of k of a panel is converted to float32 in L1 and multiplied like any matrix (BlockedRows).
 #pragma once
 
 #include "cpu/linear/activations.hpp"
@@ -19,22 +19,23 @@ constexpr float kLate = unshift_of<kFormat>(0) > 1.0f ? unshift_of<kFormat>(0) :
 
 // Activations in the order in which the halves are read, each times 2^-shift but for kLate, and their sums per group
 // (the factors of the zero points).
-struct StreamRows {
+struct OrderedRows {
+  int64_t stride, groups;
   float* values;      // [rows][stride]
   float* group_sums;  // [rows][groups]
-  int64_t stride, groups;
+
+  OrderedRows(const WeightSpec& spec, int64_t count, Arena& arena)
+      : stride(spec.padded_k() + 16), groups(spec.groups()), values(arena.array<float>(count * stride)),
+        group_sums(arena.array<float>(count * groups)) {}
 };
 
+// Rows first .. first + count of x become the first ones of `rows`.
 template <Format kFormat>
-StreamRows order_rows(const LinearArgs& args) {
-  const WeightSpec& spec = args.weight_spec;
-  const int64_t count = args.m, padded = spec.padded_k(), groups = spec.groups();
-  Arena arena{
-      static_cast<char*>(scratch(Scratch::call, (count * (padded + 16 + groups) + 64) * sizeof(float) + 2 * kRedZone))};
-  StreamRows rows{arena.array<float>(count * (padded + 16)), arena.array<float>(count * groups), padded + 16, groups};
-  float* buffer = static_cast<float*>(scratch(Scratch::task, padded * sizeof(float)));
+void order_rows(const XView& view, const WeightSpec& spec, int64_t first, int64_t count, const OrderedRows& rows) {
+  const int64_t padded = spec.padded_k(), groups = spec.groups();
+  const Scratch buffer(padded * static_cast<int64_t>(sizeof(float)));
   for (int64_t row = 0; row < count; row++) {
-    const float* x = widen_row(args, row, buffer);
+    const float* x = widen_row(view, first + row, padded, buffer.as<float>());
     float* out = rows.values + row * rows.stride;
     // int4: byte i of a column's four bytes carries 2^(8 i), the high nibbles 2^4 more.
     for (int64_t k = 0; k < padded; k += 4)
@@ -45,7 +46,6 @@ StreamRows order_rows(const LinearArgs& args) {
       });
     for (int64_t g = 0; g < groups; g++) rows.group_sums[row * groups + g] = group_sum(spec, x, g);
   }
-  return rows;
 }
 
 // Sums of one group, in kChains independent chains per row: an FMA takes 4 cycles, and two start in each.
@@ -99,8 +99,9 @@ LOWBIT_INLINE void stream_step(const PanelView& panel, bool mostly_plain, const 
 }
 
 template <Format kFormat, int64_t kStep, int kRows>
-void stream_panel(const LinearArgs& args, const PanelView& view, const StreamRows& rows, int64_t row, int64_t panel) {
-  const WeightSpec& spec = args.weight_spec;
+void stream_panel(const PackedWeight& weight, const PanelView& view, const OrderedRows& rows, const Sink& sink,
+                  int64_t row, int64_t panel) {
+  const WeightSpec& spec = weight.spec;
   Ahead next(spec, view, view.bytes, in_four_streams<kFormat>(spec, kStreamFour));
   const bool mostly_plain = Unit<kFormat>::mostly_plain(view.codes);
   const float *x[kRows], *group_sums[kRows];
@@ -126,38 +127,57 @@ void stream_panel(const LinearArgs& args, const PanelView& view, const StreamRow
         result[r] = fma(fma(w_zero, set1(group_sums[r][g]), sums.total(r)), w_scale, result[r]);
     }
   }
-  for (int r = 0; r < kRows; r++) finish(args, row + r, panel, result[r], nullptr);
+  for (int r = 0; r < kRows; r++) finish(weight, sink, row + r, panel, result[r], nullptr);
 }
 
-// A panel as it is read: codes in planes are unpacked first, to scratch memory, for all rows at once.
+// The bytes into which codes in planes are unpacked for all rows at once; 0 where a panel is read as it is.
 template <Format kFormat>
-LOWBIT_INLINE PanelView readable_panel(const WeightSpec& spec, const uint8_t* weight, int64_t panel) {
-  PanelView view = view_panel(spec, weight, panel);
-  if (kFormat != Format::int8 || !is_unpacked(spec.format)) return view;
-  uint8_t* room = static_cast<uint8_t*>(scratch(Scratch::task, spec.tiles() * kByteTile));
-  view.codes = readable_tiles<kFormat>(spec, view, 0, spec.tiles(), room), view.end = room + spec.tiles() * kByteTile;
+LOWBIT_INLINE int64_t unpacked_bytes(const WeightSpec& spec) {
+  return kFormat == Format::int8 && is_unpacked(spec.format) ? spec.tiles() * kByteTile : 0;
+}
+
+// A panel as it is read, of which `room` has the unpacked codes.
+template <Format kFormat>
+LOWBIT_INLINE PanelView readable_panel(const PackedWeight& weight, int64_t panel, uint8_t* room) {
+  const WeightSpec& spec = weight.spec;
+  PanelView view = view_panel(spec, weight.data, panel);
+  const int64_t bytes = unpacked_bytes<kFormat>(spec);
+  if (bytes) view.codes = readable_tiles<kFormat>(spec, view, 0, spec.tiles(), room), view.end = room + bytes;
   return view;
 }
 
+// The family of few rows.
 template <Format kFormat>
-void linear_stream(const LinearArgs& args) {
-  const int64_t panels = args.weight_spec.panels();
-  const int threads = threads_for_products(args.m, args.weight_spec);
-  const int64_t chunk = panel_chunk(panels, threads, 1);
-  const StreamRows rows = order_rows<kFormat>(args);
-  const RowTiles tiles(args.m, kStreamRows);
-  parallel_for(ceil_div(panels, chunk), threads, [&](int64_t task) {
-    for (int64_t panel = task * chunk; panel < smaller(panels, (task + 1) * chunk); panel++) {
-      const PanelView view = readable_panel<kFormat>(args.weight_spec, args.weight, panel);
+struct StreamRows {
+  static constexpr int64_t kPass = 2 * kStreamRows;  // for more rows converting once pays
+  static constexpr PanelCut kCut{.at_once = 1};
+
+  XView x;
+  int64_t count;
+  OrderedRows rows;
+
+  StreamRows(const XView& x, const WeightSpec& spec, int64_t count, Arena& arena)
+      : x(x), count(count), rows(spec, count, arena) {}
+
+  int64_t pieces() const { return 1; }
+  void prepare(const WeightSpec& spec, int64_t) const { order_rows<kFormat>(x, spec, 0, count, rows); }
+
+  RowBlocks blocks(const WeightSpec&) const { return {count, count}; }
+
+  void multiply(const PackedWeight& weight, const Sink& sink, Span block, Span panels) const {
+    const RowTiles tiles(block.count(), kStreamRows);
+    const Scratch room(unpacked_bytes<kFormat>(weight.spec));
+    for (int64_t panel = panels.begin; panel < panels.end; panel++) {
+      const PanelView view = readable_panel<kFormat>(weight, panel, room.as<uint8_t>());
       for (int64_t tile = 0; tile < tiles.count; tile++)
         with_count<kStreamRows>(tiles.height(tile), [&](auto kRows) {
-          with_step<kFormat>(args.weight_spec, [&](auto kStep) {
-            stream_panel<kFormat, kStep, kRows>(args, view, rows, tiles.begin(tile), panel);
+          with_step<kFormat>(weight.spec, [&](auto kStep) {
+            stream_panel<kFormat, kStep, kRows>(weight, view, rows, sink, block.begin + tiles.begin(tile), panel);
           });
         });
     }
-  });
-}
+  }
+};
 
 // ---- many rows -----------------------------------------------------------------------------------------------------
 
@@ -185,76 +205,84 @@ template <int kRows, int kPanels>
     for (int p = 0; p < kPanels; p++) store(c + r * c_stride + p * 16, acc[r][p]);
 }
 
-// Rows first..first+count interleaved by tile: a tile's rows as [k][rows in the tile].
-float* interleave_rows(const LinearArgs& args, int64_t first, int64_t count, const RowTiles& tiles) {
-  const int64_t padded = args.weight_spec.padded_k();
-  float* out = static_cast<float*>(scratch(Scratch::call, count * padded * sizeof(float)));
-  parallel_for(tiles.count, threads_for(count * padded), [&](int64_t tile) {
-    const int64_t begin = tiles.begin(tile), rows = tiles.height(tile);
-    float* buffer = static_cast<float*>(scratch(Scratch::task, kFloatRows * padded * sizeof(float)));
-    const float* x[kFloatRows];
-    for (int64_t r = 0; r < rows; r++) x[r] = widen_row(args, first + begin + r, buffer + r * padded);
-    float* to = out + begin * padded;
-    for (int64_t k = 0; k < padded; k++)
-      for (int64_t r = 0; r < rows; r++) *to++ = x[r][k];
-  });
-  return out;
-}
+// The family of many rows, for every format: a block of k is converted once for all rows of a block. Rows are
+// interleaved by tile: a tile's rows as [k][rows in the tile].
+struct BlockedRows {
+  static constexpr int64_t kPass = 480, kBlock = 240;  // 240 rows x 256 k of float32 are 240 KiB of L2
+  static constexpr PanelCut kCut{.at_once = kFloatPanels};
+  static_assert(kBlock % kFloatRows == 0);
 
-// One loop for every format: a block is converted once for all rows.
-void linear_blocked(const LinearArgs& args) {
-  const WeightSpec& spec = args.weight_spec;
-  const int64_t padded = spec.padded_k(), panels = spec.panels();
-  constexpr int64_t kPass = 480, kBlockTiles = 240 / kFloatRows;  // 240 rows x 256 k of float32 are 240 KiB of L2
-  for (int64_t first = 0; first < args.m; first += kPass) {
-    const int64_t count = smaller(kPass, args.m - first), blocks = ceil_div(ceil_div(count, kFloatRows), kBlockTiles);
-    const RowTiles tiles(count, kFloatRows);
-    const float* a = interleave_rows(args, first, count, tiles);
-    const int threads = threads_for_products(args.m, spec);
-    const int64_t chunk = panel_chunk(panels, threads, kFloatPanels), chunks = ceil_div(panels, chunk);
-    parallel_for(blocks * chunks, threads, [&](int64_t task) {
-      const int64_t tile_begin = task / chunks * kBlockTiles, tile_end = smaller(tiles.count, tile_begin + kBlockTiles);
-      const int64_t row_begin = tiles.begin(tile_begin), rows = tiles.begin(tile_end) - row_begin;
-      const int64_t panel_begin = task % chunks * chunk, width = smaller(chunk, panels - panel_begin);
-      float* c =
-          static_cast<float*>(scratch(Scratch::task, (rows * width + kBlockK * kFloatPanels) * 16 * sizeof(float)));
-      float* b = c + rows * width * 16;
-      for (int64_t k = 0; k < padded; k += kBlockK) {
-        const int64_t length = smaller(kBlockK, padded - k);
-        for (int64_t panel = 0; panel < width; panel += kFloatPanels) {
-          const int count_p = static_cast<int>(smaller(kFloatPanels, width - panel));
-          const bool last = panel + kFloatPanels >= width;  // then the next block is further along k in the first panel
-          const int64_t ahead = last ? kBlockK / kTileK * spec.tile_bytes() - panel * spec.panel_bytes()
-                                     : kFloatPanels * spec.panel_bytes();
-          for (int p = 0; p < count_p; p++)
-            with_format(spec.format, [&]<Format kFormat>() {
-              with_step<read_as(kFormat)>(spec, [&](auto kStep) {
-                widen_tiles<read_as(kFormat), kStep>(spec, args.weight, panel_begin + panel + p, k / kTileK,
-                                                     length / kTileK, b + p * kBlockK * 16, ahead);
-              });
-            });
-          for (int64_t tile = tile_begin; tile < tile_end; tile++)
-            with_count<kFloatRows>(tiles.height(tile), [&](auto kRows) {
-              with_count<kFloatPanels>(count_p, [&](auto kPanels) {
-                const int64_t row = tiles.begin(tile);
-                float_tile<kRows, kPanels>(a + row * padded + k * kRows, b, kBlockK * 16, length,
-                                           c + ((row - row_begin) * width + panel) * 16, width * 16, k == 0);
-              });
-            });
-        }
-      }
-      for (int64_t row = 0; row < rows; row++)
-        for (int64_t panel = 0; panel < width; panel++)
-          finish(args, first + row_begin + row, panel_begin + panel, load(c + (row * width + panel) * 16), nullptr);
-    });
+  XView x;
+  int64_t count, padded_k;
+  float* values;
+
+  BlockedRows(const XView& x, const WeightSpec& spec, int64_t count, Arena& arena)
+      : x(x), count(count), padded_k(spec.padded_k()), values(arena.array<float>(count * padded_k)) {}
+
+  RowBlocks blocks(const WeightSpec&) const { return {count, kBlock}; }
+
+  // A piece is a tile.
+  int64_t pieces() const { return ceil_div(count, kFloatRows); }
+  void prepare(const WeightSpec& spec, int64_t piece) const {
+    const Span block = blocks(spec).at(piece / (kBlock / kFloatRows));
+    const RowTiles tiles(block.count(), kFloatRows);
+    const int64_t tile = piece % (kBlock / kFloatRows), first = block.begin + tiles.begin(tile),
+                  rows = tiles.height(tile);
+    const Scratch buffer(kFloatRows * padded_k * static_cast<int64_t>(sizeof(float)));
+    const float* row[kFloatRows];
+    for (int64_t r = 0; r < rows; r++)
+      row[r] = widen_row(x, first + r, padded_k, buffer.as<float>() + r * padded_k);
+    float* to = values + first * padded_k;
+    for (int64_t k = 0; k < padded_k; k++)
+      for (int64_t r = 0; r < rows; r++) *to++ = row[r][k];
   }
-}
 
-template <Format kFormat>
-void linear_float(const LinearArgs& args) {
-  args.m <= 2 * kStreamRows ? linear_stream<kFormat>(args)
-                            : linear_blocked(args);  // from there on converting once pays
-}
+  void multiply(const PackedWeight& weight, const Sink& sink, Span block, Span panels) const {
+    const int64_t rows = block.count(), width = panels.count();
+    const Scratch memory((rows * width + kBlockK * kFloatPanels) * 16 * static_cast<int64_t>(sizeof(float)));
+    float *const c = memory.as<float>(), *const b = c + rows * width * 16;
+    for (int64_t k = 0; k < padded_k; k += kBlockK)
+      for (int64_t panel = 0; panel < width; panel += kFloatPanels) {
+        widen_panels(weight.spec, weight.data, panels, panel, k, b);
+        multiply_block(block, k, static_cast<int>(smaller(kFloatPanels, width - panel)), b, c + panel * 16,
+                       width * 16);
+      }
+    for (int64_t row = 0; row < rows; row++)
+      for (int64_t panel = 0; panel < width; panel++)
+        finish(weight, sink, block.begin + row, panels.begin + panel, load(c + (row * width + panel) * 16), nullptr);
+  }
+
+ private:
+  int64_t length(int64_t k) const { return smaller(kBlockK, padded_k - k); }
+
+  // A block of k of up to kFloatPanels panels, from number `first` of a task's on, as float32.
+  void widen_panels(const WeightSpec& spec, const uint8_t* weight, Span panels, int64_t first, int64_t k,
+                    float* b) const {
+    const bool last = first + kFloatPanels >= panels.count();  // the next block is then further along k, of panel 0
+    const int64_t ahead = last ? kBlockK / kTileK * spec.tile_bytes() - first * spec.panel_bytes()
+                               : kFloatPanels * spec.panel_bytes();
+    for (int64_t p = 0; p < smaller(kFloatPanels, panels.count() - first); p++)
+      with_format(spec.format, [&]<Format kFormat>() {
+        with_step<read_as(kFormat)>(spec, [&](auto kStep) {
+          widen_tiles<read_as(kFormat), kStep>(spec, weight, panels.begin + first + p, k / kTileK,
+                                               length(k) / kTileK, b + p * kBlockK * 16, ahead);
+        });
+      });
+  }
+
+  // All rows of a block times a block of k of `width` panels; c: [row][panel][16], c_stride from row to row.
+  void multiply_block(Span block, int64_t k, int width, const float* b, float* c, int64_t c_stride) const {
+    const RowTiles tiles(block.count(), kFloatRows);
+    for (int64_t tile = 0; tile < tiles.count; tile++)
+      with_count<kFloatRows>(tiles.height(tile), [&](auto kRows) {
+        with_count<kFloatPanels>(width, [&](auto kPanels) {
+          const int64_t row = tiles.begin(tile);
+          float_tile<kRows, kPanels>(values + (block.begin + row) * padded_k + k * kRows, b, kBlockK * 16, length(k),
+                                     c + row * c_stride, c_stride, k == 0);
+        });
+      });
+  }
+};
 
 }  // namespace
 }  // namespace lowbit::cpu::LOWBIT_ISA_NAME

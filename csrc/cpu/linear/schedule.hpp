@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// How a linear call is cut: how many threads, and how many panels one task takes.
+// How a call is cut: how many threads, and how many panels one task takes.
 #pragma once
 
 #include "core/parallel.hpp"
@@ -12,12 +12,18 @@ LOWBIT_INLINE int threads_for_products(int64_t m, const WeightSpec& spec) {
   return threads_worth(m * spec.n * spec.k);
 }
 
-// At least eight tasks a thread, so that one slow thread costs little; at most eight panels a task; a multiple
-// of the tile.
-LOWBIT_INLINE int64_t panel_chunk(int64_t panels, int64_t threads, int64_t tile) {
-  const int64_t wanted = larger(1, smaller(8, panels / (threads * 8)));
-  return round_up(wanted, tile);
-}
+// To prepare an activation takes as long as eight products: AVX2 quantizes about 4 per ns.
+LOWBIT_INLINE int threads_for(int64_t activations) { return threads_worth(8 * activations); }
+
+// Panels of a task: a multiple of those that are multiplied at a time, at most max. A thread has at least `tasks`, so
+// that one slow thread costs little.
+struct PanelCut {
+  int64_t at_once, max = 8, tasks = 8;
+  // Panels per task, of as many as all blocks of rows of a call have together.
+  LOWBIT_INLINE int64_t chunk(int64_t panels, int threads) const {
+    return round_up(larger(1, smaller(max, panels / (threads * tasks))), at_once);
+  }
+};
 
 }  // namespace
 }  // namespace lowbit::cpu::LOWBIT_ISA_NAME

@@ -62,9 +62,10 @@ LOWBIT_INLINE void semi_sparse_half(const PanelView& panel, int64_t k, const int
 
 // Rows row..row+kRows of the prepared activations times one panel.
 template <int kRows>
-void semi_sparse_tile(const LinearArgs& args, const Int8Rows<int8_t>& rows, int64_t row, int64_t panel) {
-  const WeightSpec& spec = args.weight_spec;
-  const PanelView view = view_panel(spec, args.weight, panel);
+void semi_sparse_tile(const PackedWeight& weight, const Int8Rows<int8_t>& rows, const Sink& sink, int64_t row,
+                      int64_t panel) {
+  const WeightSpec& spec = weight.spec;
+  const PanelView view = view_panel(spec, weight.data, panel);
   Ahead next(spec, view, view.bytes, reads_in_streams());
   const int8_t* a[kRows];
   f32x16 result[kRows];
@@ -83,28 +84,41 @@ void semi_sparse_tile(const LinearArgs& args, const Int8Rows<int8_t>& rows, int6
       result[r] = add_sum<Format::int8>(result[r], sums.total(r), rows.sums[(row + r) * rows.sum_count + s], w_scale,
                                         nullptr);
   }
-  for (int r = 0; r < kRows; r++) finish(args, row + r, panel, result[r], rows.offset);
+  for (int r = 0; r < kRows; r++) finish(weight, sink, row + r, panel, result[r], rows.offset);
 }
 
-void linear_semi_sparse(const LinearArgs& args) {
+// The family: int8 codes of few rows.
+struct SemiSparseRows {
   using Dot = Dot8SemiSparse;
-  if (args.m >= kExpandRows) return linear_dot<Format::int8>(args);  // panels are expanded to int8, once for all rows
-  const WeightSpec& spec = args.weight_spec;
-  const Int8Rows<int8_t> rows = quantize_rows<Dot>(args, 0, args.m);
-  for (int64_t at = 0; Dot::kOffset && at < args.m * rows.code_stride; at++)
-    rows.codes[at] = static_cast<int8_t>(rows.codes[at] + Dot::kOffset);
-  const int64_t panels = spec.panels();
-  const int threads = threads_for_products(args.m, spec);
-  const int64_t chunk = panel_chunk(panels, threads, 1);
-  const RowTiles tiles(args.m, kSemiSparseRows);
-  parallel_for(ceil_div(panels, chunk), threads, [&](int64_t task) {
-    for (int64_t panel = task * chunk; panel < smaller(panels, (task + 1) * chunk); panel++)
+  static constexpr int64_t kPass = kExpandRows, kPiece = 8;
+  static constexpr PanelCut kCut{.at_once = 1};
+
+  XView x;
+  int64_t count;
+  Int8Rows<int8_t> rows;
+
+  SemiSparseRows(const XView& x, const WeightSpec& spec, int64_t count, Arena& arena)
+      : x(x), count(count), rows(take_rows<int8_t>(spec, x.format, count, 1, arena)) {}
+
+  int64_t pieces() const { return ceil_div(count, kPiece); }
+  void prepare(const WeightSpec& spec, int64_t piece) const {
+    const Span range = piece_of(count, kPiece, piece);
+    quantize_rows<Dot>(x, spec, rows, range);
+    for (int64_t at = range.begin * rows.code_stride; Dot::kOffset && at < range.end * rows.code_stride; at++)
+      rows.codes[at] = static_cast<int8_t>(rows.codes[at] + Dot::kOffset);
+  }
+
+  RowBlocks blocks(const WeightSpec&) const { return {count, count}; }
+
+  void multiply(const PackedWeight& weight, const Sink& sink, Span block, Span panels) const {
+    const RowTiles tiles(block.count(), kSemiSparseRows);
+    for (int64_t panel = panels.begin; panel < panels.end; panel++)
       for (int64_t tile = 0; tile < tiles.count; tile++)
         with_count<kSemiSparseRows>(tiles.height(tile), [&](auto kRows) {
-          semi_sparse_tile<kRows>(args, rows, tiles.begin(tile), panel);
+          semi_sparse_tile<kRows>(weight, rows, sink, block.begin + tiles.begin(tile), panel);
         });
-  });
-}
+  }
+};
 
 }  // namespace
 }  // namespace lowbit::cpu::LOWBIT_ISA_NAME

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Few rows of float activations times a 2:4 weight (formats/int8_semi_sparse.hpp) as it is stored: as semi_sparse.hpp,
 // a look-up brings to each code the one of 8 activations that its place names. A look-up is of 16 floats, so the 8 of a
-// step are there twice. inf and nan have to meet the weights that are 0 too: rows with them go the way of many rows.
+// step are there twice. inf and nan have to meet the weights that are 0 too: rows with them go the way of fma.hpp.
 #pragma once
 
 #include "cpu/linear/fma.hpp"
@@ -9,36 +9,25 @@
 namespace lowbit::cpu::LOWBIT_ISA_NAME {
 namespace {
 
-struct SteppedRows {
-  float* values;  // [rows][padded_k / 8][2][8]
-  int64_t stride;
-  bool finite;
-};
-
-LOWBIT_INLINE SteppedRows step_rows(const LinearArgs& args) {
-  constexpr int64_t kStep = codec_of<Format::int8_semi_sparse>::k_of_step;
-  const int64_t padded = args.weight_spec.padded_k(), stride = 2 * padded + 16;
-  Arena arena{static_cast<char*>(scratch(Scratch::call, (args.m * stride + 16) * sizeof(float) + kRedZone))};
-  SteppedRows rows{arena.array<float>(args.m * stride), stride, true};
-  float* buffer = static_cast<float*>(scratch(Scratch::task, padded * sizeof(float)));
-  for (int64_t row = 0; row < args.m; row++) {
-    const float* x = widen_row(args, row, buffer);
-    float* out = rows.values + row * stride;
-    f32x16 zeros = set1(0.0f);  // 0 * inf is nan
+// Whether rows 0 .. count of x are all finite.
+LOWBIT_INLINE bool are_finite(const XView& view, const WeightSpec& spec, int64_t count) {
+  const int64_t padded = spec.padded_k();
+  const Scratch buffer(padded * static_cast<int64_t>(sizeof(float)));
+  f32x16 zeros = set1(0.0f);  // 0 * inf is nan
+  for (int64_t row = 0; row < count; row++) {
+    const float* x = widen_row(view, row, padded, buffer.as<float>());
     for (int64_t k = 0; k < padded; k += 16) zeros = fma(load(x + k), set1(0.0f), zeros);
-    rows.finite &= sum(zeros) == 0.0f;
-    for (int64_t k = 0; k < padded; k += kStep)
-      for (int64_t i = 0; i < 2 * kStep; i++) out[2 * k + i] = x[k + i % kStep];
   }
-  return rows;
+  return sum(zeros) == 0.0f;
 }
 
 template <int kRows>
-void semi_sparse_stream(const LinearArgs& args, const SteppedRows& rows, int64_t row, int64_t panel) {
+void semi_sparse_stream(const PackedWeight& weight, const float* values, int64_t stride, const Sink& sink,
+                        int64_t panel) {
   using Codec = codec_of<Format::int8_semi_sparse>;
   constexpr int kSlots = Codec::slots_of_step, kLines = 12;  // as semi_sparse_half has them
-  const WeightSpec& spec = args.weight_spec;
-  const PanelView view = view_panel(spec, args.weight, panel);
+  const WeightSpec& spec = weight.spec;
+  const PanelView view = view_panel(spec, weight.data, panel);
   Ahead next(spec, view, view.bytes, reads_in_streams());
   f32x16 result[kRows];
   for (f32x16& sums : result) sums = set1(0.0f);
@@ -55,14 +44,14 @@ void semi_sparse_stream(const LinearArgs& args, const SteppedRows& rows, int64_t
         const i32x16 codes = load_i32(reinterpret_cast<const int32_t*>(codes_at)),
                      places = shift_right(load_i32(reinterpret_cast<const int32_t*>(places_at)),
                                           set1(static_cast<int32_t>(in_tile)));
-        const float* x = rows.values + row * rows.stride + (at + odd) * 16;
+        const float* x = values + (at + odd) * 16;
         unroll<kSlots>([&](auto slot) __attribute__((always_inline)) {
           const f32x16 w = to_float(shift_right_signed<24>(shift_left<24 - 8 * slot>(codes)));
           const i32x16 place = bit_or(bit_and(shift_right<8 * slot>(places), set1(int32_t{3})),
                                       set1(int32_t{slot / 2 * 4}));
           f32x16* chain = sums.chain[slot % StreamSums<kRows>::kChains];
 #pragma GCC unroll 8
-          for (int r = 0; r < kRows; r++) chain[r] = fma(w, lookup8(x + r * rows.stride, place), chain[r]);
+          for (int r = 0; r < kRows; r++) chain[r] = fma(w, lookup8(x + r * stride, place), chain[r]);
         });
       });
       if (in_tile == 6) next.advance(view, spec.tile_bytes()), tile += spec.tile_bytes();
@@ -71,22 +60,42 @@ void semi_sparse_stream(const LinearArgs& args, const SteppedRows& rows, int64_t
     next.fetch_group(view, g);
     for (int r = 0; r < kRows; r++) result[r] = fma(sums.total(r), w_scale, result[r]);
   }
-  for (int r = 0; r < kRows; r++) finish(args, row + r, panel, result[r], nullptr);
+  for (int r = 0; r < kRows; r++) finish(weight, sink, r, panel, result[r], nullptr);
 }
 
-void linear_semi_sparse_floats(const LinearArgs& args) {
-  if (args.m > kStreamRows) return linear_float<Format::int8>(args);
-  const SteppedRows rows = step_rows(args);
-  if (!rows.finite) return linear_float<Format::int8>(args);
-  const int64_t panels = args.weight_spec.panels();
-  const int threads = threads_for_products(args.m, args.weight_spec);
-  const int64_t chunk = panel_chunk(panels, threads, 1);
-  parallel_for(ceil_div(panels, chunk), threads, [&](int64_t task) {
-    for (int64_t panel = task * chunk; panel < smaller(panels, (task + 1) * chunk); panel++)
-      with_count<kStreamRows>(static_cast<int>(args.m),
-                              [&](auto kRows) { semi_sparse_stream<kRows>(args, rows, 0, panel); });
-  });
-}
+// The family: few rows, all of them finite.
+struct SteppedRows {
+  static constexpr int64_t kPass = kStreamRows;
+  static constexpr PanelCut kCut{.at_once = 1};
+
+  XView x;
+  int64_t count, stride;
+  float* values;  // [rows][padded_k / 8][2][8]
+
+  SteppedRows(const XView& x, const WeightSpec& spec, int64_t count, Arena& arena)
+      : x(x), count(count), stride(2 * spec.padded_k() + 16), values(arena.array<float>(count * stride)) {}
+
+  int64_t pieces() const { return 1; }
+  void prepare(const WeightSpec& spec, int64_t) const {
+    constexpr int64_t kStep = codec_of<Format::int8_semi_sparse>::k_of_step;
+    const int64_t padded = spec.padded_k();
+    const Scratch buffer(padded * static_cast<int64_t>(sizeof(float)));
+    for (int64_t row = 0; row < count; row++) {
+      const float* from = widen_row(x, row, padded, buffer.as<float>());
+      float* out = values + row * stride;
+      for (int64_t k = 0; k < padded; k += kStep)
+        for (int64_t i = 0; i < 2 * kStep; i++) out[2 * k + i] = from[k + i % kStep];
+    }
+  }
+
+  RowBlocks blocks(const WeightSpec&) const { return {count, count}; }
+
+  void multiply(const PackedWeight& weight, const Sink& sink, Span block, Span panels) const {
+    for (int64_t panel = panels.begin; panel < panels.end; panel++)
+      with_count<kStreamRows>(static_cast<int>(block.count()),
+                              [&](auto kRows) { semi_sparse_stream<kRows>(weight, values, stride, sink, panel); });
+  }
+};
 
 }  // namespace
 }  // namespace lowbit::cpu::LOWBIT_ISA_NAME

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The op linear by the tile unit, for both kinds of factors (tiled_codes.hpp: int8 by codes; tiled_floats.hpp: bfloat16
+// Products by the tile unit, for both kinds of factors (tiled_codes.hpp: int8 by codes; tiled_floats.hpp: bfloat16
 // parts of floats). Two row tiles times two panels are multiplied at a time, block by block of k: the weights of a
 // block wait in L1 while all rows of a pass go by, and the sums wait in L2. Reading both factors from L2 the unit
 // reached 330 of the 560 GMAC/s that it has from L1 (int8, one thread, Sapphire Rapids).
@@ -21,7 +21,8 @@ constexpr int64_t kMostSums = 17;  // that lie in a block of 512 k, in groups of
 // A tile takes 16 cycles, however few of its rows are used.
 constexpr int64_t kFewestRows = 16;
 
-// The operand of the loop, a Product, is made once per pass and has
+// The operand of the loop, a Product, is made once per task and has
+//   weight        the PackedWeight
 //   Sum           int32_t or float
 //   block_k       k of a block; weight_bytes: of its weights, per panel and k
 //   k             all of k, to the end of the last sum; sum_k: the k of one sum, before a scale is due
@@ -32,7 +33,7 @@ constexpr int64_t kFewestRows = 16;
 //     few whole steps, to the sums; block: the k at which the weights begin
 //   scale_of_sum(panel, s): the argument of scale() for a panel
 //   scale(sums, row tile, s, of panel, result): adds sum number s of a tile to its results
-//   store_rows(row, count, panel, results); store_rest(count): rows that the unit cannot do
+//   store_rows(sink, row, count, panel, results); store_rest(sink, count, panels): rows that the unit cannot do
 
 // The tiles of one task: results of [row tile][panel], and sums that go on in the next block of k.
 template <class Product>
@@ -125,13 +126,15 @@ void multiply_short_sums(const Product& product, float* results, int64_t row_til
 template <class Product>
 struct TileTask {
   const Product& product;
+  const Sink& sink;
   int64_t rows, first_panel, width;
 
   void run() const {
     const int64_t row_tiles = ceil_div(rows, kTileRows), room_bytes = product.block_k * product.weight_bytes;
     Arena counted;
     arrays(counted, row_tiles);
-    Arena arena{static_cast<char*>(scratch(Scratch::task, counted.bytes))};
+    const Scratch memory(counted.bytes);
+    Arena arena = memory.arena();
     const auto [to, room, scale_room] = arrays(arena, row_tiles);
     std::memset(to.result, 0, row_tiles * width * sizeof *to.result);
     for (int64_t k = 0; k < product.k; k += product.block_k) {
@@ -150,7 +153,7 @@ struct TileTask {
     }
     for (int64_t row = 0; row < rows; row += kTileRows)
       for (int64_t column = 0; column < width; column++)
-        product.store_rows(row, smaller(kTileRows, rows - row), first_panel + column,
+        product.store_rows(sink, row, smaller(kTileRows, rows - row), first_panel + column,
                            to.result[row / kTileRows * width + column]);
   }
 
@@ -196,23 +199,14 @@ struct TileTask {
   }
 };
 
-// make(first, count): the Product of rows first .. first + count.
-template <class Make>
-void linear_tiles(const LinearArgs& args, Make&& make) {
-  const int64_t panels = args.weight_spec.panels();
-  for (int64_t first = 0; first < args.m; first += kTilePass) {
-    const int64_t count = smaller(kTilePass, args.m - first);
-    const auto product = make(first, count);
-    const int threads = threads_for_products(args.m, args.weight_spec);
-    const int64_t chunk =
-        round_up(larger(1, smaller(kTilePanels, panels / (threads * 4))), static_cast<int64_t>(kPanelsAtOnce));
-    parallel_for(ceil_div(panels, chunk), threads, [&](int64_t task) {
-      const TileUnit unit(product.tile_bytes);
-      const int64_t panel = task * chunk;
-      TileTask<std::decay_t<decltype(product)>>{product, count, panel, smaller(chunk, panels - panel)}.run();
-    });
-    product.store_rest(count);
-  }
+// A task has all rows of a pass.
+constexpr PanelCut kTiledCut{.at_once = kPanelsAtOnce, .max = kTilePanels, .tasks = 4};
+
+template <class Product>
+void multiply_by_tiles(const Product& product, const Sink& sink, int64_t rows, Span panels) {
+  const TileUnit unit(product.tile_bytes);
+  TileTask<Product>{product, sink, rows, panels.begin, panels.count()}.run();
+  product.store_rest(sink, rows, panels);
 }
 
 }  // namespace

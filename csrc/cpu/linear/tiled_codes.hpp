@@ -15,18 +15,17 @@ template <Format kFormat>
 struct Int8Product {
   using Sum = int32_t;
   static constexpr int64_t block_k = 512, weight_bytes = kPanelColumns;  // of two panels 16 KiB, of an L1 of 48
-  const LinearArgs& args;
-  Int8Rows<int8_t> rows;
-  int64_t first, sum_k, k, step, tile_bytes;
+  const PackedWeight& weight;
+  const Int8Rows<int8_t>& rows;
+  int64_t sum_k, k, step, tile_bytes;
 
-  Int8Product(const LinearArgs& args, int64_t first, int64_t count)
-      : args(args), rows(quantize_rows<DotOf<kFormat>>(args, first, count, kTileRows)), first(first),
-        sum_k(Sums(args.weight_spec).k), k(smaller(args.weight_spec.padded_k(), sum_k * rows.sum_count)),
-        step(smaller(kTileK, sum_k)), tile_bytes(step) {}
+  Int8Product(const PackedWeight& weight, const Int8Rows<int8_t>& rows)
+      : weight(weight), rows(rows), sum_k(Sums(weight.spec).k),
+        k(smaller(weight.spec.padded_k(), sum_k * rows.sum_count)), step(smaller(kTileK, sum_k)), tile_bytes(step) {}
 
   LOWBIT_INLINE const uint8_t* weights(int64_t panel, int64_t k, int64_t length, uint8_t* room) const {
-    const WeightSpec& spec = args.weight_spec;
-    PanelView view = view_panel(spec, args.weight, panel);
+    const WeightSpec& spec = weight.spec;
+    PanelView view = view_panel(spec, weight.data, panel);
     if (kFormat == Format::int8) return readable_tiles<kFormat>(spec, view, k / kTileK, ceil_div(length, kTileK), room);
     view.codes += k / kTileK * spec.tile_bytes();
     expand_panel<kFormat>(spec, view, length / kHalfK, reinterpret_cast<typename DotOf<kFormat>::Codes*>(room));
@@ -46,8 +45,8 @@ struct Int8Product {
   }
 
   LOWBIT_INLINE SumScale scale_of_sum(int64_t panel, int64_t s) const {
-    const PanelView view = view_panel(args.weight_spec, args.weight, panel);
-    const int64_t g = args.weight_spec.group_size ? s : 0;
+    const PanelView view = view_panel(weight.spec, weight.data, panel);
+    const int64_t g = weight.spec.group_size ? s : 0;
     return {scale_of(view, g), sub(zero_of<kFormat>(view, g), set1(value_zero<kFormat>(view)))};
   }
 
@@ -61,20 +60,41 @@ struct Int8Product {
         result.row[i] = add_sum<kFormat>(result.row[i], total, row_sums[i], of.scale, asymmetric ? &of.zero : nullptr);
       });
     };
-    if (args.weight_spec.asymmetric) scale_rows(std::true_type{});
+    if (weight.spec.asymmetric) scale_rows(std::true_type{});
     else scale_rows(std::false_type{});
   }
 
-  LOWBIT_INLINE void store_rows(int64_t row, int64_t count, int64_t panel, const float* results) const {
-    finish_rows(args, first + row, count, panel, results, nullptr, rows.offset ? rows.offset - first : nullptr);
+  LOWBIT_INLINE void store_rows(const Sink& sink, int64_t row, int64_t count, int64_t panel,
+                                const float* results) const {
+    finish_rows(weight, sink.from(row), count, panel, results, nullptr, rows.offset ? rows.offset + row : nullptr);
   }
-  void store_rest(int64_t) const {}
+  void store_rest(const Sink&, int64_t, Span) const {}
 };
 
+// The family.
 template <Format kFormat>
-void linear_tiled_codes(const LinearArgs& args) {
-  linear_tiles(args, [&](int64_t first, int64_t count) { return Int8Product<kFormat>(args, first, count); });
-}
+struct TiledCodeRows {
+  static constexpr int64_t kPass = kTilePass, kPiece = 8;
+  static constexpr PanelCut kCut = kTiledCut;
+
+  XView x;
+  int64_t count;
+  Int8Rows<int8_t> rows;
+
+  TiledCodeRows(const XView& x, const WeightSpec& spec, int64_t count, Arena& arena)
+      : x(x), count(count), rows(take_rows<int8_t>(spec, x.format, round_up(count, kTileRows), kTileRows, arena)) {}
+
+  int64_t pieces() const { return ceil_div(count, kPiece); }
+  void prepare(const WeightSpec& spec, int64_t piece) const {
+    quantize_rows<DotOf<kFormat>>(x, spec, rows, piece_of(count, kPiece, piece));
+  }
+
+  RowBlocks blocks(const WeightSpec&) const { return {count, kPass}; }
+
+  void multiply(const PackedWeight& weight, const Sink& sink, Span, Span panels) const {
+    multiply_by_tiles(Int8Product<kFormat>(weight, rows), sink, count, panels);
+  }
+};
 
 }  // namespace
 }  // namespace lowbit::cpu::LOWBIT_ISA_NAME

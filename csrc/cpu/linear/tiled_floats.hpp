@@ -123,8 +123,8 @@ void cut_panel(const WeightSpec& spec, const PanelView& view, int64_t begin, int
   }
 }
 
-// The rows of a pass.
-struct PartRows {
+// Rows cut into parts.
+struct PartTiles {
   uint8_t* tiles;     // [row tile][k / 32][part], 16 rows of 32 bfloat16
   float* group_sums;  // [rows][groups], asymmetric weights only
   float* unscale;     // [rows]: the factor of a result; 0 of a row with inf or nan
@@ -133,7 +133,7 @@ struct PartRows {
 // A row below 2^-60 is multiplied by 2^60: its lower parts would be subnormal, which are zero to the unit.
 LOWBIT_INLINE float scale_up(float amax) { return amax < 0x1p-60f ? 0x1p60f : 1.0f; }
 
-LOWBIT_INLINE void cut_row(const WeightSpec& spec, const float* x, int parts, const PartRows& rows, int64_t row) {
+LOWBIT_INLINE void cut_row(const WeightSpec& spec, const float* x, int parts, const PartTiles& rows, int64_t row) {
   const int64_t padded = spec.padded_k();
   const float amax = symmetric_range(x, padded, 1.0f).scale, up = scale_up(amax);
   rows.unscale[row] = amax == amax ? 1.0f / up : 0.0f;
@@ -156,17 +156,17 @@ LOWBIT_INLINE void cut_row(const WeightSpec& spec, const float* x, int parts, co
     rows.group_sums[row * spec.groups() + g] = up * group_sum(spec, x, g);
 }
 
-// The parts of a call's activations; float8 is times a scale.
-LOWBIT_INLINE int parts_of(const LinearArgs& args) {
-  if (args.x_format == XFormat::floating && args.dtype == DType::bfloat16) return parts_of(Format::bfloat16);
-  if (args.x_format == XFormat::floating && args.dtype == DType::float16) return parts_of(Format::float16);
+// The parts of activations; float8 is times a scale.
+LOWBIT_INLINE int parts_of(XFormat x_format, DType dtype) {
+  if (x_format == XFormat::floating && dtype == DType::bfloat16) return parts_of(Format::bfloat16);
+  if (x_format == XFormat::floating && dtype == DType::float16) return parts_of(Format::float16);
   return kMostParts;
 }
 
 // Below it vector products are as fast; they go over a panel once for every 8 rows (docs/measured/linear.md has both).
-LOWBIT_INLINE int64_t fewest_rows(const LinearArgs& args) {
-  const bool looked_up = looks_up_parts(args.weight_spec), one_part = parts_of(args.weight_spec.format) == 1;
-  const bool bfloat16 = parts_of(args) == 1;
+LOWBIT_INLINE int64_t fewest_rows(const WeightSpec& spec, XFormat x_format, DType dtype) {
+  const bool looked_up = looks_up_parts(spec), one_part = parts_of(spec.format) == 1;
+  const bool bfloat16 = parts_of(x_format, dtype) == 1;
   if (looked_up && one_part) return bfloat16 ? 6 : 9;
   return bfloat16 && (looked_up || one_part) ? 9 : kFewestRows;
 }
@@ -175,43 +175,23 @@ LOWBIT_INLINE int64_t fewest_rows(const LinearArgs& args) {
 struct PartProduct {
   using Sum = float;
   static constexpr int64_t step = kPartK, tile_bytes = 64;
-  const LinearArgs& args;
+  const PackedWeight& weight;
+  const XView& x;
+  const PartTiles& rows;
   int x_parts, parts, code_max;
   // Two panels take 16 to 24 KiB of an L1 of 48; where sums leave registers at the end of a block, the longer
   // is faster.
-  int64_t block_k, weight_bytes;
-  int64_t first, sum_k, k;
-  PartRows rows;
+  int64_t block_k, weight_bytes, sum_k, k;
 
-  PartProduct(const LinearArgs& args, int64_t first, int64_t count)
-      : args(args), x_parts(parts_of(args)), parts(parts_of(args.weight_spec.format)),
-        code_max(lowbit::code_max(read_as(args.weight_spec.format))),
-        block_k(TileUnit::kSumsInRegisters ? 512 : parts == 1 ? 256 : 128),
-        weight_bytes(kPanelColumns * 2 * parts), first(first), sum_k(args.weight_spec.group_k()),
-        k(smaller(args.weight_spec.padded_k(), sum_k * args.weight_spec.groups())) {
-    Arena counted;
-    take_rows(count, counted);
-    Arena arena{static_cast<char*>(scratch(Scratch::call, counted.bytes))};
-    rows = take_rows(count, arena);
-    const int64_t padded = args.weight_spec.padded_k();
-    parallel_for(ceil_div(count, kTileRows), threads_for(count * padded), [&](int64_t tile) {
-      float* buffer = static_cast<float*>(scratch(Scratch::task, padded * sizeof(float)));
-      for (int64_t row = tile * kTileRows; row < smaller(count, (tile + 1) * kTileRows); row++)
-        cut_row(args.weight_spec, widen_row(args, first + row, buffer), x_parts, rows, row);
-    });
-  }
-
-  PartRows take_rows(int64_t count, Arena& arena) const {
-    const WeightSpec& spec = args.weight_spec;
-    const int64_t tiles = round_up(count, kTileRows) / kTileRows * (spec.padded_k() / kPartK);
-    return {.tiles = arena.array<uint8_t>(tiles * x_parts * kPartTile),
-            .group_sums = arena.array<float>(spec.asymmetric ? round_up(count, kTileRows) * spec.groups() : 0),
-            .unscale = arena.array<float>(count)};
-  }
+  PartProduct(const PackedWeight& weight, const XView& x, const PartTiles& rows)
+      : weight(weight), x(x), rows(rows), x_parts(parts_of(x.format, x.dtype)), parts(parts_of(weight.spec.format)),
+        code_max(lowbit::code_max(read_as(weight.spec.format))),
+        block_k(TileUnit::kSumsInRegisters ? 512 : parts == 1 ? 256 : 128), weight_bytes(kPanelColumns * 2 * parts),
+        sum_k(weight.spec.group_k()), k(smaller(weight.spec.padded_k(), sum_k * weight.spec.groups())) {}
 
   LOWBIT_INLINE const uint8_t* weights(int64_t panel, int64_t k, int64_t length, uint8_t* room) const {
-    const WeightSpec& spec = args.weight_spec;
-    const PanelView view = view_panel(spec, args.weight, panel);
+    const WeightSpec& spec = weight.spec;
+    const PanelView view = view_panel(spec, weight.data, panel);
     if (spec.format == Format::bfloat16) return view.codes + k / kTileK * spec.tile_bytes();
     with_format(spec.format, [&]<Format kFormat>() { cut_panel<read_as(kFormat)>(spec, view, k, length, room); });
     return room;
@@ -222,7 +202,7 @@ struct PartProduct {
   template <int kFirst, int kRowTiles, int kPanels>
   LOWBIT_INLINE void multiply(int64_t row_tile, int64_t begin, int64_t end, const uint8_t* const* weights,
                               int64_t block) const {
-    const int64_t row_bytes = args.weight_spec.padded_k() / kPartK * x_parts * kPartTile, x_step = x_parts * kPartTile,
+    const int64_t row_bytes = weight.spec.padded_k() / kPartK * x_parts * kPartTile, x_step = x_parts * kPartTile,
                   w_step = parts * kPartTile, from = (begin - block) / kPartK * w_step;
     const uint8_t* a = rows.tiles + row_tile * row_bytes + begin / kPartK * x_step;
     const auto add_parts = [&](int64_t steps, int64_t at, int i, int j) __attribute__((always_inline)) {
@@ -238,13 +218,13 @@ struct PartProduct {
   }
 
   LOWBIT_INLINE SumScale scale_of_sum(int64_t panel, int64_t g) const {
-    const PanelView view = view_panel(args.weight_spec, args.weight, panel);
+    const PanelView view = view_panel(weight.spec, weight.data, panel);
     const f32x16 zero = zero_of<Format::int8>(view, g);  // of any format that has zero points
     return {scale_of(view, g), sub(whole_zero(view, zero, code_max), zero)};
   }
 
   LOWBIT_INLINE void scale(const Sum* sums, int64_t row_tile, int64_t g, const SumScale& of, ResultRows& result) const {
-    const int64_t groups = args.weight_spec.groups();
+    const int64_t groups = weight.spec.groups();
     const float* group_sums = rows.group_sums + row_tile * kTileRows * groups + g;
     const auto scale_rows = [&](auto asymmetric) __attribute__((always_inline)) {
       unroll<kTileRows>([&](auto i) __attribute__((always_inline)) {
@@ -253,48 +233,75 @@ struct PartProduct {
         result.row[i] = fma(total, of.scale, result.row[i]);
       });
     };
-    if (args.weight_spec.asymmetric) scale_rows(std::true_type{});
+    if (weight.spec.asymmetric) scale_rows(std::true_type{});
     else scale_rows(std::false_type{});
   }
 
-  LOWBIT_INLINE void store_rows(int64_t row, int64_t count, int64_t panel, const float* results) const {
-    finish_rows(args, first + row, count, panel, results, rows.unscale + row, nullptr);
+  LOWBIT_INLINE void store_rows(const Sink& sink, int64_t row, int64_t count, int64_t panel,
+                                const float* results) const {
+    finish_rows(weight, sink.from(row), count, panel, results, rows.unscale + row, nullptr);
   }
 
-  // A row with inf or nan goes another way: inf times a lower part that is 0 would be nan.
-  void store_rest(int64_t count) const {
-    bool left[kTilePass];  // the other way takes the same scratch memory
-    for (int64_t row = 0; row < count; row++) left[row] = rows.unscale[row] == 0.0f;
+  // A row with inf or nan goes the way of few rows: inf times a lower part that is 0 would be nan.
+  void store_rest(const Sink& sink, int64_t count, Span panels) const {
     for (int64_t row = 0; row < count; row++)
-      if (left[row]) multiply_alone(one_row(first + row));
+      if (rows.unscale[row] == 0.0f) [[unlikely]] multiply_alone(sink.from(row), row, panels);
   }
 
-  static void multiply_alone(const LinearArgs& one) {
-    with_format(one.weight_spec.format, [&]<Format kFormat>() {
+  void multiply_alone(const Sink& sink, int64_t row, Span panels) const {
+    with_format(weight.spec.format, [&]<Format kFormat>() {
       constexpr Format kRead = read_as(kFormat);
-      const StreamRows ordered = order_rows<kRead>(one);
-      parallel_for(one.weight_spec.panels(), threads_for_products(1, one.weight_spec), [&](int64_t panel) {
-        const PanelView view = readable_panel<kRead>(one.weight_spec, one.weight, panel);
-        stream_panel<kRead, kStepK<kRead>, 1>(one, view, ordered, 0, panel);
-      });
+      const WeightSpec& spec = weight.spec;
+      Arena counted;
+      OrderedRows(spec, 1, counted), counted.array<uint8_t>(unpacked_bytes<kRead>(spec));
+      const Scratch memory(counted.bytes);
+      Arena arena = memory.arena();
+      const OrderedRows ordered(spec, 1, arena);
+      uint8_t* const room = arena.array<uint8_t>(unpacked_bytes<kRead>(spec));
+      order_rows<kRead>(x, spec, row, 1, ordered);
+      for (int64_t panel = panels.begin; panel < panels.end; panel++)
+        stream_panel<kRead, kStepK<kRead>, 1>(weight, readable_panel<kRead>(weight, panel, room), ordered, sink, 0,
+                                              panel);
     });
-  }
-
-  LinearArgs one_row(int64_t row) const {
-    const int64_t bytes = args.dtype == DType::float32 ? 4 : 2;
-    const auto at = [&](const void* tensor, int64_t columns) {
-      return tensor ? static_cast<const char*>(tensor) + row * columns * bytes : nullptr;
-    };
-    LinearArgs one = args;
-    one.m = 1, one.x = at(args.x, args.weight_spec.k), one.mul = at(args.mul, args.weight_spec.n);
-    one.add = at(args.add, args.weight_spec.n), one.y = const_cast<char*>(at(args.y, args.weight_spec.n));
-    return one;
   }
 };
 
-void linear_tiled_floats(const LinearArgs& args) {
-  linear_tiles(args, [&](int64_t first, int64_t count) { return PartProduct(args, first, count); });
-}
+// The family.
+struct PartedRows {
+  static constexpr int64_t kPass = kTilePass;
+  static constexpr PanelCut kCut = kTiledCut;
+
+  XView x;
+  int64_t count;
+  PartTiles rows;
+
+  PartedRows(const XView& x, const WeightSpec& spec, int64_t count, Arena& arena)
+      : x(x), count(count), rows(take(spec, arena)) {}
+
+  int64_t pieces() const { return ceil_div(count, kTileRows); }
+  void prepare(const WeightSpec& spec, int64_t piece) const {
+    const int64_t padded = spec.padded_k();
+    const int parts = parts_of(x.format, x.dtype);
+    const Scratch buffer(padded * static_cast<int64_t>(sizeof(float)));
+    const Span range = piece_of(count, kTileRows, piece);
+    for (int64_t row = range.begin; row < range.end; row++)
+      cut_row(spec, widen_row(x, row, padded, buffer.as<float>()), parts, rows, row);
+  }
+
+  RowBlocks blocks(const WeightSpec&) const { return {count, kPass}; }
+
+  void multiply(const PackedWeight& weight, const Sink& sink, Span, Span panels) const {
+    multiply_by_tiles(PartProduct(weight, x, rows), sink, count, panels);
+  }
+
+ private:
+  PartTiles take(const WeightSpec& spec, Arena& arena) const {
+    const int64_t padded = round_up(count, kTileRows), bytes = parts_of(x.format, x.dtype) * kPartTile;
+    return {.tiles = arena.array<uint8_t>(padded / kTileRows * (spec.padded_k() / kPartK) * bytes),
+            .group_sums = arena.array<float>(spec.asymmetric ? padded * spec.groups() : 0),
+            .unscale = arena.array<float>(count)};
+  }
+};
 
 }  // namespace
 }  // namespace lowbit::cpu::LOWBIT_ISA_NAME

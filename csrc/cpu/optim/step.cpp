@@ -25,8 +25,8 @@ LOWBIT_INLINE int64_t tasks_of(const OptimTensor& tensor) { return (tensor.numel
 template <StateFormat kFormat, class Rule>
 void step_all(const OptimStepArgs& args) {
   const int64_t count = static_cast<int64_t>(args.tensors.size());
-  auto* first_task =
-      static_cast<int64_t*>(scratch(Scratch::call, static_cast<std::size_t>(count + 1) * sizeof(int64_t)));
+  const Scratch memory((count + 1) * static_cast<int64_t>(sizeof(int64_t)));
+  auto* const first_task = memory.as<int64_t>();
   first_task[0] = 0;
   for (int64_t i = 0; i < count; i++) first_task[i + 1] = first_task[i] + tasks_of(args.tensors[i]);
   const int64_t tasks = first_task[count];

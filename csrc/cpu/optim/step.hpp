@@ -224,7 +224,8 @@ template <StateFormat kFormat, class Rule, DType kParam, DType kGrad>
 void step_blocks(const OptimStepArgs& args, const OptimTensor& tensor, int64_t first, int64_t end) {
   using Block = BlockOfMoments<kFormat, Rule>;
   constexpr int64_t kFloats = has_codes(kFormat) ? Rule::kMoments * Block::kStride : 0;
-  float* const values = kFloats ? static_cast<float*>(scratch(Scratch::task, 2 * kFloats * sizeof(float))) : nullptr;
+  const Scratch memory(2 * kFloats * static_cast<int64_t>(sizeof(float)));
+  float* const values = memory.as<float>();
   if constexpr (kRedZones)
     for (int64_t i = 0; i < 2 * kFloats; i += Block::kStride)
       LOWBIT_FORBID(values + i + args.block_size,

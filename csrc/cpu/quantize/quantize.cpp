@@ -258,10 +258,10 @@ struct PackMemory {
       : rows(arena.array<float>((args.searches() ? 16 : 1) * args.spec.padded_k())),
         y(arena.array<float>(args.searches() ? 16 * args.spec.group_k() : 0)),
         importance(arena.array<float>(args.importance ? args.spec.padded_k() : 0)), plain(args.spec, arena) {}
-  static Arena arena(const QuantizeArgs& args) {
+  static int64_t bytes(const QuantizeArgs& args) {
     Arena counted;
     PackMemory(args, counted);
-    return {static_cast<char*>(scratch(Scratch::task, counted.bytes))};
+    return counted.bytes;
   }
 };
 
@@ -269,7 +269,8 @@ template <Format kFormat>
 Distortion pack_coded_panel(const QuantizeArgs& args, int64_t index, uint8_t* panel) {
   const WeightSpec& spec = args.spec;
   const int64_t padded = spec.padded_k();
-  Arena arena = PackMemory::arena(args);
+  const Scratch taken(PackMemory::bytes(args));
+  Arena arena = taken.arena();
   const PackMemory memory(args, arena);
   const PlainPanel& plain = memory.plain;
   const float* importance = relative_importance(args, memory.importance);
@@ -342,7 +343,8 @@ LOWBIT_INLINE void for_each_panel(const WeightSpec& spec, Body&& body) {
 // Distortions are summed in the order of the panels: the same for any number of threads.
 void run_quantize(const QuantizeArgs& args) {
   const int64_t panels = args.spec.panels();
-  Distortion* sums = static_cast<Distortion*>(scratch(Scratch::call, panels * sizeof(Distortion)));
+  const Scratch memory(panels * static_cast<int64_t>(sizeof(Distortion)));
+  Distortion* const sums = memory.as<Distortion>();
   for_each_panel(args.spec, [&]<Format kFormat>(int64_t panel) {
     sums[panel] = quantize_panel<integers_as_int8(kFormat)>(args, panel);
   });

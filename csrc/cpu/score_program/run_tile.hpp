@@ -37,11 +37,12 @@ void run_tile(const ScoreProgramArgs& args) {
   const bool backward = args.gradient != nullptr;
   const ScoreProgram& program = args.call->program();
   const ScorePlan& plan = backward ? program.backward : program.forward;
-  ScoreVm<T> vm(*args.call, plan, args.rows, args.cols,
-                scratch(Scratch::task, ScoreVm<T>::bytes(plan, args.rows, args.cols)));
+  const Scratch registers(static_cast<int64_t>(ScoreVm<T>::bytes(plan, args.rows, args.cols)));
+  ScoreVm<T> vm(*args.call, plan, args.rows, args.cols, registers.as<void>());
+  const bool pads = args.stride < round_up(args.cols, 16);
   const int64_t padded = args.rows * round_up(args.cols, 16);
-  T* const memory =
-      args.stride < round_up(args.cols, 16) ? static_cast<T*>(scratch(Scratch::call, 2 * padded * sizeof(T))) : nullptr;
+  const Scratch rows(pads ? 2 * padded * static_cast<int64_t>(sizeof(T)) : 0);
+  T* const memory = pads ? rows.as<T>() : nullptr;
   const PaddedRows<T> scores(args, args.scores, memory),
       gradient(args, args.gradient, memory ? memory + padded : nullptr);
   const ScoreTile<T> tile{.b = args.b, .h = args.h, .q0 = args.q0, .k0 = args.k0, .rows = args.rows, .cols = args.cols,

@@ -1,0 +1,47 @@
+// SPDX-License-Identifier: Apache-2.0
+// The loop of the op linear over the tasks of a family (product.hpp): rows are prepared a pass at a time, which bounds
+// the scratch memory, and panels are handed out in chunks to whichever thread is free.
+#pragma once
+
+#include "cpu/linear/activations.hpp"
+#include "cpu/linear/schedule.hpp"
+#include "ops/linear.hpp"
+
+namespace lowbit::cpu::LOWBIT_ISA_NAME {
+namespace {
+
+LOWBIT_INLINE XView x_of(const LinearArgs& args) {
+  return {.x = args.x, .dtype = args.dtype, .format = args.x_format, .k = args.weight_spec.k};
+}
+
+LOWBIT_INLINE Sink sink_of(const LinearArgs& args) {
+  return {.y = args.y, .dtype = args.dtype, .bias = args.bias, .bias_dtype = args.bias_dtype,
+          .activation = args.activation, .mul = args.mul, .add = args.add};
+}
+
+template <class Rows>
+void linear_by(const LinearArgs& args) {
+  const PackedWeight weight{args.weight_spec, args.weight};
+  const WeightSpec& spec = weight.spec;
+  for (int64_t first = 0; first < args.m; first += Rows::kPass) {
+    const int64_t count = smaller(int64_t{Rows::kPass}, args.m - first), panels = spec.panels();
+    const XView x = x_of(args).from(first);
+    const Sink sink = sink_of(args).from(first);
+    Arena counted;
+    Rows(x, spec, count, counted);
+    const Scratch memory(counted.bytes);
+    Arena arena = memory.arena();
+    const Rows rows(x, spec, count, arena);
+    parallel_for(rows.pieces(), threads_for(count * spec.padded_k()),
+                 [&](int64_t piece) { rows.prepare(spec, piece); });
+    const int threads = threads_for_products(args.m, spec);
+    const int64_t chunk = Rows::kCut.chunk(panels, threads), chunks = ceil_div(panels, chunk);
+    const auto blocks = rows.blocks(spec);
+    parallel_for(blocks.count * chunks, threads, [&](int64_t task) {
+      rows.multiply(weight, sink, blocks.at(task / chunks), piece_of(panels, chunk, task % chunks));
+    });
+  }
+}
+
+}  // namespace
+}  // namespace lowbit::cpu::LOWBIT_ISA_NAME

@@ -1,0 +1,68 @@
+// SPDX-License-Identifier: Apache-2.0
+// A product of activations and a packed weight, in four parts that know nothing of each other's memory, so that any
+// loop can put them together: linear.hpp for one weight, gather.hpp for one of many in each row.
+//
+//   XView         rows of x as the caller has them
+//   PackedWeight  panels of one weight
+//   Sink          where the sums go: y with its epilogue (epilogue.hpp)
+//   Rows          a family of micro-kernels: rows of x as it wants them, prepared once, and its tasks. A family has
+//     Rows(x, spec, count, arena)      the memory of `count` rows, at most kPass
+//     pieces(), prepare(spec, piece)   the work of preparing: piece by piece, by any thread
+//     blocks(spec)                     the rows cut into RowBlocks; a task has the rows of one
+//     multiply(weight, sink, block, panels)   a task: opens no region; its memory is its own
+//     kCut                             how panels are cut into tasks (schedule.hpp)
+// Integer families give the same bits whatever the cut; the sums of float families depend on the number of rows that a
+// Rows has, and on the place of a row among them, but on no value of another row.
+#pragma once
+
+#include "core/dtype.hpp"
+#include "formats/format.hpp"
+#include "ops/linear_formats.hpp"
+#include "cpu/loops.hpp"
+
+namespace lowbit::cpu::LOWBIT_ISA_NAME {
+namespace {
+
+// Rows of x [..., k]: row r is row index[r] of x, or without an index row first + r.
+struct XView {
+  const void* x;
+  DType dtype;
+  XFormat format;
+  int64_t k;
+  int64_t first = 0;
+  const int32_t* index = nullptr;
+
+  LOWBIT_INLINE int64_t begin(int64_t row) const { return (index ? index[row] : first + row) * k; }
+  LOWBIT_INLINE XView from(int64_t row) const {
+    XView rest = *this;
+    if (index) rest.index += row;
+    else rest.first += row;
+    return rest;
+  }
+};
+
+struct PackedWeight {
+  WeightSpec spec;
+  const uint8_t* data;  // [panels][panel_bytes]
+};
+
+// begin .. end, of rows or panels.
+struct Span {
+  int64_t begin, end;
+  LOWBIT_INLINE int64_t count() const { return end - begin; }
+};
+
+// The range number `piece` of `count`, of which each has `length`.
+LOWBIT_INLINE Span piece_of(int64_t count, int64_t length, int64_t piece) {
+  return {piece * length, smaller(count, (piece + 1) * length)};
+}
+
+// `rows` rows cut into blocks of `length`.
+struct RowBlocks {
+  int64_t rows, length, count;
+  LOWBIT_INLINE RowBlocks(int64_t rows, int64_t length) : rows(rows), length(length), count(ceil_div(rows, length)) {}
+  LOWBIT_INLINE Span at(int64_t block) const { return piece_of(rows, length, block); }
+};
+
+}  // namespace
+}  // namespace lowbit::cpu::LOWBIT_ISA_NAME
