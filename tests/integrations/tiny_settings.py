@@ -68,6 +68,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "ReformerModelWithLMHead": {"is_decoder": True},
     "shieldgemma2": {"yes_token_index": 5, "no_token_index": 6},
     "swin": {"image_size": 64, "window_size": 2},
+    "textnet": {"image_size": [32, 32]},
     "vipllava": {"vision_feature_layers": [-1, -2]},
     "voxtral_encoder": {"intermediate_size": 256},
     "vits": {"upsample_initial_channel": 32},
