@@ -12,8 +12,7 @@ from lowbit.ops.fakes import FLOATS
 from lowbit.quant.block_sparse import BlockSparseLinear
 from lowbit.quant.changing_layers import changing_layers
 from lowbit.quant.fused import unfuse
-from lowbit.quant.quant_embedding import QuantEmbedding, to_embedding_in_place
-from lowbit.quant.quant_linear import QuantLinear
+from lowbit.quant.kinds import is_packed, kind_of, weights_of
 from lowbit.tables.folding import LayerNames
 
 
@@ -55,29 +54,22 @@ def _become_float(model: nn.Module, dtype: torch.dtype | None) -> Iterator[str]:
         int, tuple[nn.Parameter, nn.Parameter]
     ] = {}  # with the packed weight, whose id stays its own as long as it lives
     for name, module in model.named_modules():
-        if not isinstance(module, (QuantLinear, QuantEmbedding, BlockSparseLinear)):
+        is_sparse = isinstance(module, BlockSparseLinear)
+        if not is_sparse and not is_packed(module):
             continue
-        packed, bias = module.weight, getattr(module, "bias", None)
-        wanted = dtype or (others if bias is None else bias.dtype)
-        if isinstance(module, QuantEmbedding):
-            wanted = dtype or module.like.dtype
-        elif isinstance(module, BlockSparseLinear):
-            wanted = dtype or packed.dtype
-        if id(packed) not in decoded:
-            decoded[id(packed)] = packed, nn.Parameter(module.dequantize(wanted))
-        if isinstance(module, QuantEmbedding):
-            to_embedding_in_place(module, decoded[id(packed)][1])
-        elif isinstance(module, BlockSparseLinear):
-            module.become_linear(decoded[id(packed)][1])
+        kind, weights, floats = kind_of(module), weights_of(module), {}
+        wanted = dtype or (module.weight.dtype if is_sparse else kind.dtype_of(module, others))
+        for weight in weights:
+            packed = module._parameters[weight.key]
+            if id(packed) not in decoded:
+                decoded[id(packed)] = packed, nn.Parameter(kind.dequantize(module, weight, wanted))
+            floats[weight.key] = decoded[id(packed)][1]
+        if is_sparse:
+            module.become_linear(*floats.values())
         else:
-            _become_linear(module, decoded[id(packed)][1])
-        if bias is not None and bias.dtype != module.weight.dtype:
-            bias.data = bias.data.to(module.weight.dtype)
+            kind.give_back(module, floats)
+        for weight in weights:
+            bias, value = module._parameters.get(weight.bias), floats[weight.key]
+            if bias is not None and bias.dtype != value.dtype:
+                bias.data = bias.data.to(value.dtype)
         yield name
-
-
-def _become_linear(module: QuantLinear, weight: nn.Parameter) -> None:
-    module.__class__ = nn.Linear
-    module._parameters["weight"] = weight
-    del module._buffers["layout"], module.spec, module.op_args
-    module.__dict__.pop("row", None), module.__dict__.pop("row_number", None)

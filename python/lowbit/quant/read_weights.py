@@ -16,7 +16,8 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from lowbit.quant.linear_layers import is_linear
+from lowbit.quant.kinds import kind_of
+from lowbit.quant.quant_linear import LINEAR
 
 _NAMED = re.compile(r"\bself\.(\w+)\.weight\b|\.weight\.[a-z]\w*_\(")
 _HARMLESS = {"device", "requires_grad"}  # attributes that a packed weight has like a float one
@@ -32,7 +33,7 @@ def weights_that_are_read(model: nn.Module) -> dict[int, str]:
         for path in read:
             named = module.named_modules() if "." in path else ((path, module._modules.get(path)),)
             for name, layer in named:
-                if layer is not None and f".{name}".endswith(f".{path}") and is_linear(layer):
+                if layer is not None and f".{name}".endswith(f".{path}") and kind_of(layer) is LINEAR:
                     found[id(layer)] = f"{type(module).__name__} reads its weight"
     return found
 
