@@ -165,9 +165,14 @@ class StoredWeight:
 
     def is_as(self, other: StoredWeight) -> bool:
         """Whether both hold the same, in any layouts; how scales were chosen does not count."""
-        return self.in_layout(_C.LAYOUT).numbers == other.in_layout(_C.LAYOUT).numbers
+        mine, theirs = (stored.spec.op_args(stored.n, stored.k) for stored in (self, other))
+        return mine == theirs and self.experts == other.experts
 
     def __str__(self) -> str:
-        experts = f"{self.experts} matrices of " if self.experts is not None else ""
         layout = f" in {self.layout}" if self.layout != _C.LAYOUT else ""
-        return f"{self.spec.name} of {experts}n={self.n} k={self.k}{layout}"
+        return f"{self.spec.name} of {size_text(self.n, self.k, self.experts)}{layout}"
+
+
+def size_text(n: int, k: int, experts: int | None) -> str:
+    """The size of a weight, as errors tell it."""
+    return f"{experts} matrices of n={n} k={k}" if experts is not None else f"n={n} k={k}"

@@ -27,12 +27,11 @@ from lowbit.formats.spec import LinearSpec
 from lowbit.formats.text import config_of
 from lowbit.integrations.lowbit_config import METHOD, STORED, LowbitConfig
 from lowbit.integrations.selection import tied_modules
-from lowbit.quant.adapters import adapter_modules
 from lowbit.quant.block_sparse import BlockSparseLinear
 from lowbit.quant.kinds import is_packed, kind_of, weights_of
 from lowbit.quant.output_head import INT8, head_config, head_layers
 from lowbit.quant.read_weights import weights_that_are_read
-from lowbit.quant.select import reason_to_skip
+from lowbit.quant.select import adapters_in, reason_to_skip
 
 _PREFIX_CHANGE = getattr(core_model_loading, "PrefixChange", ())  # not in the first versions of transformers 5
 _owners: WeakValueDictionary[int, PreTrainedModel] = WeakValueDictionary()
@@ -157,7 +156,7 @@ def _makes(converter: WeightConverter, names: list[str]) -> bool:
 
 def _packed(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """The layers that hold packed weights, by the names that they have without adapters."""
-    adapters = adapter_modules(model)
+    adapters = adapters_in(model)
     for name, module in model.named_modules():
         if _is_ours(module) and id(module) not in adapters:
             yield name.replace(".base_layer", "").replace(".original_module", ""), module
@@ -165,7 +164,7 @@ def _packed(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def _left_float(model: PreTrainedModel) -> Iterator[str]:
     """The names of the linear layers that `LowbitConfig` would pack, and which are float here."""
-    adapters, read, tied = adapter_modules(model), weights_that_are_read(model), tied_modules(model)
+    adapters, read, tied = adapters_in(model), weights_that_are_read(model), tied_modules(model)
     heads = {id(module) for module in head_layers(model)}
     for name, module in model.named_modules():
         ours = _is_ours(module) or id(module) in adapters | heads | read.keys() or name in tied

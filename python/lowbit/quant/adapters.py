@@ -23,6 +23,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lowbit.formats.semi_sparse import FORMAT as SEMI_SPARSE
+from lowbit.quant.kinds import weights_of
 from lowbit.quant.packing import pack_weight
 from lowbit.quant.quant_linear import QuantLinear
 from lowbit.quant.safetensors_file import bytes_of
@@ -165,13 +166,14 @@ def _decoded(base: QuantLinear) -> Iterator[nn.Linear]:
     """Make the layer an nn.Linear with the decoded weight while peft changes it; at the end it is
     a QuantLinear again."""
     kind, packed = type(base), base.weight
-    base._parameters["weight"] = nn.Parameter(base.dequantize(), requires_grad=False)
+    (key,) = (weight.key for weight in weights_of(base))
+    base._parameters[key] = nn.Parameter(base.dequantize(), requires_grad=False)
     base.__class__ = nn.Linear  # also for calls of merge and unmerge from inside, as DoRA makes them
     try:
         yield base
     finally:
         base.__class__ = kind
-        base._parameters["weight"] = packed
+        base._parameters[key] = packed
 
 
 def __getattr__(name: str) -> Any:

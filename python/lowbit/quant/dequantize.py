@@ -12,7 +12,7 @@ from lowbit.ops.fakes import FLOATS
 from lowbit.quant.block_sparse import BlockSparseLinear
 from lowbit.quant.changing_layers import changing_layers
 from lowbit.quant.fused import unfuse
-from lowbit.quant.kinds import is_packed, kind_of, weights_of
+from lowbit.quant.kinds import is_packed, kind_of
 from lowbit.tables.folding import LayerNames
 
 
@@ -51,25 +51,24 @@ def _become_float(model: nn.Module, dtype: torch.dtype | None) -> Iterator[str]:
     unfuse(model)
     others = next((parameter.dtype for parameter in model.parameters() if parameter.dtype in FLOATS), torch.float32)
     decoded: dict[
-        int, tuple[nn.Parameter, nn.Parameter]
-    ] = {}  # with the packed weight, whose id stays its own as long as it lives
+        tuple[int, bool], tuple[nn.Parameter, nn.Parameter]
+    ] = {}  # with the packed weight, which keeps its id
     for name, module in model.named_modules():
         is_sparse = isinstance(module, BlockSparseLinear)
         if not is_sparse and not is_packed(module):
             continue
-        kind, weights, floats = kind_of(module), weights_of(module), {}
+        kind, floats = kind_of(module), {}
         wanted = dtype or (module.weight.dtype if is_sparse else kind.dtype_of(module, others))
-        for weight in weights:
-            packed = module._parameters[weight.key]
-            if id(packed) not in decoded:
-                decoded[id(packed)] = packed, nn.Parameter(kind.dequantize(module, weight, wanted))
-            floats[weight.key] = decoded[id(packed)][1]
+        for weight in kind.weights(module):
+            packed, bias = module._parameters[weight.key], module._parameters.get(weight.bias)
+            key = id(packed), weight.transposed
+            if key not in decoded:
+                decoded[key] = packed, nn.Parameter(kind.dequantize(module, weight, wanted).contiguous())
+            floats[weight.key] = value = decoded[key][1]
+            if bias is not None and bias.dtype != value.dtype:
+                bias.data = bias.data.to(value.dtype)
         if is_sparse:
             module.become_linear(*floats.values())
         else:
             kind.give_back(module, floats)
-        for weight in weights:
-            bias, value = module._parameters.get(weight.bias), floats[weight.key]
-            if bias is not None and bias.dtype != value.dtype:
-                bias.data = bias.data.to(value.dtype)
         yield name

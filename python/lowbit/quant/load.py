@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lowbit import _C
-from lowbit.formats.spec import StoredWeight
+from lowbit.formats.spec import StoredWeight, size_text
 from lowbit.quant.block_sparse import INDICES, Blocks, BlockSparseLinear, blocks_problem, hold_blocks
 from lowbit.quant.changing_layers import changing_layers
 from lowbit.quant.kinds import (
@@ -76,12 +76,13 @@ def load(model: nn.Module, file: str | Path | Mapping[str, Tensor], *, mmap: boo
 
 
 def _load(model: nn.Module, state: dict[str, Tensor]) -> LayerNames:
-    for rename in RENAMINGS:
+    known, beside = _names_of(model)
+    for rename in () if state.keys() <= known | beside else RENAMINGS:
         state = rename(model, state)
     shared = _shared_names(model)
     state |= {first: state[other] for other, first in shared.items() if first not in state and other in state}
     state |= {other: state[first] for other, first in shared.items() if other not in state and first in state}
-    _check_names(model, state)
+    _check_names(state, known, beside)
     packed, sparse = [*stored_weights(model, state)], dict(sparse_layers(model, state))
     sharing: dict[int, list[nn.Module]] = defaultdict(list)
     for _, module, weight, _ in packed:
@@ -129,7 +130,7 @@ def stored_weights(
             or (layout is None and packed.is_floating_point() and not ours)
         ):
             continue
-        size = f"n={weight.n} k={weight.k}"
+        size = size_text(weight.n, weight.k, weight.experts)
         wanted = f"load: {key} must be a packed weight of {size} with its layout"
         got = f"{str(packed.dtype).removeprefix('torch.')} {list(packed.shape)}"
         if layout is None or packed.dtype != torch.uint8:
@@ -174,11 +175,17 @@ def _shared_names(model: nn.Module) -> dict[str, str]:
     return shared
 
 
-def _check_names(model: nn.Module, state: Mapping[str, Tensor]) -> None:
-    known = set(model.state_dict(keep_vars=True))
-    names = [(key, layer) for key, layer, *_ in named_weights(model)]
-    ours = {part for key, layer in names for part in (layout_name(key), *(f"{_prefix(layer)}{of}" for of in INDICES))}
-    missing, unexpected = sorted(known - state.keys()), sorted(state.keys() - known - ours)
+def _names_of(model: nn.Module) -> tuple[set[str], set[str]]:
+    """The names of a state dict of the model, and those that a file may have beside them for packed weights and
+    blocks."""
+    beside = set()
+    for key, layer, *_ in named_weights(model):
+        beside |= {layout_name(key), *(f"{_prefix(layer)}{part}" for part in INDICES)}
+    return set(model.state_dict(keep_vars=True)), beside
+
+
+def _check_names(state: Mapping[str, Tensor], known: set[str], beside: set[str]) -> None:
+    missing, unexpected = sorted(known - state.keys()), sorted(state.keys() - known - beside)
     if missing or unexpected:
         raise ValueError(
             f"load: names must be those of the model, missing {first_five(missing)}, "

@@ -101,7 +101,12 @@ _ADAPTER = "an adapter of peft, which is trained"
 def _claimed(model: nn.Module) -> dict[int, str]:
     """Return, by the ids of layers, why code of a package that was imported wants their float weights."""
     claimed = weights_that_are_read(model) if "transformers" in sys.modules else {}
-    return claimed | (dict.fromkeys(adapter_modules(model), _ADAPTER) if "peft" in sys.modules else {})
+    return claimed | dict.fromkeys(adapters_in(model), _ADAPTER)
+
+
+def adapters_in(model: nn.Module) -> set[int]:
+    """Return the ids of the modules that are adapters of peft: none where it was not imported."""
+    return adapter_modules(model) if "peft" in sys.modules else set()
 
 
 def _check_filter(filter_fn: Any, model: nn.Module) -> None:
