@@ -83,8 +83,8 @@ class LayerWeight:
 
 
 class Kind(ABC):
-    """A kind of layer. A packed module of it has the weights' numbers in buffers of the names that `layout_name` gives,
-    and ``spec``; ``state_dict_problem(state_dict, prefix)`` says why entries are not its own."""
+    """A kind of layer. Its packed modules are `PackedModule` (layout.py): uint8 parameters under the keys of the
+    weights, their numbers in buffers of the names that `layout_name` gives, and ``spec``."""
 
     name: ClassVar[str]
     """In errors."""
@@ -104,7 +104,7 @@ class Kind(ABC):
 
     @abstractmethod
     def weights(self, module: nn.Module) -> tuple[LayerWeight, ...]:
-        """Return the weights of a layer; with sizes of 0 where it has none yet."""
+        """Return the weights of a layer, float or packed."""
 
     def refuses(self, module: nn.Module) -> str:
         """Say why a float layer is not safe to take, or return an empty string."""

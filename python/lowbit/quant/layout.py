@@ -10,13 +10,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lowbit import _C, devices
 from lowbit.formats.semi_sparse import FORMAT as SEMI_SPARSE
 from lowbit.formats.semi_sparse import fullest_four
-from lowbit.formats.spec import StoredWeight
-from lowbit.quant.kinds import LayerWeight, layout_name, weight_name
+from lowbit.formats.spec import LinearSpec, StoredWeight
+from lowbit.quant.kinds import LayerWeight, kind_of, layout_name, weight_name
 
 
 def numbers_of(layout: Tensor) -> StoredWeight:
@@ -99,7 +99,28 @@ def repack(state_dict: Mapping[str, Any], layout: str = "row-major") -> dict[str
     return result
 
 
-def stored_problem(state_dict: Mapping[str, Any], prefix: str, weight: LayerWeight, held: StoredWeight) -> str | None:
+class PackedModule(nn.Module):
+    """Base of the modules that hold packed weights: a state dict is checked, and brought into their layout."""
+
+    spec: LinearSpec
+
+    def state_dict_problem(self, state_dict: Mapping[str, Any], prefix: str) -> str | None:
+        """Say why the entries of ``state_dict`` under ``prefix`` cannot be this layer's, or return None."""
+        kind = kind_of(self)
+        held = ((weight, weight.stored(self.spec, kind.layout_of(self))) for weight in kind.weights(self))
+        return next((text for each in held if (text := _problem(state_dict, prefix, *each))), None)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        problem = self.state_dict_problem(state_dict, prefix)
+        if problem:
+            raise ValueError(f"load_state_dict: {problem}")
+        kind = kind_of(self)
+        for weight in kind.weights(self):
+            state_dict = in_layout(state_dict, f"{prefix}{weight.key}", kind.layout_of(self))
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+def _problem(state_dict: Mapping[str, Any], prefix: str, weight: LayerWeight, held: StoredWeight) -> str | None:
     """Say why the entries under ``prefix`` cannot be the weight that a layer holds packed, in any layout, or return
     None. The layout is taken for that of the layer where the numbers have no values."""
     name = f"{prefix}{weight.key}"

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from lowbit import _C, devices
 from lowbit.formats.spec import LinearSpec, StoredWeight
 from lowbit.quant.kinds import Kind, LayerWeight, register
-from lowbit.quant.layout import in_layout, stored_problem
+from lowbit.quant.layout import PackedModule
 
 ROW_MAJOR = "row-major"
 
 
-class QuantEmbedding(nn.Embedding):
+class QuantEmbedding(PackedModule, nn.Embedding):
     """Look rows of the packed weight up, as nn.Embedding does: ``y = dequantize(weight)[x]``.
 
     Make one with ``quantize_`` and a ``filter_fn`` that selects nn.Embedding. The constructor makes an unset layer, to
@@ -35,7 +35,6 @@ class QuantEmbedding(nn.Embedding):
         layout: where its parts lie, "row-major" or that of the kernels.
     """
 
-    spec: LinearSpec
     layout: Tensor
     like: Tensor
     """Empty; its dtype is that of the result."""
@@ -102,17 +101,6 @@ class QuantEmbedding(nn.Embedding):
     def extra_repr(self) -> str:
         padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
         return f"{self.num_embeddings}, {self.embedding_dim}{padding}, {self.spec.name}"
-
-    def state_dict_problem(self, state_dict: dict[str, Any], prefix: str) -> str | None:
-        """Say why the entries of ``state_dict`` under ``prefix`` cannot be this layer's, or return None."""
-        (weight,) = EMBEDDING.weights(self)
-        return stored_problem(state_dict, prefix, weight, weight.stored(self.spec, self.layout_name))
-
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        problem = self.state_dict_problem(state_dict, prefix)
-        if problem:
-            raise ValueError(f"load_state_dict: {problem}")
-        super()._load_from_state_dict(in_layout(state_dict, f"{prefix}weight", self.layout_name), prefix, *args)
 
 
 class _EmbeddingKind(Kind):

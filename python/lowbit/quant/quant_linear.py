@@ -21,14 +21,14 @@ from lowbit.formats.spec import LinearSpec, OpArgs, StoredWeight
 from lowbit.ops.linear import linear
 from lowbit.quant.codes import CodedWeight
 from lowbit.quant.kinds import Kind, LayerWeight, register
-from lowbit.quant.layout import in_layout, stored_problem, text_of
+from lowbit.quant.layout import PackedModule, text_of
 from lowbit.quant.packing import check_finite, pack_weight
 
 _CONV1D = ("transformers.pytorch_utils", "Conv1D")
 """Known by the name and home of its class, so that transformers need not be there."""
 
 
-class QuantLinear(nn.Linear):
+class QuantLinear(PackedModule, nn.Linear):
     """Apply ``y = x @ dequantize(weight).T + bias`` with the packed weight.
 
     Make one from a float layer with ``quantize_`` or ``from_linear``, from plain codes with ``pack``. The constructor
@@ -41,7 +41,6 @@ class QuantLinear(nn.Linear):
         spec: how the weight is stored and activations are taken.
     """
 
-    spec: LinearSpec
     op_args: OpArgs
     layout: Tensor
     row: str = ""
@@ -175,17 +174,6 @@ class QuantLinear(nn.Linear):
         bias = self._parameters["bias"] is not None
         row = f", prefers {self.row}" if self.row else ""
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={bias}, {self.spec.name}{row}"
-
-    def state_dict_problem(self, state_dict: dict[str, Any], prefix: str) -> str | None:
-        """Say why the entries of ``state_dict`` under ``prefix`` cannot be this layer's, or return None."""
-        (weight,) = LINEAR.weights(self)
-        return stored_problem(state_dict, prefix, weight, weight.stored(self.spec))
-
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        problem = self.state_dict_problem(state_dict, prefix)
-        if problem:
-            raise ValueError(f"load_state_dict: {problem}")
-        super()._load_from_state_dict(in_layout(state_dict, f"{prefix}weight"), prefix, *args)
 
 
 def _check_plain(codes: Tensor, scale: Tensor, zero: Tensor | None, spec: LinearSpec) -> None:
