@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many of our files load_gguf passes through: the length of the path for whoever reads it."""
+"""The number of our files that load_gguf passes through is the length of the path for a reader."""
 
 from __future__ import annotations
 

@@ -176,8 +176,8 @@ def _shared_names(model: nn.Module) -> dict[str, str]:
 
 
 def _names_of(model: nn.Module) -> tuple[set[str], set[str]]:
-    """The names of a state dict of the model, and those that a file may have beside them for packed weights and
-    blocks."""
+    """The names of a state dict of the model, and those that a file may have beside them for packed
+    weights and blocks."""
     beside = set()
     for key, layer, *_ in named_weights(model):
         beside |= {layout_name(key), *(f"{_prefix(layer)}{part}" for part in INDICES)}
