@@ -102,11 +102,10 @@ def _encode(reader: StateReader, tensor: GgufTensor) -> tuple[np.ndarray, str]:
         return _floats(reader, tensor, value, None)
     path, module, weight = found
     rows = reader.rows(tensor)
-    if not is_packed(module):
-        return _floats(reader, tensor, weight.matrix(value), rows)
-    if module.spec.is_float:
+    if is_packed(module) and module.spec.is_float:
         value = kind_of(module).dequantize(module, weight, getattr(torch, module.spec.format))
-        return _floats(reader, tensor, value, rows)
+    if not is_packed(module) or module.spec.is_float:
+        return _floats(reader, tensor, weight.matrix(value), rows)
     try:
         blocks, type = _blocks(value, numbers_of(module._buffers[layout_name(weight.key)]))
     except ValueError as error:
