@@ -28,7 +28,7 @@ from lowbit.formats.text import config_of
 from lowbit.integrations.lowbit_config import METHOD, STORED, LowbitConfig
 from lowbit.integrations.selection import tied_modules
 from lowbit.quant.block_sparse import BlockSparseLinear
-from lowbit.quant.kinds import is_packed, kind_of, weights_of
+from lowbit.quant.kinds import is_packed, is_packed_by_default, weights_of
 from lowbit.quant.output_head import INT8, head_config, head_layers
 from lowbit.quant.read_weights import weights_that_are_read
 from lowbit.quant.select import adapters_in, reason_to_skip
@@ -118,7 +118,7 @@ def entry_of(model: PreTrainedModel, old: LowbitConfig | None = None) -> LowbitC
     formats = {name: _config_of(getattr(module, "spec", None)) for name, module in layers.items()}
     heads = {id(module) for module in head_layers(model)}
     config = _most(
-        [formats[name] for name, module in layers.items() if _by_default(module) and id(module) not in heads]
+        [formats[name] for name, module in layers.items() if is_packed_by_default(module) and id(module) not in heads]
     )
     fuse = old is not None and old.fuse
     if config is None:
@@ -128,8 +128,8 @@ def entry_of(model: PreTrainedModel, old: LowbitConfig | None = None) -> LowbitC
     head = None
     for name, module in layers.items():
         if id(module) in heads:
-            head = formats[name] if _by_default(module) else head
-        elif not _by_default(module) or formats[name] != config or not should_convert_module(name, keep):
+            head = formats[name] if is_packed_by_default(module) else head
+        elif not is_packed_by_default(module) or formats[name] != config or not should_convert_module(name, keep):
             plan[name] = formats[name]
     plan |= dict.fromkeys(name for name in _left_float(model) if should_convert_module(name, keep))
     by_default = None if config == STORED else head_config("LowbitConfig", INT8, config)
@@ -168,14 +168,8 @@ def _left_float(model: PreTrainedModel) -> Iterator[str]:
     heads = {id(module) for module in head_layers(model)}
     for name, module in model.named_modules():
         ours = _is_ours(module) or id(module) in adapters | heads | read.keys() or name in tied
-        if _by_default(module) and not ours and not reason_to_skip(module):
+        if is_packed_by_default(module) and not ours and not reason_to_skip(module):
             yield name.replace(".base_layer", "")
-
-
-def _by_default(module: nn.Module) -> bool:
-    """Whether `LowbitConfig` packs such a layer without being asked."""
-    kind = kind_of(module)
-    return kind is not None and kind.by_default
 
 
 def _is_ours(module: nn.Module) -> bool:

@@ -15,7 +15,16 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 
 from lowbit.formats.base import FormatConfig
 from lowbit.integrations.lowbit_config import LowbitConfig
-from lowbit.quant.kinds import KINDS, LayerWeight, kind_of, layer_with, layout_of_all, weight_named, weights_of
+from lowbit.quant.kinds import (
+    KINDS,
+    LayerWeight,
+    is_packed_by_default,
+    kind_of,
+    layer_with,
+    layout_of_all,
+    weight_named,
+    weights_of,
+)
 from lowbit.quant.output_head import head_layers
 from lowbit.quant.packing import Selected
 from lowbit.quant.quant_embedding import EMBEDDING
@@ -130,8 +139,7 @@ class Selection:
 
     def _take_others(self, keep: list[str]) -> None:
         for name, module in self._model.named_modules():
-            kind = kind_of(module)
-            if kind is None or not kind.by_default or name in self.layers:
+            if not is_packed_by_default(module) or name in self.layers:
                 continue
             planned = name in self._plan
             config = self._plan.pop(name, self._settings.config)

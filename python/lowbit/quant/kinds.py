@@ -177,6 +177,12 @@ def is_packed(module: nn.Module) -> bool:
     return kind is not None and isinstance(module, kind.packed_class)
 
 
+def is_packed_by_default(module: nn.Module) -> bool:
+    """Whether ``quantize_`` and `LowbitConfig` take a layer of its kind without being asked."""
+    kind = _kind_of(type(module))
+    return kind is not None and kind.by_default
+
+
 def features_of(module: nn.Module) -> tuple[int, int]:
     """Return (n, k) of a layer of one weight: the features that come out and go in, of a table its rows
     and their length."""
