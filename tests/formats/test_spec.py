@@ -10,7 +10,7 @@ import torch
 
 from lowbit import _C
 from lowbit.formats import FORMATS, LinearSpec
-from lowbit.formats.spec import LAYOUT_FIELDS, StoredWeight
+from lowbit.formats.spec import LAYOUT_FIELDS, LAYOUT_VERSION, StoredWeight
 
 SPECS = [cls().spec(torch.float32) for cls in FORMATS] + [
     LinearSpec("int4", 64, True, "int8_row_asymmetric", "asymmetric"),
@@ -57,11 +57,23 @@ def test_bytes_are_whole_panels(spec, n, k):
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
 def test_the_numbers_of_a_stored_weight_can_be_read_back(spec, layout):
     numbers = spec.layout(48, 100, layout)
-    assert len(numbers) == len(LAYOUT_FIELDS) and all(type(number) is int for number in numbers)
+    assert len(numbers) == len(LAYOUT_FIELDS) - 1 and all(type(number) is int for number in numbers)
     stored = StoredWeight.read(numbers)
     assert (stored.n, stored.k, stored.layout, stored.spec.name) == (48, 100, layout, spec.name)
     assert stored.spec.layout(48, 100, layout) == numbers and stored.shape == spec.shape(48, 100, layout)
     assert str(stored) == f"{spec.name} of n=48 k=100" + (" in row-major" if layout == "row-major" else "")
+
+
+@pytest.mark.parametrize("layout", _C.LAYOUTS)
+def test_the_numbers_of_several_matrices_are_of_version_3_and_can_be_read_back(layout):
+    spec = LinearSpec("int4", 32)
+    held = StoredWeight(spec, 48, 100, layout, experts=5)
+    assert len(held.numbers) == len(LAYOUT_FIELDS) and held.numbers[0] == LAYOUT_VERSION == 3
+    assert held.numbers[1:-1] == spec.layout(48, 100, layout)[1:]
+    stored = StoredWeight.read(held.numbers)
+    assert stored == held and stored.shape == (5, *spec.shape(48, 100, layout))
+    assert str(stored).startswith("int4 g32 of 5 matrices of n=48 k=100")
+    assert stored.is_as(held.in_layout("row-major")) and not stored.is_as(StoredWeight(spec, 48, 100, layout))
 
 
 def test_version_1_had_no_layout_and_was_in_panels():
@@ -72,8 +84,11 @@ def test_version_1_had_no_layout_and_was_in_panels():
 
 def test_numbers_of_later_versions_are_refused_by_name(subtests):
     version, format, *rest, layout = SPECS[0].layout(48, 100)
+    later = LAYOUT_VERSION + 1
     for numbers, text in (
-        ((version + 1, format, *rest, layout, 7), rf"layout version {version + 1}, known are 1 to {version}"),
+        ((later, format, *rest, layout, 7), rf"layout version {later}, known are 1 to {LAYOUT_VERSION}"),
+        ((LAYOUT_VERSION, format, *rest, layout), "a layout of 8 numbers"),
+        ((version, format, *rest, layout, 7), "a layout of 9 numbers"),
         ((0, format, *rest, layout), "layout version 0, known are"),
         ((version, format, *rest, 17), "layout 17, known are 0 x86-panel-16x64, 1 row-major"),
         ((version, format, *rest), "a layout of 7 numbers"),

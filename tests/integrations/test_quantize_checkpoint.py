@@ -25,7 +25,7 @@ from lowbit.__main__ import main
 from lowbit.autotune.plan_row import PlanRow
 from lowbit.formats import FORMATS
 from lowbit.integrations import quantize_checkpoint
-from lowbit.quant.load import PACKED
+from lowbit.quant.kinds import is_packed
 
 transformers = pytest.importorskip("transformers")
 safetensors = pytest.importorskip("safetensors.torch")
@@ -44,7 +44,7 @@ def test_the_folder_is_what_from_pretrained_makes(name, shard, tmp_path, capsys)
     report = wanted.hf_quantizer.report
     loaded = cls.from_pretrained(out)
     assert torch.equal(logits(loaded), logits(wanted))
-    assert [row.layer for row in report.quantized] == [n for n, m in loaded.named_modules() if isinstance(m, PACKED)]
+    assert [row.layer for row in report.quantized] == [n for n, m in loaded.named_modules() if is_packed(m)]
     printed = capsys.readouterr().out
     assert all(row.layer in printed for row in report.rows) and f"{len(report.quantized)} quantized" in printed
     assert {path.name for path in out.iterdir()} == {path.name for path in folder.iterdir()}
@@ -67,7 +67,7 @@ def test_a_plan_from_a_file(flat, tmp_path):
     assert formats["model.layers.0.mlp.up_proj"] == "int8 per-channel" and formats["lm_head"] == ""
     assert main(["quantize", str(folder), str(tmp_path / "alone"), "--plan", str(plan)]) == 0
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "alone")
-    assert [n for n, m in loaded.named_modules() if isinstance(m, PACKED)] == ["model.layers.0.mlp.up_proj"]
+    assert [n for n, m in loaded.named_modules() if is_packed(m)] == ["model.layers.0.mlp.up_proj"]
 
 
 _ROWS = "must have a list of rows, each with layer and spec, "

@@ -19,6 +19,8 @@ from torch import nn
 import lowbit
 from lowbit.formats import FORMATS, MappingType, PerGroup, PerRow
 from lowbit.quant import quantize
+from lowbit.quant.kinds import kind_of
+from lowbit.quant.quant_linear import LINEAR
 from lowbit.training import BitNetTrainingConfig, Int8WeightOnlyQuantizedTrainingConfig, QATConfig
 
 transformers = pytest.importorskip("transformers")
@@ -90,7 +92,7 @@ def test_the_entry_packs_the_float_model_alike(config, name, tmp_path):
 
 def not_the_head(module: nn.Module, name: str) -> bool:
     """A tied one: from_pretrained packs it with its table, quantize_ with 8 bits alone."""
-    return lowbit.quant.linear_layers.is_linear(module) and name not in ("lm_head", "cls.predictions.decoder")
+    return kind_of(module) is LINEAR and name not in ("lm_head", "cls.predictions.decoder")
 
 
 def test_the_entry_is_the_one_of_from_pretrained(tmp_path):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lowbit.autotune.options import sqnr_db
-from lowbit.quant.distortion import decibel
+from lowbit.quant.report import decibel
 
 
 @pytest.mark.parametrize(

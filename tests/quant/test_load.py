@@ -106,7 +106,7 @@ def from_another_layer(state: dict) -> None:
 WRONG = {
     "without layout": (lambda state: state.pop("0.layout"), r"0.weight must be a packed weight of n=33 k=100 with its layout, got uint8 .* without one"),
     "of another layer": (from_another_layer, "0.weight must be a packed weight of n=33 k=100 .*n=7 k=65"),
-    "another version": (lambda state: state["0.layout"][0].add_(1), "0.weight must be .* layout version 3, known are 1 to 2"),
+    "another version": (lambda state: state["0.layout"][0].add_(2), "0.weight must be .* layout version 4, known are 1 to 3"),
     "another layout": (lambda state: state["0.layout"][-1].add_(9), "0.weight must be .* layout 9, known are 0 x86-panel-16x64, 1 row-major"),
     "cut short": (lambda state: state.update({"0.weight": state["0.weight"][:1]}), r"0.weight must be .*got uint8 \[1, "),
     "a name is missing": (lambda state: state.pop("2.2.bias"), "names must be those of the model, missing 2.2.bias, unexpected none"),

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import lowbit
-from lowbit import _C
+from lowbit.formats.spec import LAYOUT_VERSION
 from lowbit.quant import QuantLinear, quantize_
 
 
@@ -97,7 +97,7 @@ WANTED = r"load_state_dict: 2\.2\.weight must be packed as {name} of n=7 k=65"
 LAYOUT_OF_9 = torch.tensor(lowbit.formats.LinearSpec("int8", 64).layout(9, 65))
 WRONG = {
     "float": (lambda state: {"2.2.weight": torch.zeros(7, 65)}, r", got float32 \[7, 65\]"),
-    "version": (layout(0, _C.LAYOUT_VERSION + 1), rf", got layout version {_C.LAYOUT_VERSION + 1}, known are 1 to {_C.LAYOUT_VERSION}"),
+    "version": (layout(0, LAYOUT_VERSION + 1), rf", got layout version {LAYOUT_VERSION + 1}, known are 1 to {LAYOUT_VERSION}"),
     "layout": (layout(-1, 9), r", got layout 9, known are 0 x86-panel-16x64, 1 row-major"),
     "size": (lambda state: {"2.2.layout": LAYOUT_OF_9}, r", got int8 g64 of n=9 k=65"),
     "no layout": (lambda state: {"2.2.layout": None}, r", got uint8 .* without 2\.2\.layout"),

@@ -21,8 +21,8 @@ Make = Callable[..., nn.Module]
 @pytest.mark.parametrize(
     "arguments, error, text",
     [
-        ((None,), TypeError, "base_config must be a configuration such as int4_weight_only.., got NoneType"),
-        (("int4",), TypeError, "base_config must be a configuration such as int4_weight_only.., got str"),
+        ((None,), TypeError, "base_config must be a configuration such as lowbit.int8_weight_only.., got NoneType"),
+        (("int4",), TypeError, "base_config must be a configuration such as lowbit.int8_weight_only.., got str"),
         ((lowbit.float_weight(),), ValueError, r"base_config must have codes, got float_weight\(\)"),
         ((lowbit.semi_sparse_weight(),), ValueError, r"base_config must not prune, got semi_sparse_weight\(.*\): train"),
         (

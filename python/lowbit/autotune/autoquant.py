@@ -32,8 +32,9 @@ from lowbit.autotune.whole_model import CACHE, WholeModel
 from lowbit.formats.base import FormatConfig
 from lowbit.formats.float import FloatWeightConfig
 from lowbit.quant.evaluation import evaluating
-from lowbit.quant.linear_layers import features_of, is_conv1d, is_linear
-from lowbit.quant.quant_linear import QuantLinear
+from lowbit.quant.kinds import features_of, is_packed, kind_of
+from lowbit.quant.packing import by_weight
+from lowbit.quant.quant_linear import LINEAR
 from lowbit.quant.read_weights import weights_that_are_read
 from lowbit.quant.select import FilterFn, reason_to_skip, select
 
@@ -154,22 +155,18 @@ class PlanMaker:
         read = weights_that_are_read(model)
 
         def is_free(module: nn.Module, name: str) -> bool:
-            is_one = is_linear(module) and not isinstance(module, QuantLinear)
+            is_one = kind_of(module) is LINEAR and not is_packed(module)
             return is_one and not reason_to_skip(module) and id(module) not in read
 
         selected, skipped = select(model, FloatWeightConfig(), filter_fn or is_free, None, False)
         for item in skipped:
             reason = reason_to_skip(item.module) or read.get(id(item.module)) or item.reason
-            if isinstance(item.module, QuantLinear):
+            if is_packed(item.module):
                 reason = f"already quantized as {item.module.spec.name}"
             self.left[item.name] = reason
-        by_weight: dict[tuple[int, bool], SeenLayer] = {}
-        for item in selected:
-            key = id(item.module.weight), is_conv1d(item.module)
-            by_weight.setdefault(key, SeenLayer({})).modules[item.name] = item.module
-        if not by_weight:
+        if not selected:
             raise ValueError("autoquant: model must have a linear layer that can be quantized, got none")
-        return list(by_weight.values())
+        return [SeenLayer({item.name: item.module for item in group}) for group in by_weight(selected)]
 
     @torch.no_grad()
     def plan(self, model: nn.Module, layers: list[SeenLayer], example_input: Any, recorded: bool = True) -> Plan:

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 
 from lowbit.autotune.seen_layer import SeenLayer
 from lowbit.formats.spec import LinearSpec
-from lowbit.quant.distortion import decibel
-from lowbit.quant.linear_layers import features_of, matrix_of
-from lowbit.quant.quant_linear import QuantLinear, pack_weight
+from lowbit.quant.kinds import features_of, matrix_of
+from lowbit.quant.packing import pack_weight
+from lowbit.quant.quant_linear import QuantLinear
+from lowbit.quant.report import decibel
 
 _CHUNK = 1024  # output features of which the float64 reference is computed at once
 
@@ -87,7 +88,7 @@ def sqnr_db(wanted: Tensor, got: Tensor) -> float:
 
 
 def packed_layer(seen: SeenLayer, spec: LinearSpec) -> QuantLinear:
-    weight = pack_weight(matrix_of(seen.module, seen.module.weight), spec)[0]
+    weight = pack_weight(matrix_of(seen.module), spec)[0]
     return preferring(seen.module, weight, spec)
 
 
@@ -99,7 +100,7 @@ def preferring(module: nn.Module, weight: nn.Parameter, spec: LinearSpec, row: s
 
 
 def _exact_output(seen: SeenLayer, sample: Tensor) -> Tensor:
-    weight = matrix_of(seen.module, seen.module.weight.detach())
+    weight = matrix_of(seen.module).detach()
     x = sample.double()
     y = torch.cat([x @ part.double().T for part in weight.split(_CHUNK)], 1)
     return y if seen.module.bias is None else y + seen.module.bias.detach().double()

@@ -25,8 +25,8 @@ from lowbit.documents.declared import as_declared
 from lowbit.documents.whole_file import write_whole
 from lowbit.formats.base import FormatConfig
 from lowbit.formats.spec import LinearSpec
-from lowbit.quant.linear_layers import features_of, is_linear
-from lowbit.quant.quant_linear import QuantLinear
+from lowbit.quant.kinds import features_of, is_packed, kind_of
+from lowbit.quant.quant_linear import LINEAR
 from lowbit.quant.quantize import quantize_
 from lowbit.quant.report import QuantizationReport
 from lowbit.quant.select import select
@@ -111,9 +111,9 @@ class Plan(LayerTable):
             module = modules.get(row.layer)
             if row.spec is None:
                 continue
-            if module is None or not is_linear(module):
+            if module is None or kind_of(module) is not LINEAR:
                 wrong.append(f"{row.layer} ({'no linear layer' if module is not None else 'not there'})")
-            elif isinstance(module, QuantLinear):
+            elif is_packed(module):
                 wrong.append(f"{row.layer} (already quantized as {module.spec.name})")
             elif features_of(module) != row.shape:
                 wrong.append(f"{row.layer} ({_size(features_of(module))}, wanted {_size(row.shape)})")

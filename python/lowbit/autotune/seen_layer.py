@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowbit.quant.fast_path import without_encoder_fast_path
-from lowbit.quant.linear_layers import features_of
+from lowbit.quant.kinds import features_of
+from lowbit.quant.load_check import without_encoder_fast_path
 
 SAMPLE_ROWS = 64
 """Rows of inputs that are kept of a layer: the SQNR of 64 rows x n outputs varies by less than 0.2 dB, and 200 layers

@@ -24,7 +24,7 @@ from lowbit.autotune.choosing import Choice
 from lowbit.autotune.options import preferring, sqnr_db
 from lowbit.autotune.timing import Timed, Timer
 from lowbit.quant.evaluation import arguments_of
-from lowbit.quant.fast_path import without_encoder_fast_path
+from lowbit.quant.load_check import without_encoder_fast_path
 
 MASK = "attention_mask"
 CACHE = "past_key_values"  # the name of the cache that transformers' models return

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from lowbit.formats.spec import StoredWeight
-from lowbit.quant.distortion import decibel
+from lowbit.quant.kinds import layer_with, layout_name, weight_in, weight_name
 from lowbit.quant.layout import numbers_of, repack_weight
+from lowbit.quant.report import decibel
 from lowbit.quant.safetensors_file import SafetensorsFile, safetensors_files
 from lowbit.tables.folding import spread
 from lowbit.tables.layer_table import LayerTable
@@ -148,24 +149,24 @@ class _Weights:
         self.layouts: dict[str, SafetensorsFile] = {}
         for file in map(SafetensorsFile, safetensors_files(place)):
             for name, entry in file.entries.items():
-                head, _, last = name.rpartition(".")
-                if last == "layout":
-                    self.layouts[head] = file
-                elif last == "weight" and len(entry.shape) >= 2:
-                    self.homes[head] = file
+                layer = layer_with(weight_name(name) or name)
+                if layer is not None and weight_name(name) is not None:
+                    self.layouts[layer] = file
+                elif layer is not None and len(entry.shape) >= 2:
+                    self.homes[layer] = file
 
     def read(self, name: str) -> tuple[str, Tensor]:
         """Return the format of a weight and the weight in float32."""
-        file, prefix = self.homes[name], f"{name}." if name else ""
-        weight = file.read(f"{prefix}weight")
+        file, key = self.homes[name], weight_in(name)
+        weight = file.read(key)
         if name not in self.layouts:
             if not weight.is_floating_point():
-                raise ValueError(f"compare_checkpoints: {prefix}weight of {file.path} is {weight.dtype} without layout")
+                raise ValueError(f"compare_checkpoints: {key} of {file.path} is {weight.dtype} without layout")
             return str(weight.dtype).removeprefix("torch."), weight.float()
         try:
-            stored = numbers_of(self.layouts[name].read(f"{prefix}layout"))
+            stored = numbers_of(self.layouts[name].read(layout_name(key)))
         except ValueError as error:
-            raise ValueError(f"compare_checkpoints: {prefix}weight of {file.path} has {error}") from None
+            raise ValueError(f"compare_checkpoints: {key} of {file.path} has {error}") from None
         return stored.spec.name, _decoded(weight, stored)
 
 

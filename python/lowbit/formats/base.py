@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lowbit import _C
 from lowbit.formats.algorithms import HQQ, Algorithm, algorithm_of
@@ -92,16 +92,6 @@ class FormatConfig:
         return f"{self.function}({told})"
 
 
-class TrainingConfig:
-    """Base of the configurations that ``quantize_`` takes and that leave layers to be trained (`lowbit.training`)."""
-
-    __slots__ = ()
-
-    def apply(self, model: nn.Module, filter_fn: Any, *, strict: bool, head: Any) -> Any:
-        """Quantize or prepare ``model`` for ``quantize_``, after every check, and return the report."""
-        raise NotImplementedError
-
-
 def _short(value: Any) -> str:
     return str(value) if isinstance(value, enum.Enum) else repr(value)
 
@@ -171,16 +161,14 @@ def integer_spec(
         names = ", ".join(map(repr, _C.SCALE_CHOICES))
         raise ValueError(f"{function}: scale must be one of {names} or None, got scale={scale!r}")
     no_clipping = mapping is MappingType.SYMMETRIC_NO_CLIPPING_ERR
-    if isinstance(algorithm_of(function, algorithm), HQQ):
+    if algorithm is not None and isinstance(algorithm_of(function, algorithm), HQQ):
         require(function, "scale", scale, None, "HQQ takes the range of each group")
         if no_clipping:
             raise ValueError(f"{function}: HQQ makes asymmetric weights, got mapping_type={mapping}")
         mapping = MappingType.ASYMMETRIC
     if scale == "search" and no_clipping:
         raise ValueError(f"{function}: scale must be 'absmax' or None with {mapping}: a searched scale may clip")
-    return LinearSpec(
-        format, group_size, mapping is MappingType.ASYMMETRIC, x_format, mapping.value, scale, algorithm
-    )
+    return LinearSpec(format, group_size, mapping is MappingType.ASYMMETRIC, x_format, mapping.value, scale, algorithm)
 
 
 def group_sizes_of(function: str, granularity: Any) -> tuple[int, int]:

@@ -8,7 +8,7 @@ about a format.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lowbit import _C
 from lowbit.formats.algorithms import Algorithm
@@ -16,8 +16,11 @@ from lowbit.formats.algorithms import Algorithm
 OpArgs = tuple[int, int, int, int, bool, int]
 """n, k, format, group_size, asymmetric, x_format: as torch.ops.lowbit.linear takes them."""
 
-LAYOUT_FIELDS = ("version", "format", "n", "k", "group_size", "asymmetric", "x_format", "layout")
-"""The numbers beside a packed weight in a state dict. Version 1 had no ``layout``: it was x86-panel-16x64."""
+LAYOUT_FIELDS = ("version", "format", "n", "k", "group_size", "asymmetric", "x_format", "layout", "experts")
+"""The numbers beside a packed weight in a state dict. Version 1 ends before ``layout``, which was x86-panel-16x64;
+version 2, of one matrix, before ``experts``, which is the number of matrices of version 3."""
+LAYOUT_VERSION = 3
+_FIELDS_OF = {1: 7, 2: 8, LAYOUT_VERSION: 9}
 _X_FORMAT_TEXT = {
     "float": "",
     "int8_group": "int8-activations",
@@ -103,33 +106,34 @@ class LinearSpec:
         return panels * panel_bytes
 
     def layout(self, n: int, k: int, layout: str = _C.LAYOUT) -> tuple[int, ...]:
-        """The numbers, named by ``LAYOUT_FIELDS``, that travel with a packed weight in a state dict."""
-        n, k, format, group_size, asymmetric, x_format = self.op_args(n, k)
-        return _C.LAYOUT_VERSION, format, n, k, group_size, int(asymmetric), x_format, _C.LAYOUTS[layout]
+        """The numbers, named by ``LAYOUT_FIELDS``, that travel with a packed matrix in a state dict."""
+        return StoredWeight(self, n, k, layout).numbers
 
 
 @dataclass(frozen=True, slots=True)
 class StoredWeight:
-    """The numbers beside a packed weight, read: its spec (how scales were chosen is not kept), n, k and layout."""
+    """A packed weight: its spec (of one that was read without the choice of scales), n, k, layout, and the number of
+    matrices; None: it is one matrix ``[n, k]``."""
 
     spec: LinearSpec
     n: int
     k: int
     layout: str
+    experts: int | None = None
 
     @classmethod
     def read(cls, numbers: Sequence[int]) -> StoredWeight:
-        """Read the numbers that ``LinearSpec.layout`` made, also those of version 1.
+        """Read the numbers of `numbers`, also those of versions 1 and 2.
 
         Raises:
             ValueError: there is no such version, layout or format here; names it.
         """
         version = numbers[0] if numbers else 0
-        if numbers and version not in range(1, _C.LAYOUT_VERSION + 1):
-            raise ValueError(f"layout version {version}, known are 1 to {_C.LAYOUT_VERSION}")
-        if len(numbers) != len(LAYOUT_FIELDS) - (version == 1):
+        if numbers and version not in _FIELDS_OF:
+            raise ValueError(f"layout version {version}, known are 1 to {LAYOUT_VERSION}")
+        if len(numbers) != _FIELDS_OF.get(version):
             raise ValueError(f"a layout of {len(numbers)} numbers")
-        _, format, n, k, group_size, asymmetric, x_format, layout = (*numbers, 0)[: len(LAYOUT_FIELDS)]
+        _, format, n, k, group_size, asymmetric, x_format, layout, *experts = (*numbers, 0) if version == 1 else numbers
         if not 0 <= layout < len(_C.LAYOUTS):
             known = ", ".join(f"{number} {name}" for name, number in _C.LAYOUTS.items())
             raise ValueError(f"layout {layout}, known are {known}")
@@ -137,12 +141,38 @@ class StoredWeight:
             raise ValueError(f"format {format} with x_format {x_format}")
         mapping = "asymmetric" if asymmetric else "symmetric"
         spec = LinearSpec([*_C.FORMATS][format], group_size, bool(asymmetric), [*_C.X_FORMATS][x_format], mapping)
-        return cls(spec, n, k, [*_C.LAYOUTS][layout])
+        return cls(spec, n, k, [*_C.LAYOUTS][layout], *experts)
 
     @property
-    def shape(self) -> tuple[int, int]:
-        """The shape of the packed uint8 weight."""
-        return self.spec.shape(self.n, self.k, self.layout)
+    def numbers(self) -> tuple[int, ...]:
+        """The numbers beside it in a state dict, named by ``LAYOUT_FIELDS``."""
+        n, k, format, group_size, asymmetric, x_format = self.spec.op_args(self.n, self.k)
+        described = format, n, k, group_size, int(asymmetric), x_format, _C.LAYOUTS[self.layout]
+        if self.experts is None:
+            return 2, *described  # the smaller version, which packages before 3 read
+        return LAYOUT_VERSION, *described, self.experts
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the packed uint8 weight: ``[panels, panel_bytes]``, of several matrices with their number
+        before it."""
+        front = () if self.experts is None else (self.experts,)
+        return *front, *self.spec.shape(self.n, self.k, self.layout)
+
+    def in_layout(self, layout: str) -> StoredWeight:
+        """The same weight in another layout."""
+        return replace(self, layout=layout)
+
+    def is_as(self, other: StoredWeight) -> bool:
+        """Whether both hold the same, in any layouts; how scales were chosen does not count."""
+        mine, theirs = (stored.spec.op_args(stored.n, stored.k) for stored in (self, other))
+        return mine == theirs and self.experts == other.experts
 
     def __str__(self) -> str:
-        return f"{self.spec.name} of n={self.n} k={self.k}" + (f" in {self.layout}" if self.layout != _C.LAYOUT else "")
+        layout = f" in {self.layout}" if self.layout != _C.LAYOUT else ""
+        return f"{self.spec.name} of {size_text(self.n, self.k, self.experts)}{layout}"
+
+
+def size_text(n: int, k: int, experts: int | None) -> str:
+    """The size of a weight, as errors tell it."""
+    return f"{experts} matrices of n={n} k={k}" if experts is not None else f"n={n} k={k}"

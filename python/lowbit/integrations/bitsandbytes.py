@@ -26,6 +26,7 @@ from lowbit.formats.spec import LinearSpec
 from lowbit.optim import state_format
 from lowbit.quant.changing_layers import changing_layers
 from lowbit.quant.codes import CodedWeight, levels_of
+from lowbit.quant.kinds import layout_name, weight_in, weight_name
 from lowbit.quant.layout import numbers_of
 from lowbit.quant.quant_linear import QuantLinear
 from lowbit.tables.folding import LayerNames
@@ -61,7 +62,7 @@ def from_bitsandbytes(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
             layer = _read_8bit(state_dict, name, key)
         else:
             continue
-        result[name], result[f"{name.removesuffix('weight')}layout"] = layer.weight.detach(), layer.layout
+        result[name], result[layout_name(name)] = layer.weight.detach(), layer.layout
     return result
 
 
@@ -80,9 +81,8 @@ def to_bitsandbytes(
     """
     result = dict(state_dict)
     for key, layout in state_dict.items():
-        prefix = key.removesuffix("layout")
-        name = f"{prefix}weight"
-        if key == prefix or name not in state_dict or state_dict[name].dtype != torch.uint8:
+        name = weight_name(key)
+        if name not in state_dict or state_dict[name].dtype != torch.uint8:
             continue
         stored = numbers_of(layout)
         spec, n, k = stored.spec, stored.n, stored.k
@@ -141,9 +141,9 @@ def _take_entries_out(model: nn.Module) -> None:
 
 def _layer_of_module(module: nn.Module, name: str) -> QuantLinear:
     state = from_bitsandbytes({f"{name}.{key}": value for key, value in module.state_dict().items()})
-    stored = numbers_of(state[f"{name}.layout"])
+    stored = numbers_of(state[layout_name(weight_in(name))])
     bias = module._parameters.get("bias")
-    layer = QuantLinear.from_packed(state[f"{name}.weight"], stored.n, stored.k, stored.spec, bias)
+    layer = QuantLinear.from_packed(state[weight_in(name)], stored.n, stored.k, stored.spec, bias)
     return layer.train(module.training)
 
 

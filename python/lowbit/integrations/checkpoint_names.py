@@ -17,9 +17,9 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 from transformers.modeling_utils import PreTrainedModel
 
 from lowbit.quant.block_sparse import INDICES
+from lowbit.quant.kinds import layer_with, layout_name, weight_in, weight_name
 
 _DTYPES = {"U8": torch.uint8, "I8": torch.int8}  # of the others it only counts that they are no codes
-_INTEGERS = ("layout", *INDICES)
 
 
 class LayoutRenaming(WeightRenaming):
@@ -57,15 +57,21 @@ def renamed(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _weight_of(key: str) -> str:
-    """The weight that a layout is beside; of anything else its own name."""
-    return f"{key.removesuffix('layout')}weight" if key.endswith(".layout") else key
+    """The weight that a layout or an index is beside; of anything else its own name."""
+    layer, _, last = key.rpartition(".")
+    return weight_in(layer) if last in INDICES else weight_name(key) or key
 
 
 def _renamed(key: str, names: Mapping[str, str | None]) -> str:
-    name = names.get(_weight_of(key))
+    """The name of the model for a key, of that for the weight beside it."""
+    of = _weight_of(key)
+    name = names.get(of)
     if name is None:
         return key
-    return f"{name.removesuffix('weight')}layout" if key.endswith(".layout") else name
+    if key == of:
+        return name
+    layer, _, last = name.rpartition(".")[0], "", key.rpartition(".")[2]
+    return f"{layer}.{last}" if last in INDICES else layout_name(name)
 
 
 def stored_tensors(model: nn.Module, files: list[str]) -> dict[str, Tensor]:
@@ -86,27 +92,18 @@ def stored_tensors(model: nn.Module, files: list[str]) -> dict[str, Tensor]:
         with safe_open(file, framework="pt") as opened:
             keys = opened.keys()
             for key in keys:
-                head, _, last = key.rpartition(".")
-                if last == "weight" or key in bare:
+                if _weight_of(key) == key:
                     part = opened.get_slice(key)
                     dtype = _DTYPES.get(part.get_dtype(), torch.float32)
-                    name = f"{key}.weight" if key in bare else key
+                    name = weight_in(key) if key in bare else key
                     found[name] = torch.empty(part.get_shape(), dtype=dtype, device="meta")
-                elif last in _INTEGERS and head:
+                elif "." in key:
                     found[key] = opened.get_tensor(key).clone()
     # A weight that is tied to another is not in the file, and its layout is.
-    stored = {
-        head: head if head in bare else f"{head}.weight".lstrip(".")
-        for head in {key.rpartition(".")[0] for key in found}
-    }
-    names = model_names(model, stored.values())
-    state = {}
-    for key, tensor in found.items():
-        head, _, last = key.rpartition(".")
-        name = names[stored[head]]
-        if name is not None:
-            state[name.removesuffix("weight") + last] = tensor
-    return state
+    stored = {weight: layer if (layer := layer_with(weight)) in bare else weight for weight in map(_weight_of, found)}
+    of_model = model_names(model, stored.values())
+    names = {weight: of_model[key] for weight, key in stored.items()}
+    return {_renamed(key, names): tensor for key, tensor in found.items() if names[_weight_of(key)] is not None}
 
 
 def _without_suffix(files: list[str]) -> set[str]:
@@ -115,4 +112,4 @@ def _without_suffix(files: list[str]) -> set[str]:
     for file in files:
         with safe_open(file, framework="pt") as opened:
             keys.update(opened.keys())
-    return {key.removesuffix(".layout") for key in keys if key.endswith(".layout")} & keys
+    return {layer_with(weight) for key in keys if (weight := weight_name(key))} & keys

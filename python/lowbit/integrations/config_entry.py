@@ -29,15 +29,12 @@ from lowbit.formats.spec import LinearSpec
 from lowbit.formats.text import config_of
 from lowbit.integrations.lowbit_config import METHOD, STORED, LowbitConfig
 from lowbit.integrations.selection import tied_modules
-from lowbit.quant.adapters import adapter_modules
 from lowbit.quant.block_sparse import BlockSparseLinear
-from lowbit.quant.linear_layers import is_linear
-from lowbit.quant.load import PACKED
+from lowbit.quant.kinds import is_packed, is_packed_by_default, weights_of
 from lowbit.quant.output_head import INT8, head_config, head_layers
 from lowbit.quant.read_weights import weights_that_are_read
-from lowbit.quant.select import reason_to_skip
+from lowbit.quant.select import adapters_in, reason_to_skip
 
-_PACKED = (*PACKED, BlockSparseLinear)
 _PREFIX_CHANGE = getattr(core_model_loading, "PrefixChange", ())  # not in the first versions of transformers 5
 _owners: WeakValueDictionary[int, PreTrainedModel] = WeakValueDictionary()
 """By the id of a config the largest model seen that has it: a model and its base model share one config."""
@@ -142,7 +139,9 @@ def entry_of(model: PreTrainedModel, old: LowbitConfig | None = None) -> LowbitC
         return old
     formats = {name: _config_of(getattr(module, "spec", None)) for name, module in layers.items()}
     heads = {id(module) for module in head_layers(model)}
-    config = _most([formats[name] for name, module in layers.items() if is_linear(module) and id(module) not in heads])
+    config = _most(
+        [formats[name] for name, module in layers.items() if is_packed_by_default(module) and id(module) not in heads]
+    )
     fuse = old is not None and old.fuse
     if config is None:
         return LowbitConfig(plan=formats, fuse=fuse)
@@ -151,8 +150,8 @@ def entry_of(model: PreTrainedModel, old: LowbitConfig | None = None) -> LowbitC
     head = None
     for name, module in layers.items():
         if id(module) in heads:
-            head = formats[name] if is_linear(module) else head
-        elif not is_linear(module) or formats[name] != config or not should_convert_module(name, keep):
+            head = formats[name] if is_packed_by_default(module) else head
+        elif not is_packed_by_default(module) or formats[name] != config or not should_convert_module(name, keep):
             plan[name] = formats[name]
     plan |= dict.fromkeys(name for name in _left_float(model) if should_convert_module(name, keep))
     by_default = None if config == STORED else head_config("LowbitConfig", INT8, config)
@@ -166,7 +165,7 @@ def _save_packed_by_their_names(model: PreTrainedModel) -> None:
     if conversions is None:  # as save_pretrained finds them
         conversions = get_model_conversion_mapping(model, add_legacy=False)
         conversions = [item for item in conversions if not isinstance(item, _PREFIX_CHANGE)]
-    names = [f"{name}.weight" for name, _ in _packed(model)]
+    names = [f"{name}.{weight.key}" for name, module in _packed(model) for weight in weights_of(module)]
     kept = [item for item in conversions if not (isinstance(item, WeightConverter) and _makes(item, names))]
     if len(kept) < len(conversions):
         model._weight_conversions = kept
@@ -179,20 +178,24 @@ def _makes(converter: WeightConverter, names: list[str]) -> bool:
 
 def _packed(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """The layers that hold packed weights, by the names that they have without adapters."""
-    adapters = adapter_modules(model)
+    adapters = adapters_in(model)
     for name, module in model.named_modules():
-        if isinstance(module, _PACKED) and id(module) not in adapters:
+        if _is_ours(module) and id(module) not in adapters:
             yield name.replace(".base_layer", "").replace(".original_module", ""), module
 
 
 def _left_float(model: PreTrainedModel) -> Iterator[str]:
     """The names of the linear layers that `LowbitConfig` would pack, and which are float here."""
-    adapters, read, tied = adapter_modules(model), weights_that_are_read(model), tied_modules(model)
+    adapters, read, tied = adapters_in(model), weights_that_are_read(model), tied_modules(model)
     heads = {id(module) for module in head_layers(model)}
     for name, module in model.named_modules():
-        ours = isinstance(module, _PACKED) or id(module) in adapters | heads | read.keys() or name in tied
-        if is_linear(module) and not ours and not reason_to_skip(module):
+        ours = _is_ours(module) or id(module) in adapters | heads | read.keys() or name in tied
+        if is_packed_by_default(module) and not ours and not reason_to_skip(module):
             yield name.replace(".base_layer", "")
+
+
+def _is_ours(module: nn.Module) -> bool:
+    return is_packed(module) or isinstance(module, BlockSparseLinear)
 
 
 @functools.cache

@@ -23,8 +23,7 @@ from lowbit.quant.adapters import adapter_modules
 from lowbit.quant.fused import hooked
 from lowbit.quant.fused_norm import norm_facts
 from lowbit.quant.gated_mlp import GATED_LAYERS
-from lowbit.quant.linear_layers import is_scaled_embedding
-from lowbit.quant.quant_embedding import QuantEmbedding
+from lowbit.quant.quant_embedding import QuantEmbedding, is_scaled_embedding
 from lowbit.quant.quant_linear import QuantLinear
 
 APART = ("q_proj", "k_proj", "v_proj")
@@ -147,8 +146,7 @@ class _Finder:
         stacks = [
             module
             for module in self.model.modules()
-            if isinstance(layers := module._modules.get("layers"), nn.ModuleList)
-            and any(map(is_decoder_layer, layers))
+            if isinstance(layers := module._modules.get("layers"), nn.ModuleList) and any(map(is_decoder_layer, layers))
         ]
         if len(stacks) != 1:
             got = ", ".join(self.names[id(module)] or "the model itself" for module in stacks) or "none"

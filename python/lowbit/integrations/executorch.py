@@ -20,8 +20,8 @@ from lowbit.formats.spec import LinearSpec
 from lowbit.integrations.exported import exported
 from lowbit.integrations.rewritten import RewrittenEmbedding, rewritten, with_class
 from lowbit.quant.codes import CodedWeight
+from lowbit.quant.kinds import kind_of
 from lowbit.quant.layout import numbers_of
-from lowbit.quant.quant_embedding import QuantEmbedding
 
 _ops = torch.ops.quantized_decomposed
 _GROUP = 32  # groups of int4 weights are multiples of it in XNNPACK
@@ -88,14 +88,14 @@ def export(
 
 def _written(layer: nn.Module, name: str) -> nn.Module:
     stored = numbers_of(layer.layout)
-    is_embedding = isinstance(layer, QuantEmbedding)
-    problem = _problem(stored.spec, stored.k, is_embedding)
+    looks_up = not kind_of(layer).multiplies
+    problem = _problem(stored.spec, stored.k, looks_up)
     if problem:
         raise ValueError(f"export: {name} must {problem} for XNNPACK, got {stored.spec.name} of k={stored.k}")
     weight = CodedWeight.unpack(layer.weight.detach(), stored)
     middle = _C.FORMAT_FACTS[stored.spec.format]["zero"]
     tensors = {"codes": (weight.codes.short() - middle).to(torch.int8), "scale": weight.scale}
-    if is_embedding:
+    if looks_up:
         written = with_class(layer, AffineEmbedding)
         tensors["zero"] = weight.zero_point - middle
     else:
@@ -110,14 +110,14 @@ def _written(layer: nn.Module, name: str) -> nn.Module:
     return written
 
 
-def _problem(spec: LinearSpec, k: int, is_embedding: bool) -> str:
+def _problem(spec: LinearSpec, k: int, looks_up: bool) -> str:
     """The first demand of XNNPACK that a layer does not meet, after "must"."""
     facts = _C.FORMAT_FACTS[spec.format]
     if facts["kind"] != "integer":
         return "have integer codes"
     if spec.group_size and k % spec.group_size:
         return "have whole groups"
-    if is_embedding:
+    if looks_up:
         return ""
     if "int8" not in spec.x_format:
         return "have int8 activations"

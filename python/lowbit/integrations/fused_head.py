@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from lowbit.ops.decoded_rows import WeightArgs, decoded_rows
-from lowbit.quant.linear_layers import is_fake_quantized
+from lowbit.quant.kinds import is_fake_quantized
 from lowbit.quant.quant_linear import QuantLinear
 
 

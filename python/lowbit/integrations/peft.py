@@ -15,8 +15,7 @@ from typing import Any
 from peft.tuners.tuners_utils import BaseTuner
 from torch import nn
 
-from lowbit.quant.linear_layers import is_embedding
-from lowbit.quant.load import PACKED
+from lowbit.quant.kinds import is_packed, kind_of
 
 READS_WEIGHT = frozenset(
     (
@@ -38,14 +37,14 @@ def refuse_packed_weights() -> None:
     def checked_target(self: Any, peft_config: Any, model: nn.Module, target_name: str) -> None:
         check_target(self, peft_config, model, target_name)
         for name, module in model.named_modules():
-            if name.rpartition(".")[2] == target_name and isinstance(module, PACKED):
+            if name.rpartition(".")[2] == target_name and is_packed(module):
                 _refuse(_reader(peft_config, module), "reads", name, module)
 
     @functools.wraps(check_tied)
     def checked_before_all(self: Any, model: nn.Module, peft_config: Any) -> None:
         check_tied(self, model, peft_config)
         for name, module in model.named_modules():
-            if isinstance(module, PACKED):
+            if is_packed(module):
                 _refuse(_trainer(peft_config, model, name, module), "trains", name, module)
 
     checked_target._before_lowbit = check_target  # type: ignore[attr-defined]
@@ -81,7 +80,8 @@ def _reader(config: Any, module: nn.Module) -> str | None:
     start = getattr(config, "init_lora_weights", None)
     if isinstance(start, str) and start.startswith(_LORA_READS):
         return f"init_lora_weights={start!r}"
-    return "use_dora on an embedding" if is_embedding(module) and getattr(config, "use_dora", False) else None
+    kind = kind_of(module)
+    return f"use_dora on an {kind.name}" if not kind.multiplies and getattr(config, "use_dora", False) else None
 
 
 refuse_packed_weights()

@@ -8,11 +8,12 @@ their checksums, so that an interrupted run goes on where it was.
 
 from __future__ import annotations
 
+import functools
 import json
+import math
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,17 +24,16 @@ from transformers import AutoConfig
 
 from lowbit import _C
 from lowbit.documents.whole_file import replaced_file, write_whole
-from lowbit.formats.spec import LinearSpec
 from lowbit.integrations.checkpoint_names import model_names
 from lowbit.integrations.checkpoint_progress import CheckpointProgress
 from lowbit.integrations.lowbit_config import LowbitConfig
 from lowbit.integrations.quantizer import LowbitQuantizer, metadata_of
 from lowbit.integrations.selection import Selection
 from lowbit.ops.fakes import FLOATS
-from lowbit.quant.linear_layers import features_of, is_embedding, matrix_of
+from lowbit.quant.kinds import layout_name, weights_of
 from lowbit.quant.output_head import INT8
-from lowbit.quant.quant_linear import all_finite, pack_weight
-from lowbit.quant.report import QuantizationReport, ReportRow
+from lowbit.quant.packing import Selected, check_finite, pack_group, pack_weight
+from lowbit.quant.report import QuantizationReport, ReportRow, in_model_order, row_name
 from lowbit.quant.safetensors_file import (
     DTYPES,
     INDEX,
@@ -44,7 +44,6 @@ from lowbit.quant.safetensors_file import (
     safetensors_files,
     write_safetensors,
 )
-from lowbit.quant.select import serving_kernel
 
 _CONFIG = "config.json"
 _WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".onnx"}  # of other forms: not copied
@@ -124,26 +123,6 @@ def _of_autoquant(rows: Any, path: Any) -> dict[str, Any]:
     return {row["layer"]: row["spec"] for row in rows}
 
 
-@dataclass(frozen=True, slots=True)
-class _Layer:
-    """A weight of the checkpoint that will be packed."""
-
-    name: str
-    module: nn.Module
-    spec: LinearSpec
-    layout: str
-
-    @property
-    def features(self) -> tuple[int, int]:
-        return features_of(self.module)
-
-    @property
-    def entry(self) -> Entry:
-        """The packed weight in a file."""
-        shape = self.spec.shape(*self.features, self.layout)
-        return Entry("U8", shape, shape[0] * shape[1])
-
-
 class _Run:
     """The state of one run: the structure of the model, the layers to pack, the shards that are done."""
 
@@ -198,36 +177,38 @@ class _Run:
             if not layers:
                 others[key] = entry, _told(file.chunks(key), tell)
                 continue
-            packed[key] = layers[key].entry, _packed(file, key, layers, rows, tell)
-            for name, layer in layers.items():
-                layout = layer.spec.layout(*layer.features, layer.layout)
-                numbers = torch.tensor(layout, dtype=torch.int64, device="cpu")
-                others[f"{name.removesuffix('weight')}layout"] = (
+            layout = self.selection.layout(layers[key].name)
+            shape = layers[key].weight.stored(layers[key].spec, layout).shape
+            packed[key] = Entry("U8", shape, math.prod(shape)), _packed(file, key, layers, layout, rows, tell)
+            for name, item in layers.items():
+                stored = item.weight.stored(item.spec, layout)
+                numbers = torch.tensor(stored.numbers, dtype=torch.int64, device="cpu")
+                others[layout_name(name)] = (
                     Entry("I64", tuple(numbers.shape), numbers.nbytes),
                     [bytes(bytes_of(numbers))],
                 )
-                formats.add(layer.spec.name)
+                formats.add(item.spec.name)
         parts = packed | others
         return {key: entry for key, (entry, _) in parts.items()}, [part for _, part in parts.values()], sorted(formats)
 
-    def _layers(self, key: str, entry: Entry) -> dict[str, _Layer]:
+    def _layers(self, key: str, entry: Entry) -> dict[str, Selected]:
         """The layer whose weight this tensor is, and those that share it and have none in the checkpoint, by the names
         of their weights; nothing if it is not packed."""
-        name, selection = (self.names[key] or "").removesuffix(".weight"), self.selection
-        if self.names[key] != f"{name}.weight" or name not in selection.layers:
+        parameter, selection = self.names[key], self.selection
+        found = None if parameter is None else selection.find(parameter)
+        if found is None:
             return {}
-        module, dtype = self.model.get_submodule(name), DTYPES.get(entry.dtype)
-        if dtype not in FLOATS or entry.shape != tuple(module.weight.shape):
+        (name, _, weight), dtype = found, DTYPES.get(entry.dtype)
+        if dtype not in FLOATS or entry.shape != weight.float_shape:
             raise ValueError(
                 f"quantize_checkpoint: {key} must be float32, bfloat16 or float16 of shape "
-                f"{list(module.weight.shape)}, got {entry.dtype} {list(entry.shape)}"
+                f"{list(weight.float_shape)}, got {entry.dtype} {list(entry.shape)}"
             )
         there = set(self.names.values())
-        sharing = {f"{other}.weight": other for other in selection.shared_with(name) if f"{other}.weight" not in there}
-        return {
-            of: _Layer(one, self.model.get_submodule(one), selection.spec(one, dtype), selection.layout(one))
-            for of, one in {key: name, **sharing}.items()
-        }
+        sharing = [f"{other}.{weight.key}" for other in selection.shared_with(name)]
+        like = torch.empty(0, dtype=dtype, device="cpu")
+        names = {key: parameter} | {other: other for other in sharing if other not in there}
+        return {of: selection.selected(one, like) for of, one in names.items()}
 
     def finish(self, target: Path) -> None:
         """Write the files beside the weights, and give the folder its name."""
@@ -253,10 +234,12 @@ class _Run:
         report = QuantizationReport(str(self.settings.config or "by plan"))
         rows = {row.layer: row for part in self.progress.rows.values() for row in part}
         rows |= {row.layer: row for row in self.left}
-        for name in self.selection.layers.keys() - rows.keys():
-            note = "transformers makes its weight out of others while it loads, or the checkpoint has none"
-            rows[name] = ReportRow.skipped(name, self.model.get_submodule(name), note)
-        report.rows = [rows[name] for name, _ in self.model.named_modules() if name in rows]
+        note = "transformers makes its weight out of others while it loads, or the checkpoint has none"
+        for name in self.selection.layers:
+            module = self.model.get_submodule(name)
+            if not any(row_name(name, module, weight) in rows for weight in weights_of(module)):
+                rows[name] = ReportRow.skipped(name, module, note)
+        report.rows = in_model_order(self.model, rows.values())
         for files, name in ((self.files, "model_bytes_before"), (map(self._written, self.files), "model_bytes_after")):
             setattr(report, name, sum(entry.nbytes for file in files for entry in file.entries.values()))
         return report
@@ -266,22 +249,21 @@ class _Run:
 
 
 def _packed(
-    file: SafetensorsFile, key: str, layers: Mapping[str, _Layer], rows: list[ReportRow], tell: Callable[[int], None]
+    file: SafetensorsFile,
+    key: str,
+    layers: Mapping[str, Selected],
+    layout: str,
+    rows: list[ReportRow],
+    tell: Callable[[int], None],
 ) -> Iterator[bytes]:
     """Pack the weight ``key`` of these layers and note a row for each."""
-    weight, layer = file.read(key), layers[key]
-    if not all_finite(weight):
-        raise ValueError(f"quantize_checkpoint: {key} of {file.path} must be finite, got inf or nan")
-    packed, distortion = pack_weight(matrix_of(layer.module, weight), layer.spec, layout=layer.layout)
-    kernels = [
-        serving_kernel(one.spec, *one.features, weight, embedding=is_embedding(one.module)) for one in layers.values()
-    ]
-    row = ReportRow.packed(layer.name, layer.spec, layer.features, weight.nbytes, distortion, kernels[0])
-    row = replace(row, bytes_after=packed.nbytes)  # in its layout
-    others = list(layers.values())[1:]
-    rows += [row, *(row.shared(one.name, one.spec, kernel) for one, kernel in zip(others, kernels[1:], strict=True))]
-    tell(weight.nbytes)
-    del weight
+    value, item = file.read(key), layers[key]
+    check_finite("quantize_checkpoint", f"{key} of {file.path}", value)
+    make = functools.partial(pack_weight, item.weight.matrix(value), item.spec, None)
+    packed, made = pack_group([*layers.values()], make, value.nbytes, layout=layout, hold=False)
+    rows += made
+    tell(value.nbytes)
+    del value, make
     yield bytes_of(packed)  # type: ignore[misc]
 
 

@@ -15,6 +15,8 @@ Example:
 
 from __future__ import annotations
 
+import functools
+import math
 import warnings
 from dataclasses import replace
 from operator import attrgetter
@@ -35,16 +37,14 @@ from lowbit.integrations.lowbit_config import METHOD, LowbitConfig
 from lowbit.integrations.mapped_pages import release_pages
 from lowbit.integrations.resizing import refuse_to_resize_packed_tables
 from lowbit.integrations.selection import Selection
-from lowbit.integrations.stored_layers import become_packed, hold_stored, leave_bias, repack
+from lowbit.integrations.stored_layers import hold_stored, leave_bias, repack
 from lowbit.quant.changing_layers import OBSERVERS
 from lowbit.quant.dequantize import dequantize_
-from lowbit.quant.fast_path import disable_encoder_fast_path
-from lowbit.quant.linear_layers import features_of, is_embedding, matrix_of
-from lowbit.quant.load import PACKED, RENAMINGS
-from lowbit.quant.load_check import check_state_dicts_of
-from lowbit.quant.quant_linear import all_finite, pack_weight
-from lowbit.quant.report import QuantizationReport, ReportRow, model_bytes
-from lowbit.quant.select import serving_kernel
+from lowbit.quant.kinds import is_packed, layout_name, weights_of
+from lowbit.quant.load import RENAMINGS
+from lowbit.quant.load_check import guard
+from lowbit.quant.packing import Selected, check_finite, hold_packed, pack_group, pack_weight
+from lowbit.quant.report import QuantizationReport, ReportRow, in_model_order, model_bytes
 from lowbit.tables.folding import folded
 
 
@@ -60,6 +60,7 @@ class LowbitQuantizer(HfQuantizer):
     def __init__(self, quantization_config: LowbitConfig, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
         self.selection: Selection | None = None  # the layers to pack; None where the checkpoint is
+        self.packed: list[tuple[Selected, ReportRow]] = []  # the weights that were packed
         self.files: list[str] = []
         self.converted: set[tuple[str, ...]] = set()  # results of transformers' converters that are packed now
         self.is_float = False  # though the config says that the checkpoint is packed
@@ -168,15 +169,13 @@ class LowbitQuantizer(HfQuantizer):
         return self.selection.left
 
     def param_needs_quantization(self, model: nn.Module, param_name: str, **kwargs: Any) -> bool:
-        name, _, key = param_name.rpartition(".")
-        return key == "weight" and self.selection is not None and name in self.selection.layers
+        return self.selection is not None and self.selection.find(param_name) is not None
 
     def param_element_size(self, model: nn.Module, param_name: str, param: Tensor) -> float:
         if not self.param_needs_quantization(model, param_name):
             return param.element_size()
-        name = param_name.removesuffix(".weight")
-        n, k = features_of(model.get_submodule(name))
-        return self.selection.spec(name, param.dtype).bytes(n, k) / (n * k)
+        name, _, weight = self.selection.find(param_name)
+        return weight.bytes(self.selection.layers[name].spec(param.dtype)) / math.prod(weight.shape)
 
     def get_quantize_ops(self) -> Any:
         return PackWeight(self)
@@ -186,23 +185,19 @@ class LowbitQuantizer(HfQuantizer):
         of another shape."""
         if not self.param_needs_quantization(model, param_name):
             return False
-        name = param_name.removesuffix(".weight")
-        module = model.get_submodule(name)
-        if value.shape != module.weight.shape:  # transformers refuses it, or begins the layer anew
-            del self.selection.layers[name]
-            self.report.rows.append(ReportRow.skipped(name, module, "its weight in the checkpoint has another shape"))
+        item = self.selection.selected(param_name, value)
+        if value.shape != item.value.shape:  # transformers refuses it, or begins the layer anew
+            del self.selection.layers[item.name]
+            reason = "its weight in the checkpoint has another shape"
+            self.report.rows.append(ReportRow.skipped(item.name, item.module, reason))
             return False
-        if not all_finite(value):
-            raise ValueError(f"from_pretrained: weight of {name} must be finite, got inf or nan")
-        (n, k), spec = features_of(module), self.selection.spec(name, value.dtype)
-        layout = self.selection.layout(name)
-        packed, distortion = pack_weight(matrix_of(module, value), spec, layout=layout)
-        kernel = serving_kernel(spec, n, k, value, embedding=is_embedding(module))
-        become_packed(module, packed, replace(spec, algorithm=None), layout)
-        for tensor in (packed, module.layout):
+        check_finite("from_pretrained", f"{item.weight.key} of {item.name}", value)
+        matrix, layout = item.weight.matrix(value), self.selection.layout(item.name)
+        make = functools.partial(pack_weight, matrix, item.spec, None)
+        packed, rows = pack_group([item], make, value.nbytes, layout=layout)
+        for tensor in (packed, item.module._buffers[layout_name(item.weight.key)]):
             tensor._is_hf_initialized = True
-        row = ReportRow.packed(name, spec, (n, k), value.nbytes, distortion, kernel)
-        self.report.rows.append(replace(row, bytes_after=packed.nbytes))  # in its layout
+        self.packed.append((item, *rows))
         release_pages(value, self.files)
         return True
 
@@ -218,8 +213,7 @@ class LowbitQuantizer(HfQuantizer):
         if self.selection is not None:
             self._join_tied(model, self.selection)
         repack(model)
-        disable_encoder_fast_path(model)
-        check_state_dicts_of(model)
+        guard(model)
         # A weight that a converter split or merged is packed now: it is saved under the names that the model has
         # for it.
         conversions = getattr(model, "_weight_conversions", None) or []
@@ -236,34 +230,35 @@ class LowbitQuantizer(HfQuantizer):
 
     def _join_tied(self, model: nn.Module, selection: Selection) -> None:
         """Make those layers packed ones too whose weight transformers tied to a packed one."""
-        for row in [row for row in self.report.rows if row.format]:
-            packed = model.get_submodule(row.layer)
-            for name in selection.shared_with(row.layer):
+        for item, row in self.packed:
+            self.report.rows.append(row)
+            for name in selection.shared_with(item.name):
                 module = model.get_submodule(name)
-                if isinstance(module, PACKED) or module.weight is not packed.weight:
-                    continue
-                spec = replace(packed.spec, x_format=selection.spec(name, model.dtype).x_format)
-                become_packed(module, packed.weight, spec, selection.layout(name), model.dtype)
-                like = packed.weight.new_empty(0, dtype=model.dtype)
-                kernel = serving_kernel(spec, *row.shape, like, embedding=is_embedding(module))
-                self.report.rows.append(row.shared(name, spec, kernel))
+                weights = (weight for weight in weights_of(module) if module._parameters[weight.key] is item.value)
+                for weight in () if is_packed(module) else weights:
+                    spec = replace(item.module.spec, x_format=selection.layers[name].spec(model.dtype).x_format)
+                    like = item.value.new_empty(0, dtype=model.dtype)
+                    joined = Selected.of(name, module, weight, spec, like)
+                    hold_packed(joined, item.value, selection.layout(name), model.dtype)
+                    self.report.rows.append(row.shared(joined.row_name, joined.spec.name, joined.kernel))
 
     def _finish_report(self, model: nn.Module) -> None:
         report = self.report
         for name in self.selection.layers:
             module = model.get_submodule(name)
-            if not isinstance(module, PACKED):
+            if not is_packed(module):
                 report.rows.append(ReportRow.skipped(name, module, "its weight is not in the checkpoint"))
         if not report.quantized:
             raise ValueError(f"from_pretrained: no weight of the checkpoint was packed: {_reasons(report.rows)}")
-        order = {name: i for i, (name, _) in enumerate(model.named_modules())}
-        report.rows.sort(key=lambda row: order[row.layer])
-        numbers = sum(module.layout.nbytes for module in model.modules() if isinstance(module, PACKED))
+        report.rows = in_model_order(model, report.rows)
+        packed = [module for module in model.modules() if is_packed(module)]
+        numbers = (module._buffers[layout_name(weight.key)] for module in packed for weight in weights_of(module))
         report.model_bytes_after = model_bytes(model)
-        report.model_bytes_before = report.model_bytes_after - numbers + report.bytes_before - report.bytes_after
+        before = report.bytes_before - report.bytes_after
+        report.model_bytes_before = report.model_bytes_after - sum(part.nbytes for part in numbers) + before
 
     def get_state_dict_and_metadata(self, model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
-        formats = {module.spec.name for module in model.modules() if isinstance(module, PACKED)}
+        formats = {module.spec.name for module in model.modules() if is_packed(module)}
         return model.state_dict(), metadata_of(sorted(formats))
 
     def _dequantize(self, model: nn.Module, dtype: torch.dtype | str | None = None) -> nn.Module:

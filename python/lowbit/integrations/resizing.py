@@ -8,8 +8,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from lowbit.quant.linear_layers import features_of
-from lowbit.quant.load import PACKED
+from lowbit.quant.kinds import features_of, is_packed
 
 
 def refuse_to_resize_packed_tables() -> None:
@@ -25,7 +24,7 @@ def refuse_to_resize_packed_tables() -> None:
         **kwargs: Any,
     ) -> Any:
         tables = [self.get_input_embeddings(), self.get_output_embeddings()]
-        packed = [table for table in tables if isinstance(table, PACKED)]
+        packed = [table for table in tables if is_packed(table)]
         same = pad_to_multiple_of is None and all(new_num_tokens in (None, features_of(table)[0]) for table in packed)
         if packed and same:
             return tables[0]

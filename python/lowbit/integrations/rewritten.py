@@ -11,10 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from lowbit.quant.fused import Fused, unfuse
-from lowbit.quant.linear_layers import is_trained
-from lowbit.quant.load import PACKED
+from lowbit.quant.kinds import is_packed, is_trained, kind_of, weights_of
 from lowbit.quant.quant_embedding import QuantEmbedding
-from lowbit.quant.quant_linear import QuantLinear
 
 
 def rewritten(model: nn.Module, write: Callable[[nn.Module, str], nn.Module]) -> nn.Module:
@@ -33,11 +31,11 @@ def rewritten(model: nn.Module, write: Callable[[nn.Module, str], nn.Module]) ->
         if is_trained(module):
             end = f"end it with lowbit.training.{module.end}"
             raise ValueError(f"export: {name} must not be in training, got {module.trained_as}; {end}")
-    packed = [(name, module) for name, module in model.named_modules() if isinstance(module, PACKED)]
+    packed = [(name, module) for name, module in model.named_modules() if is_packed(module)]
     for name, layer in packed:
         if layer.weight.is_meta:
             raise ValueError(f"export: {name} must have its weight in memory, got the meta device")
-    packed.sort(key=lambda each: not isinstance(each[1], QuantLinear))
+    packed.sort(key=lambda each: not kind_of(each[1]).multiplies)
     shared = [*model.parameters(), *model.buffers()]
     shared += [module.facts for module in model.modules() if isinstance(module, Fused)]
     copies: dict[int, Any] = {id(value): value for value in shared}
@@ -66,7 +64,8 @@ def with_class(layer: nn.Module, cls: type[nn.Module]) -> nn.Module:
     """Return a module of this class with the attributes, hooks and bias of ``layer``, and without its weight."""
     module = copy.copy(layer)
     module.__class__ = cls
-    module._parameters = {name: value for name, value in layer._parameters.items() if name != "weight"}
+    packed = {weight.key for weight in weights_of(layer)}
+    module._parameters = {name: value for name, value in layer._parameters.items() if name not in packed}
     module._buffers, module._modules = {}, {}
     if isinstance(layer, QuantEmbedding):
         module.dtype, module.factor = layer.like.dtype, layer.factor

@@ -9,22 +9,28 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import replace
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers.quantizers.quantizers_utils import should_convert_module
 
-from lowbit import _C
 from lowbit.formats.base import FormatConfig
-from lowbit.formats.spec import LinearSpec
 from lowbit.integrations.lowbit_config import LowbitConfig
-from lowbit.quant.linear_layers import features_of, is_conv1d, is_embedding, is_linear
+from lowbit.quant.kinds import (
+    KINDS,
+    LayerWeight,
+    is_packed_by_default,
+    kind_of,
+    layer_with,
+    layout_of_all,
+    weight_named,
+    weights_of,
+)
 from lowbit.quant.output_head import head_layers
-from lowbit.quant.quant_embedding import ROW_MAJOR
+from lowbit.quant.packing import Selected
+from lowbit.quant.quant_embedding import EMBEDDING
 from lowbit.quant.read_weights import weights_that_are_read
 from lowbit.quant.report import ReportRow
-from lowbit.quant.select import check_module, embedding_reason, reason_to_skip
+from lowbit.quant.select import check_module, reason_to_skip
 
 _NAMED = "named by modules_to_not_convert"
 
@@ -47,7 +53,7 @@ class Selection:
         self._read = weights_that_are_read(model)
         self._take_head(keep_embeddings)
         self._take_embeddings(keep_embeddings)
-        self._take_linear(keep)
+        self._take_others(keep)
         if self._plan:
             names = ", ".join(self._plan)
             raise ValueError(f"LowbitConfig: plan must name linear layers and embeddings of the model, got {names}")
@@ -56,15 +62,19 @@ class Selection:
         """The names of all layers that have this one's weight, its own too."""
         return self.tied.get(name, (name,))
 
-    def layout(self, name: str) -> str:
-        """The layout of the packed weight: a weight of tables alone is "row-major"."""
-        shared = map(self._model.get_submodule, self.shared_with(name))
-        return ROW_MAJOR if all(map(is_embedding, shared)) else _C.LAYOUT
+    def find(self, parameter: str) -> tuple[str, nn.Module, LayerWeight] | None:
+        """The layer and the weight that a parameter of this name is, if it is to be packed."""
+        found = weight_named(self._model, parameter)
+        return found if found is not None and found[0] in self.layers else None
 
-    def spec(self, name: str, dtype: torch.dtype) -> LinearSpec:
-        """How a weight of ``dtype`` is packed; an embedding takes no activations."""
-        spec = self.layers[name].spec(dtype)
-        return replace(spec, x_format="float") if is_embedding(self._model.get_submodule(name)) else spec
+    def layout(self, name: str) -> str:
+        """The layout of the packed weight of a layer and those that share it."""
+        return layout_of_all(map(self._model.get_submodule, self.shared_with(name)))
+
+    def selected(self, parameter: str, like: Tensor) -> Selected:
+        """The weight of this name, to be packed for activations like ``like``."""
+        name, module, weight = self.find(parameter)
+        return Selected.of(name, module, weight, self.layers[name].spec(like.dtype), like)
 
     def _take_head(self, keep: list[str]) -> None:
         """Give the output head and layers tied to it the configuration of heads, where they have no other; those that
@@ -81,19 +91,17 @@ class Selection:
     def _take(self, shared: tuple[str, ...], config: FormatConfig) -> None:
         """Note layers that share a weight, to be packed as ``config`` says."""
         for name in shared:
-            check_module(name, self._model.get_submodule(name), None, embeddings=True)
+            check_module(name, self._model.get_submodule(name), None, KINDS)
             self.layers[name] = config
 
     def _take_embeddings(self, keep: list[str]) -> None:
         for name, module in self._model.named_modules():
-            if not is_embedding(module) or name in self.layers:
+            if kind_of(module) is not EMBEDDING or name in self.layers:
                 continue
             shared = self.shared_with(name)
             planned = {other: self._plan[other] for other in shared if other in self._plan}
-            asked = self._settings.embeddings is not None or any(
-                is_embedding(self._model.get_submodule(other)) for other in planned
-            )
-            if not asked:
+            tables = [other for other in planned if kind_of(self._model.get_submodule(other)) is EMBEDDING]
+            if self._settings.embeddings is None and not tables:
                 continue
             if len({str(config) for config in planned.values()}) > 1:
                 told = ", ".join(f"{other}: {config}" for other, config in planned.items())
@@ -116,10 +124,12 @@ class Selection:
 
     def _reason(self, shared: tuple[str, ...], keep: list[str]) -> str:
         """Why an embedding and the layers that share its weight stay float, or an empty string."""
+        first = self._model.get_submodule(shared[0])
         for other in shared:
             module = self._model.get_submodule(other)
-            reason = reason_to_skip(module) or self._read.get(id(module), "") or embedding_reason(module)
-            if is_conv1d(module) or features_of(module) != features_of(self._model.get_submodule(shared[0])):
+            reason = reason_to_skip(module) or self._read.get(id(module), "")
+            shapes = {weight.float_shape for one in (module, first) for weight in weights_of(one)}
+            if len(shapes) > 1 or any(weight.transposed for weight in weights_of(module)):
                 reason = "its weight has another shape"
             elif not should_convert_module(other, keep):
                 reason = _NAMED
@@ -127,9 +137,9 @@ class Selection:
                 return reason if len(shared) == 1 else f"{other}, which has the same weight: {reason}"
         return ""
 
-    def _take_linear(self, keep: list[str]) -> None:
+    def _take_others(self, keep: list[str]) -> None:
         for name, module in self._model.named_modules():
-            if not is_linear(module) or name in self.layers:
+            if not is_packed_by_default(module) or name in self.layers:
                 continue
             planned = name in self._plan
             config = self._plan.pop(name, self._settings.config)
@@ -145,7 +155,7 @@ class Selection:
             elif not planned and not should_convert_module(name, keep):
                 reason = reason or _NAMED
             if not reason and config is not None:
-                check_module(name, module, None)
+                check_module(name, module, None, KINDS)
                 self.layers[name] = config
             else:
                 self.left.append(ReportRow.skipped(name, module, reason))
@@ -156,6 +166,7 @@ def tied_modules(model: nn.Module) -> dict[str, tuple[str, ...]]:
     shared: dict[str, set[str]] = defaultdict(set)
     ties: Mapping[str, str] = model.all_tied_weights_keys
     for target, source in ties.items():
-        if target.endswith(".weight") and source.endswith(".weight"):
-            shared[source] |= {target.removesuffix(".weight"), source.removesuffix(".weight")}
+        layers = {layer_with(target), layer_with(source)}
+        if None not in layers:
+            shared[source] |= layers
     return {name: tuple(sorted(names)) for names in shared.values() for name in names}

@@ -23,9 +23,9 @@ from lowbit.formats.torchao import from_torchao
 from lowbit.integrations.decoder_pieces import Half, decoder_of
 from lowbit.integrations.folded_weights import Changes, make_checked
 from lowbit.quant.calibration import Calibration, calibrate
-from lowbit.quant.distortion import decibel
 from lowbit.quant.input_moments import InputMoments
 from lowbit.quant.packing import pack_weight
+from lowbit.quant.report import decibel
 from lowbit.tables.folding import folded
 
 STEPS = 20

@@ -8,25 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from lowbit import _C
-from lowbit.formats.spec import LinearSpec
 from lowbit.integrations.selection import tied_modules
 from lowbit.quant.block_sparse import Blocks, hold_blocks
+from lowbit.quant.kinds import is_packed, kind_of, layer_with, layout_name, weight_in
 from lowbit.quant.layout import in_layout
-from lowbit.quant.linear_layers import is_embedding
-from lowbit.quant.load import packed_layers, sparse_layers
-from lowbit.quant.quant_embedding import QuantEmbedding, quantize_embedding_in_place
-from lowbit.quant.quant_linear import QuantLinear, quantize_in_place
-
-
-def become_packed(
-    module: nn.Module, weight: nn.Parameter, spec: LinearSpec, layout: str, dtype: torch.dtype | None = None
-) -> None:
-    """Turn a float layer into the QuantLinear or QuantEmbedding that holds the packed ``weight``; ``dtype`` is that of
-    the results of a table."""
-    if is_embedding(module):
-        quantize_embedding_in_place(module, weight, spec, layout, dtype)
-    else:
-        quantize_in_place(module, weight, spec)
+from lowbit.quant.load import hold_unset, sparse_layers, stored_weights
 
 
 def hold_stored(model: nn.Module, stored: dict[str, Tensor]) -> bool:
@@ -34,21 +20,22 @@ def hold_stored(model: nn.Module, stored: dict[str, Tensor]) -> bool:
     BlockSparseLinear on the meta device, in the layout of the file; return whether there is one. Of tied weights the
     files may hold one."""
     for name, shared in tied_modules(model).items():
-        held = [stored[f"{other}.weight"] for other in shared if f"{other}.weight" in stored]
-        alike = [weight for weight in held if weight.is_floating_point() != (f"{name}.layout" in stored)]
+        weight = weight_in(name)
+        held = [stored[weight_in(other)] for other in shared if weight_in(other) in stored]
+        alike = [value for value in held if value.is_floating_point() != (layout_name(weight) in stored)]
         if held:
-            stored.setdefault(f"{name}.weight", next(iter(alike or held)))
-    packed, sparse = dict(packed_layers(model, stored)), dict(sparse_layers(model, stored))
-    for name, (module, layer) in packed.items():
-        weight = torch.empty(layer.shape, dtype=torch.uint8, device="meta")
-        become_packed(module, nn.Parameter(weight, requires_grad=False), layer.spec, layer.layout)
-        module.layout = torch.empty_like(stored[f"{name}.layout"], device="meta")
+            stored.setdefault(weight, next(iter(alike or held)))
+    packed, sparse = [*stored_weights(model, stored)], dict(sparse_layers(model, stored))
+    for name, module, weight, held in packed:
+        hold_unset(module, weight, held)
+        numbers = layout_name(weight.key)
+        module._buffers[numbers] = torch.empty_like(stored[f"{name}.{numbers}"], device="meta")
         # transformers would draw random numbers for the packed weight of a table whose tied head alone is in the file.
-        module._is_hf_initialized = is_embedding(module)
+        module._is_hf_initialized = not kind_of(module).multiplies
     for module, blocks in sparse.values():
         meta = Blocks(*(part.to("meta") for part in (blocks.values, blocks.crow_indices, blocks.col_indices)))
         hold_blocks(module, nn.Parameter(meta.values.to(module.weight.dtype)), meta)
-    _untie(model, {*packed, *sparse})
+    _untie(model, {*(name for name, *_ in packed), *sparse})
     return bool(packed or sparse)
 
 
@@ -57,7 +44,7 @@ def _untie(model: nn.Module, packed: set[str]) -> None:
     were tied to the same weight stay tied to each other."""
     ties, first = model.all_tied_weights_keys, {}
     for target, source in [*ties.items()]:
-        if (target.removesuffix(".weight") in packed) != (source.removesuffix(".weight") in packed):
+        if (layer_with(target) in packed) != (layer_with(source) in packed):
             del ties[target]
             if source in first:
                 ties[target] = first[source]
@@ -73,13 +60,18 @@ def repack(model: nn.Module) -> None:
     """Repack each weight that the checkpoint held in another layout or version, one after the other; tied ones stay
     one, in the layout of the linear layer."""
     repacked: dict[int, tuple[Tensor, nn.Parameter]] = {}  # with the old one, so that its id stays its own
-    for module in model.modules():
-        if not isinstance(module, QuantLinear):
-            continue
-        held = {"weight": module.weight, "layout": module.layout}
-        if (wanted := in_layout(held, "")) is not held:
-            new = held["weight"], nn.Parameter(wanted["weight"], requires_grad=False)
-            module.weight, module.layout = repacked.setdefault(id(held["weight"]), new)[1], wanted["layout"]
-    for module in model.modules():
-        if isinstance(module, QuantEmbedding) and id(module.weight) in repacked:
-            module._hold(repacked[id(module.weight)][1], module.spec, _C.LAYOUT, module.like.dtype)
+    packed = [module for module in model.modules() if is_packed(module)]
+    packed.sort(key=lambda module: kind_of(module).layout != _C.LAYOUT)  # a table follows the linear layer
+    for module in packed:
+        kind = kind_of(module)
+        for weight in kind.weights(module):
+            value, numbers = module._parameters[weight.key], layout_name(weight.key)
+            if id(value) in repacked:
+                stored, dtype = weight.stored(module.spec), kind.dtype_of(module, None)
+                kind.hold(module, weight.key, repacked[id(value)][1], stored, dtype)
+            elif kind.layout == _C.LAYOUT:
+                held = {weight.key: value, numbers: module._buffers[numbers]}
+                if (wanted := in_layout(held, weight.key)) is not held:
+                    new = nn.Parameter(wanted[weight.key], requires_grad=False)
+                    repacked[id(value)] = value, new
+                    module._parameters[weight.key], module._buffers[numbers] = new, wanted[numbers]

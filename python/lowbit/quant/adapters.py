@@ -23,7 +23,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lowbit.formats.semi_sparse import FORMAT as SEMI_SPARSE
-from lowbit.quant.linear_layers import is_conv1d, is_conv1d_class
+from lowbit.quant.kinds import is_packed, weights_of
 from lowbit.quant.packing import pack_weight
 from lowbit.quant.quant_linear import QuantLinear
 from lowbit.quant.safetensors_file import bytes_of
@@ -54,8 +54,8 @@ def adopt_lora_layers(model: nn.Module) -> None:
         base = module.get_base_layer() if hasattr(module, "get_base_layer") else None
         if type(module) is peft.Linear and isinstance(base, QuantLinear):
             module.__class__ = _lora_linear(peft.Linear)
-        if is_conv1d(base) or (isinstance(base, QuantLinear) and is_conv1d_class(base.float_class)):
-            _set_transposed(module, base, is_conv1d(base))
+        if base is not None and any(weight.transposed for weight in weights_of(base)):
+            _set_transposed(module, base, not is_packed(base))
 
 
 def _set_transposed(layer: nn.Module, base: nn.Module, transposed: bool) -> None:
@@ -176,13 +176,14 @@ def _decoded(base: QuantLinear) -> Iterator[nn.Linear]:
     """Make the layer an nn.Linear with the decoded weight while peft changes it; at the end it is
     a QuantLinear again."""
     kind, packed = type(base), base.weight
-    base._parameters["weight"] = nn.Parameter(base.dequantize(), requires_grad=False)
+    (key,) = (weight.key for weight in weights_of(base))
+    base._parameters[key] = nn.Parameter(base.dequantize(), requires_grad=False)
     base.__class__ = nn.Linear  # also for calls of merge and unmerge from inside, as DoRA makes them
     try:
         yield base
     finally:
         base.__class__ = kind
-        base._parameters["weight"] = packed
+        base._parameters[key] = packed
 
 
 def __getattr__(name: str) -> Any:

@@ -5,7 +5,7 @@ become it."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,11 +14,10 @@ from torch import Tensor, nn
 from lowbit.formats.block_sparse import BlockSparseWeightConfig
 from lowbit.formats.float import FLOAT_FORMATS
 from lowbit.ops.block_sparse_linear import block_sparse_linear, blocks_of, dense_of_blocks
-from lowbit.quant.distortion import decibel
+from lowbit.quant.kinds import features_of
 from lowbit.quant.layer_state import become_float, become_packed, float_forward, twin_of
-from lowbit.quant.linear_layers import features_of, is_conv1d, matrix_of
-from lowbit.quant.report import ReportRow
-from lowbit.quant.select import Selected
+from lowbit.quant.packing import Selected
+from lowbit.quant.report import ReportRow, decibel
 
 INDICES = ("crow_indices", "col_indices")
 
@@ -91,7 +90,7 @@ class BlockSparseLinear(nn.Linear):
         twin._parameters["weight"] = weight
         for name in INDICES:
             del twin._buffers[name]
-        for name in ("out_features", "in_features") if is_conv1d(twin) else ():
+        for name in () if isinstance(twin, nn.Linear) else ("out_features", "in_features"):
             del twin.__dict__[name]
         become_float(self, twin)
 
@@ -153,22 +152,20 @@ def hold_blocks(module: nn.Module, weight: nn.Parameter, blocks: Blocks) -> None
     become_packed(module, twin)
 
 
-def sparsify_layers(groups: list[list[Selected]], config: BlockSparseWeightConfig) -> dict[str, ReportRow]:
+def sparsify_layers(groups: list[list[Selected]], config: BlockSparseWeightConfig) -> list[ReportRow]:
     """Turn these layers into BlockSparseLinear, and return their rows of the report. Those of a group share a weight,
     and share its blocks."""
-    rows = {}
-    for first, *others in groups:
-        weight = first.module.weight
-        matrix = matrix_of(first.module, weight.detach())
+    rows = []
+    for group in groups:
+        first = group[0]
+        weight = first.value
+        matrix = first.weight.matrix(weight.detach())
         blocks = Blocks.of(matrix, config)
-        rows[first.name] = row = _row_of(first, matrix, blocks)
+        row = _row_of(first, matrix, blocks)
         parameter = nn.Parameter(blocks.values, requires_grad=weight.requires_grad)
-        for item in (first, *others):
+        for item in group:
             hold_blocks(item.module, parameter, blocks)
-        for item in others:
-            rows[item.name] = replace(
-                row, layer=item.name, bytes_before=0, bytes_after=0, note=f"shares the weight of {first.name}"
-            )
+        rows += [row, *(row.shared(item.name, row.format, row.kernel) for item in group[1:])]
     return rows
 
 
@@ -179,4 +176,4 @@ def _row_of(item: Selected, matrix: Tensor, blocks: Blocks) -> ReportRow:
     share = 100 * count * size * size / matrix.numel()
     name = f"{FLOAT_FORMATS[matrix.dtype]}, {share:.0f} % of blocks of {size}"
     before, after, db = matrix.nbytes, blocks.nbytes, decibel(signal, noise)
-    return ReportRow(item.name, name, features_of(item.module), before, after, db, note=item.note)
+    return ReportRow(item.name, name, item.weight.shape, before, after, db, note=item.note)

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -12,11 +14,16 @@ import torch
 from torch import Tensor, nn
 
 from lowbit.documents.whole_file import replaced_file
+from lowbit.formats.algorithms import GPTQ
+from lowbit.formats.base import FormatConfig
 from lowbit.quant.evaluation import arguments_of, evaluating
-from lowbit.quant.fast_path import without_encoder_fast_path
 from lowbit.quant.input_moments import InputMoments
-from lowbit.quant.linear_layers import features_of, is_linear
+from lowbit.quant.kinds import features_of, kind_of
+from lowbit.quant.load_check import without_encoder_fast_path
+from lowbit.quant.packing import Selected
+from lowbit.quant.quant_linear import LINEAR
 from lowbit.quant.read_state import unpickled
+from lowbit.tables.folding import told
 
 VERSION = 1
 PROGRESS_AFTER_S = 2.0
@@ -102,7 +109,7 @@ def calibrate(
     moments: dict[str, InputMoments] = {}
     handles = []
     for name, module in model.named_modules():
-        if is_linear(module) and (filter_fn is None or filter_fn(module, name)):
+        if kind_of(module) is LINEAR and (filter_fn is None or filter_fn(module, name)):
             k = features_of(module)[1]
             moments[name] = InputMoments.zero(k, hessian)
             handles.append(module.register_forward_pre_hook(_counting(moments[name]), with_kwargs=True))
@@ -160,3 +167,51 @@ def _progress(batches: Iterable[Any]) -> Iterable[Any]:
     except ModuleNotFoundError:
         return batches
     return tqdm(batches, desc="calibrate", unit="batch", delay=PROGRESS_AFTER_S)
+
+
+def calibration_of(model: nn.Module, given: Any, config: FormatConfig, selected: list[Selected]) -> Calibration:
+    """Return the calibration that was given, or that of the given batches; raise unless the configuration can use it
+    and it has seen every layer."""
+    selected = [item for item in selected if kind_of(item.module) is LINEAR]  # of others no inputs are counted
+    real = [item for item in selected if not item.value.is_meta]
+    gptq = any(isinstance(item.spec.algorithm, GPTQ) for item in real)
+    if isinstance(given, (Tensor, Mapping, str)) or not isinstance(given, (Calibration, Iterable)):
+        raise TypeError(
+            "quantize_: calibration must be of lowbit.calibrate, or an iterable of batches that the model is run on, "
+            f"got {type(given).__name__}; [x] is one"
+        )
+    if selected and all(item.spec.takes_absmax or item.spec.algorithm is not None for item in selected) and not gptq:
+        raise ValueError(f"quantize_: calibration is for scales that are searched for and for GPTQ, got {config}")
+    if isinstance(given, Calibration):
+        calibration = given
+    else:
+        names = {item.name for item in selected}
+        calibration = calibrate(model, given, hessian=gptq, filter_fn=lambda module, name: name in names)
+    unseen = [_label(item.name) for item in selected if item.name not in calibration.layers]
+    if unseen:
+        raise ValueError(f"quantize_: calibration must have seen every layer, got none of {told(unseen)}")
+    for item in selected:
+        inputs, k = calibration.layers[item.name], item.weight.k
+        if len(inputs.squares) != k:
+            got = len(inputs.squares)
+            raise ValueError(f"quantize_: calibration of {_label(item.name)} must be of k={k}, got {got}")
+        if not (inputs.squares.isfinite() & (inputs.squares >= 0)).all():
+            raise ValueError(
+                f"quantize_: calibration of {_label(item.name)} must be of squares that are finite and not negative, "
+                f"got {float(inputs.squares.min())} to {float(inputs.squares.max())}"
+            )
+        if gptq and inputs.products is None:
+            raise ValueError("quantize_: GPTQ needs lowbit.calibrate(..., hessian=True), got one without")
+    return calibration
+
+
+def inputs_of(group: list[Selected], calibration: Calibration) -> InputMoments | None:
+    """The inputs of the layers that share a weight, together, where their codes depend on them."""
+    if group[0].spec.takes_absmax:
+        return None
+    inputs = [calibration.layers[item.name] for item in group if kind_of(item.module) is LINEAR]
+    return functools.reduce(operator.add, inputs) if inputs else None
+
+
+def _label(name: str) -> str:
+    return name or "the model itself"

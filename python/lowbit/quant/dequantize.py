@@ -13,9 +13,7 @@ from lowbit.quant.adapters import adopt_lora_layers
 from lowbit.quant.block_sparse import BlockSparseLinear
 from lowbit.quant.changing_layers import changing_layers
 from lowbit.quant.fused import unfuse
-from lowbit.quant.linear_layers import is_conv1d_class
-from lowbit.quant.quant_embedding import QuantEmbedding, to_embedding_in_place
-from lowbit.quant.quant_linear import QuantLinear, to_linear_in_place
+from lowbit.quant.kinds import is_packed, kind_of
 from lowbit.tables.folding import LayerNames
 
 
@@ -60,25 +58,21 @@ def _become_float(model: nn.Module, dtype: torch.dtype | None) -> Iterator[str]:
         tuple[int, bool], tuple[nn.Parameter, nn.Parameter]
     ] = {}  # with the packed weight, whose id stays its own as long as it lives
     for name, module in model.named_modules():
-        if not isinstance(module, (QuantLinear, QuantEmbedding, BlockSparseLinear)):
+        is_sparse = isinstance(module, BlockSparseLinear)
+        if not is_sparse and not is_packed(module):
             continue
-        packed, bias = module.weight, getattr(module, "bias", None)
-        wanted = dtype or (others if bias is None else bias.dtype)
-        if isinstance(module, QuantEmbedding):
-            wanted = dtype or module.like.dtype
-        elif isinstance(module, BlockSparseLinear):
-            wanted = dtype or packed.dtype
-        key = id(packed), is_conv1d_class(module.float_class)
-        if key not in decoded:
-            matrix = module.dequantize(wanted)
-            decoded[key] = packed, nn.Parameter(matrix.T.contiguous() if key[1] else matrix)
-        weight = decoded[key][1]
-        if bias is not None and bias.dtype != weight.dtype:
-            bias.data = bias.data.to(weight.dtype)
-        if isinstance(module, QuantEmbedding):
-            to_embedding_in_place(module, weight)
-        elif isinstance(module, BlockSparseLinear):
-            module.become_linear(weight)
+        kind, floats = kind_of(module), {}
+        wanted = dtype or (module.weight.dtype if is_sparse else kind.dtype_of(module, others))
+        for weight in kind.weights(module):
+            packed, bias = module._parameters[weight.key], module._parameters.get(weight.bias)
+            key = id(packed), weight.transposed
+            if key not in decoded:
+                decoded[key] = packed, nn.Parameter(kind.dequantize(module, weight, wanted).contiguous())
+            floats[weight.key] = value = decoded[key][1]
+            if bias is not None and bias.dtype != value.dtype:
+                bias.data = bias.data.to(value.dtype)
+        if is_sparse:
+            module.become_linear(*floats.values())
         else:
-            to_linear_in_place(module, weight)
+            kind.give_back(module, floats)
         yield name

@@ -10,12 +10,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lowbit import _C, devices
 from lowbit.formats.semi_sparse import FORMAT as SEMI_SPARSE
 from lowbit.formats.semi_sparse import fullest_four
-from lowbit.formats.spec import LAYOUT_FIELDS, LinearSpec, StoredWeight
+from lowbit.formats.spec import LinearSpec, StoredWeight
+from lowbit.quant.kinds import LayerWeight, kind_of, layout_name, weight_name
 
 
 def numbers_of(layout: Tensor) -> StoredWeight:
@@ -34,6 +35,9 @@ def repack_weight(weight: Tensor, stored: StoredWeight, layout: str = _C.LAYOUT)
     if stored.layout == layout:
         return weight
     spec, n, k = stored.spec, stored.n, stored.k
+    if stored.experts is not None:
+        one = StoredWeight(spec, n, k, stored.layout)
+        return torch.stack([repack_weight(matrix, one, layout) for matrix in weight])
     source = weight.detach().contiguous()
     if not source.is_meta and not devices.places.has_rows("repack", source.device):
         source = source.cpu()
@@ -73,10 +77,10 @@ def repack(state_dict: Mapping[str, Any], layout: str = "row-major") -> dict[str
     held = dict(state_dict)
     result, repacked = dict(held), dict[tuple[Any, ...], Tensor]()
     for key, numbers in held.items():
-        prefix, _, name = key.rpartition("layout")
-        weight = held.get(f"{prefix}weight")  # none of a layer whose weight is tied to that of another
-        if name or (prefix and prefix[-1] != ".") or not isinstance(numbers, Tensor):
+        name = weight_name(key)
+        if name is None or not isinstance(numbers, Tensor):
             continue
+        weight = held.get(name)  # none of a layer whose weight is tied to that of another
         if weight is not None and weight.dtype != torch.uint8:
             continue
         try:
@@ -84,39 +88,59 @@ def repack(state_dict: Mapping[str, Any], layout: str = "row-major") -> dict[str
         except ValueError as error:
             if weight is None:  # a tensor of another module that has this name
                 continue
-            raise ValueError(f"repack: {prefix}weight must be a packed weight, got {error}") from None
-        result[key] = numbers.new_tensor(stored.spec.layout(stored.n, stored.k, layout))
+            raise ValueError(f"repack: {name} must be a packed weight, got {error}") from None
+        result[key] = numbers.new_tensor(stored.in_layout(layout).numbers)
         if weight is not None:
             memory = weight.untyped_storage()._cdata, weight.storage_offset(), weight.stride()
             tied = memory, stored.spec.weight_args(stored.n, stored.k), stored.layout
             if tied not in repacked:
                 repacked[tied] = repack_weight(weight, stored, layout)
-            result[f"{prefix}weight"] = repacked[tied]
+            result[name] = repacked[tied]
     return result
 
 
-def stored_problem(
-    state_dict: Mapping[str, Any], prefix: str, spec: LinearSpec, n: int, k: int, layout: str = _C.LAYOUT
-) -> str | None:
-    """Say why the entries under ``prefix`` cannot be a packed weight of ``spec``, n and k, in any layout, or return
-    None. ``layout``: the layout that is assumed where the numbers have no values."""
-    weight, numbers = state_dict.get(prefix + "weight"), state_dict.get(prefix + "layout")
-    wanted = f"{prefix}weight must be packed as {spec.name} of n={n} k={k}"
-    if isinstance(weight, Tensor) and weight.dtype != torch.uint8:
-        return f"{wanted}, got {text_of(weight)}"
-    if isinstance(weight, Tensor) and numbers is None:
-        return f"{wanted}, got {text_of(weight)} without {prefix}layout"
+class PackedModule(nn.Module):
+    """Base of the modules that hold packed weights: a state dict is checked, and brought into their layout."""
+
+    spec: LinearSpec
+
+    def state_dict_problem(self, state_dict: Mapping[str, Any], prefix: str) -> str | None:
+        """Say why the entries of ``state_dict`` under ``prefix`` cannot be this layer's, or return None."""
+        kind = kind_of(self)
+        held = ((weight, weight.stored(self.spec, kind.layout_of(self))) for weight in kind.weights(self))
+        return next((text for each in held if (text := _problem(state_dict, prefix, *each))), None)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        problem = self.state_dict_problem(state_dict, prefix)
+        if problem:
+            raise ValueError(f"load_state_dict: {problem}")
+        kind = kind_of(self)
+        for weight in kind.weights(self):
+            state_dict = in_layout(state_dict, f"{prefix}{weight.key}", kind.layout_of(self))
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+def _problem(state_dict: Mapping[str, Any], prefix: str, weight: LayerWeight, held: StoredWeight) -> str | None:
+    """Say why the entries under ``prefix`` cannot be the weight that a layer holds packed, in any layout, or return
+    None. The layout is taken for that of the layer where the numbers have no values."""
+    name = f"{prefix}{weight.key}"
+    value, numbers = state_dict.get(name), state_dict.get(layout_name(name))
+    wanted = f"{name} must be packed as {held.in_layout(_C.LAYOUT)}"
+    if isinstance(value, Tensor) and value.dtype != torch.uint8:
+        return f"{wanted}, got {text_of(value)}"
+    if isinstance(value, Tensor) and numbers is None:
+        return f"{wanted}, got {text_of(value)} without {layout_name(name)}"
     if isinstance(numbers, Tensor) and numbers.device.type != "meta":
         try:
             stored = numbers_of(numbers)
         except ValueError as error:
             return f"{wanted}, got {error}"
-        if stored.spec.layout(stored.n, stored.k) != spec.layout(n, k):
+        if not stored.is_as(held):
             return f"{wanted}, got {stored}"
-        if isinstance(weight, Tensor) and tuple(weight.shape) != stored.shape:
-            return f"{wanted}: shape {list(stored.shape)}, got {text_of(weight)}"
-    elif isinstance(weight, Tensor) and tuple(weight.shape) != spec.shape(n, k, layout):
-        return f"{wanted}: shape {list(spec.shape(n, k, layout))}, got {text_of(weight)}"
+        if isinstance(value, Tensor) and tuple(value.shape) != stored.shape:
+            return f"{wanted}: shape {list(stored.shape)}, got {text_of(value)}"
+    elif isinstance(value, Tensor) and tuple(value.shape) != held.shape:
+        return f"{wanted}: shape {list(held.shape)}, got {text_of(value)}"
     return None
 
 
@@ -125,17 +149,18 @@ def text_of(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
 
-def in_layout(state_dict: dict[str, Any], prefix: str, layout: str = _C.LAYOUT) -> dict[str, Any]:
-    """Return the state dict with the layer under ``prefix`` in this layout and version, and its weight contiguous; the
-    same one if it is so."""
-    weight, numbers = state_dict.get(prefix + "weight"), state_dict.get(prefix + "layout")
+def in_layout(state_dict: dict[str, Any], name: str, layout: str = _C.LAYOUT) -> dict[str, Any]:
+    """Return the state dict with the weight ``name`` in this layout and the latest version, and contiguous; the same
+    one if it is so."""
+    weight, numbers = state_dict.get(name), state_dict.get(layout_name(name))
     if not isinstance(numbers, Tensor) or numbers.is_meta:
         return state_dict
     stored = numbers_of(numbers)
+    wanted = stored.in_layout(layout)
     contiguous = not isinstance(weight, Tensor) or weight.is_contiguous()
-    if stored.layout == layout and numbers.numel() == len(LAYOUT_FIELDS) and contiguous:
+    if stored.layout == layout and numbers.numel() == len(wanted.numbers) and contiguous:
         return state_dict
-    changed = {prefix + "layout": numbers.new_tensor(stored.spec.layout(stored.n, stored.k, layout))}
+    changed = {layout_name(name): numbers.new_tensor(wanted.numbers)}
     if isinstance(weight, Tensor):
-        changed[prefix + "weight"] = repack_weight(weight, stored, layout).contiguous()
+        changed[name] = repack_weight(weight, stored, layout).contiguous()
     return {**state_dict, **changed}

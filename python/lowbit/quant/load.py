@@ -7,6 +7,7 @@ file needs no configuration.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
@@ -14,20 +15,25 @@ import torch
 from torch import Tensor, nn
 
 from lowbit import _C
-from lowbit.formats.spec import StoredWeight
-from lowbit.quant.adapters import adopt_lora_layers
+from lowbit.formats.spec import StoredWeight, size_text
 from lowbit.quant.block_sparse import INDICES, Blocks, BlockSparseLinear, blocks_problem, hold_blocks
 from lowbit.quant.changing_layers import changing_layers
-from lowbit.quant.fast_path import disable_encoder_fast_path
+from lowbit.quant.kinds import (
+    LayerWeight,
+    features_of,
+    is_packed,
+    kind_of,
+    layout_name,
+    layout_of_all,
+    named_weights,
+    weight_in,
+)
 from lowbit.quant.layout import numbers_of
-from lowbit.quant.linear_layers import features_of, is_embedding, is_linear, is_scaled_embedding
-from lowbit.quant.load_check import check_state_dicts_of
-from lowbit.quant.quant_embedding import QuantEmbedding, quantize_embedding_in_place
-from lowbit.quant.quant_linear import QuantLinear, quantize_in_place
+from lowbit.quant.load_check import guard
+from lowbit.quant.quant_linear import LINEAR
 from lowbit.quant.read_state import read_state
 from lowbit.tables.folding import LayerNames, first_five
 
-PACKED = (QuantLinear, QuantEmbedding)
 RENAMINGS: list[Callable[[nn.Module, dict[str, Tensor]], dict[str, Tensor]]] = []
 """Functions that rename the tensors of a file to the names of a model, where its library knows older ones: added by the
 integration of that library."""
@@ -70,27 +76,22 @@ def load(model: nn.Module, file: str | Path | Mapping[str, Tensor], *, mmap: boo
 
 
 def _load(model: nn.Module, state: dict[str, Tensor]) -> LayerNames:
-    for rename in RENAMINGS:
+    known, beside = _names_of(model)
+    for rename in () if state.keys() <= known | beside else RENAMINGS:
         state = rename(model, state)
     shared = _shared_names(model)
     state |= {first: state[other] for other, first in shared.items() if first not in state and other in state}
     state |= {other: state[first] for other, first in shared.items() if other not in state and first in state}
-    _check_names(model, state)
-    packed, sparse = dict(packed_layers(model, state)), dict(sparse_layers(model, state))
-    turned = LayerNames(name for name, (module, _) in packed.items() if not isinstance(module, PACKED))
-    of_linear = {id(module.weight) for module, _ in packed.values() if is_linear(module)}
+    _check_names(state, known, beside)
+    packed, sparse = [*stored_weights(model, state)], dict(sparse_layers(model, state))
+    sharing: dict[int, list[nn.Module]] = defaultdict(list)
+    for _, module, weight, _ in packed:
+        sharing[id(module._parameters[weight.key])].append(module)
+    layouts = [_layout_in_memory(stored, sharing[id(of._parameters[weight.key])]) for _, of, weight, stored in packed]
+    turned = LayerNames(dict.fromkeys(name for name, module, *_ in packed if not is_packed(module)))
     with changing_layers(model):
-        for name in turned:
-            module, stored = packed[name]
-            if not isinstance(module, PACKED):  # one layer may have two names
-                alone = is_embedding(module) and id(module.weight) not in of_linear
-                layout = stored.layout if alone else _C.LAYOUT
-                shape = stored.spec.shape(stored.n, stored.k, layout)
-                weight = nn.Parameter(torch.empty(shape, dtype=torch.uint8, device="meta"), requires_grad=False)
-                if is_embedding(module):
-                    quantize_embedding_in_place(module, weight, stored.spec, layout)
-                else:
-                    quantize_in_place(module, weight, stored.spec)
+        for (_, module, weight, stored), layout in zip(packed, layouts, strict=True):
+            hold_unset(module, weight, stored.in_layout(layout))
         for name, (module, blocks) in sparse.items():
             if not isinstance(module, BlockSparseLinear):
                 turned.append(name)
@@ -98,54 +99,68 @@ def _load(model: nn.Module, state: dict[str, Tensor]) -> LayerNames:
         model.load_state_dict(state, assign=True)
         _share_again(model, shared)
     _fill_buffers(model)
-    disable_encoder_fast_path(model)
-    check_state_dicts_of(model)
-    adopt_lora_layers(model)
+    guard(model)
     return turned
 
 
-def packed_layers(
+def _layout_in_memory(stored: StoredWeight, layers: list[nn.Module]) -> str:
+    """That of the kernels; of tables alone that of the file."""
+    return stored.layout if layout_of_all(layers) != _C.LAYOUT else _C.LAYOUT
+
+
+def hold_unset(module: nn.Module, weight: LayerWeight, stored: StoredWeight) -> None:
+    """Give a layer a packed weight without values, for those of a file, unless it is packed: it may have two names."""
+    if module._parameters[weight.key].dtype != torch.uint8:
+        unset = nn.Parameter(torch.empty(stored.shape, dtype=torch.uint8, device="meta"), requires_grad=False)
+        kind_of(module).hold(module, weight.key, unset, stored)
+
+
+def stored_weights(
     model: nn.Module, state: Mapping[str, Tensor]
-) -> Iterator[tuple[str, tuple[nn.Module, StoredWeight]]]:
-    """Yield the layers whose packed weight the state dict holds, with its numbers; one that it cannot serve is refused.
-    Only the layouts have to hold values."""
-    for name, module in model.named_modules(remove_duplicate=False):
-        prefix = f"{name}." if name else ""
-        weight, layout = state.get(f"{prefix}weight"), state.get(f"{prefix}layout")
+) -> Iterator[tuple[str, nn.Module, LayerWeight, StoredWeight]]:
+    """Yield name, layer and weight of the packed weights that the state dict holds, and how it holds them; one that
+    does not fit its layer is refused. Only the layouts have to hold values."""
+    for key, name, module, weight in named_weights(model):
+        packed, layout = state.get(key), state.get(layout_name(key))
+        ours = is_packed(module)
         if (
-            weight is None
-            or f"{prefix}{INDICES[0]}" in state
-            or not (is_linear(module) or type(module) in (nn.Embedding, QuantEmbedding) or is_scaled_embedding(module))
-            or (layout is None and weight.is_floating_point() and not isinstance(module, PACKED))
+            packed is None
+            or f"{_prefix(name)}{INDICES[0]}" in state
+            or not (ours or kind_of(module).can_hold(module))
+            or (layout is None and packed.is_floating_point() and not ours)
         ):
             continue
-        n, k = features_of(module)
-        wanted = f"load: {prefix}weight must be a packed weight of n={n} k={k} with its layout"
-        got = f"{str(weight.dtype).removeprefix('torch.')} {list(weight.shape)}"
-        if layout is None or weight.dtype != torch.uint8:
+        size = size_text(weight.n, weight.k, weight.experts)
+        wanted = f"load: {key} must be a packed weight of {size} with its layout"
+        got = f"{str(packed.dtype).removeprefix('torch.')} {list(packed.shape)}"
+        if layout is None or packed.dtype != torch.uint8:
             raise ValueError(f"{wanted}, got {got} {'without one' if layout is None else 'and one'}")
         try:
             stored = numbers_of(layout)
         except ValueError as error:
             raise ValueError(f"{wanted}, got {got} as {error}") from None
-        if (stored.n, stored.k) != (n, k) or tuple(weight.shape) != stored.shape:
+        if not stored.is_as(weight.stored(stored.spec)) or tuple(packed.shape) != stored.shape:
             raise ValueError(f"{wanted}, got {got} as {stored}")
-        if isinstance(module, PACKED) and module.spec.layout(n, k) != stored.spec.layout(n, k):
+        if ours and not stored.is_as(weight.stored(module.spec)):
             raise ValueError(
                 f"load: {name} is quantized as {module.spec.name}, got {stored}; load into the float model"
             )
-        yield name, (module, stored)
+        yield name, module, weight, stored
+
+
+def _prefix(name: str) -> str:
+    return f"{name}." if name else ""
 
 
 def sparse_layers(model: nn.Module, state: Mapping[str, Tensor]) -> Iterator[tuple[str, tuple[nn.Module, Blocks]]]:
     """Yield the linear layers of whose weight the state dict holds blocks."""
     for name, module in model.named_modules(remove_duplicate=False):
-        prefix = f"{name}." if name else ""
-        if not is_linear(module) or f"{prefix}{INDICES[0]}" not in state:
+        prefix = _prefix(name)
+        if kind_of(module) is not LINEAR or f"{prefix}{INDICES[0]}" not in state:
             continue
         if problem := blocks_problem(state, prefix, *features_of(module)):
             raise ValueError(f"load: {problem}")
-        yield name, (module, Blocks(*(state[f"{prefix}{part}"] for part in ("weight", *INDICES))))
+        yield name, (module, Blocks(state[weight_in(name)], *(state[f"{prefix}{part}"] for part in INDICES)))
 
 
 def _shared_names(model: nn.Module) -> dict[str, str]:
@@ -160,15 +175,17 @@ def _shared_names(model: nn.Module) -> dict[str, str]:
     return shared
 
 
-def _check_names(model: nn.Module, state: Mapping[str, Tensor]) -> None:
-    known = set(model.state_dict(keep_vars=True))
-    ours = {
-        f"{name}.{part}" if name else part
-        for name, module in model.named_modules(remove_duplicate=False)
-        if is_linear(module) or is_embedding(module)
-        for part in ("layout", *INDICES)
-    }
-    missing, unexpected = sorted(known - state.keys()), sorted(state.keys() - known - ours)
+def _names_of(model: nn.Module) -> tuple[set[str], set[str]]:
+    """The names of a state dict of the model, and those that a file may have beside them for packed
+    weights and blocks."""
+    beside = set()
+    for key, layer, *_ in named_weights(model):
+        beside |= {layout_name(key), *(f"{_prefix(layer)}{part}" for part in INDICES)}
+    return set(model.state_dict(keep_vars=True)), beside
+
+
+def _check_names(state: Mapping[str, Tensor], known: set[str], beside: set[str]) -> None:
+    missing, unexpected = sorted(known - state.keys()), sorted(state.keys() - known - beside)
     if missing or unexpected:
         raise ValueError(
             f"load: names must be those of the model, missing {first_five(missing)}, "

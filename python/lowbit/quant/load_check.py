@@ -1,20 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Check a whole state dict before load_state_dict copies the first tensor, so that a refused one leaves the model
-as it was."""
+"""Guards of packed layers against code that takes them for float ones, once layers of a model have changed.
+
+A state dict is checked as a whole before load_state_dict copies the first tensor, so that a refused one leaves the
+model as it was. In inference nn.TransformerEncoderLayer hands linear1.weight and linear2.weight to one fused float op,
+and nn.TransformerEncoder turns padded batches into nested tensors for it: both ask attributes of theirs first, which
+hold nothing else, and these are cleared. LoRA layers of peft around a QuantLinear become those that merge into it.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import sys
+from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor, nn
 
-from lowbit import _C
 from lowbit.formats.spec import StoredWeight
+from lowbit.quant.adapters import adopt_lora_layers
 from lowbit.quant.block_sparse import BlockSparseLinear
+from lowbit.quant.kinds import is_fake_quantized, is_packed, kind_of, layout_name, weights_of
 from lowbit.quant.layout import numbers_of, repack_weight
-from lowbit.quant.linear_layers import is_fake_quantized
-from lowbit.quant.quant_embedding import QuantEmbedding
-from lowbit.quant.quant_linear import QuantLinear
+
+
+def guard(model: nn.Module) -> list[str]:
+    """Guard the layers of ours in a model, those that it has by now; return notes for the report."""
+    _check_state_dicts_of(model)
+    if "peft" in sys.modules:
+        adopt_lora_layers(model)
+    return _disable_encoder_fast_path(model)
 
 
 def check_state_dict(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
@@ -33,39 +47,36 @@ def check_state_dict(module: nn.Module, state_dict: dict[str, Any], prefix: str,
     if problems:
         rest = f" (and {len(problems) - 3} more)" if len(problems) > 3 else ""
         raise ValueError("load_state_dict: " + "; ".join(problems[:3]) + rest)
-    _repack_shared({at: layer for at, layer in layers.items() if isinstance(layer, _PACKED)}, state_dict)
-
-
-_PACKED = (QuantLinear, QuantEmbedding)
+    _repack_shared({at: layer for at, layer in layers.items() if is_packed(layer)}, state_dict)
 
 
 def _is_checked(module: nn.Module) -> bool:
-    return isinstance(module, (*_PACKED, BlockSparseLinear)) or is_fake_quantized(module)
+    return is_packed(module) or isinstance(module, BlockSparseLinear) or is_fake_quantized(module)
 
 
-def _repack_shared(layers: dict[str, QuantLinear | QuantEmbedding], state_dict: dict[str, Any]) -> None:
+def _repack_shared(layers: dict[str, nn.Module], state_dict: dict[str, Any]) -> None:
     """Repack a weight that several layers share once, or each would have its own where the state dict is assigned."""
     sharing: dict[tuple[Any, ...], list[tuple[str, StoredWeight]]] = {}
     for prefix, layer in layers.items():
-        weight, numbers = state_dict.get(prefix + "weight"), state_dict.get(prefix + "layout")
-        if isinstance(weight, Tensor) and not numbers.is_meta:
-            stored = numbers_of(numbers)
-            layout = layer.layout_name if isinstance(layer, QuantEmbedding) else _C.LAYOUT
-            if stored.layout != layout:
-                memory = weight.untyped_storage()._cdata, weight.storage_offset(), weight.stride()
-                kind = stored.spec.weight_args(stored.n, stored.k), layout
-                sharing.setdefault((memory, *kind), []).append((prefix, stored))
+        layout = kind_of(layer).layout_of(layer)
+        for name in (f"{prefix}{weight.key}" for weight in weights_of(layer)):
+            weight, numbers = state_dict.get(name), state_dict.get(layout_name(name))
+            if isinstance(weight, Tensor) and not numbers.is_meta:
+                stored = numbers_of(numbers)
+                if stored.layout != layout:
+                    memory = weight.untyped_storage()._cdata, weight.storage_offset(), weight.stride()
+                    packed_as = stored.spec.weight_args(stored.n, stored.k), layout
+                    sharing.setdefault((memory, *packed_as), []).append((name, stored))
     for (*_, layout), those in sharing.items():
         if len(those) > 1:
-            prefix, stored = those[0]
-            weight = repack_weight(state_dict[prefix + "weight"], stored, layout)
-            for prefix, stored in those:
-                numbers = stored.spec.layout(stored.n, stored.k, layout)
-                state_dict[prefix + "weight"] = weight
-                state_dict[prefix + "layout"] = state_dict[prefix + "layout"].new_tensor(numbers)
+            name, stored = those[0]
+            weight = repack_weight(state_dict[name], stored, layout)
+            for name, stored in those:
+                numbers = state_dict[layout_name(name)].new_tensor(stored.in_layout(layout).numbers)
+                state_dict |= {name: weight, layout_name(name): numbers}
 
 
-def check_state_dicts_of(model: nn.Module) -> None:
+def _check_state_dicts_of(model: nn.Module) -> None:
     """Register the check on ``model`` and on every module in it that holds such a layer, once."""
     holders = {
         prefix
@@ -83,3 +94,46 @@ def check_state_dicts_of(model: nn.Module) -> None:
 def _ancestors(name: str) -> list[str]:
     parts = name.split(".") if name else []
     return [".".join(parts[:i]) for i in range(len(parts))]
+
+
+def _disable_encoder_fast_path(model: nn.Module) -> list[str]:
+    """Clear the fast path of every encoder layer with a layer of ours; return a note for the report, if
+    there is one."""
+    count = 0
+    for module in model.modules():
+        if isinstance(module, nn.TransformerEncoderLayer) and _has_ours(module):
+            module.activation_relu_or_gelu = 0
+            count += 1
+        elif isinstance(module, nn.TransformerEncoder) and any(map(_has_ours, module.modules())):
+            module.use_nested_tensor = False
+    note = (
+        f"torch's fused float inference path was turned off in {count} nn.TransformerEncoderLayer: "
+        "it reads linear1.weight and linear2.weight directly"
+    )
+    return [note] if count else []
+
+
+@contextlib.contextmanager
+def without_encoder_fast_path(model: nn.Module) -> Iterator[None]:
+    """Turn the fast path of every encoder layer of ``model`` off for a while, so that its linear layers are called."""
+    kept = [
+        (module, name, getattr(module, name))
+        for module in model.modules()
+        for cls, name in (
+            (nn.TransformerEncoderLayer, "activation_relu_or_gelu"),
+            (nn.TransformerEncoder, "use_nested_tensor"),
+        )
+        if isinstance(module, cls)
+    ]
+    try:
+        for module, name, value in kept:
+            setattr(module, name, type(value)(0))
+        yield
+    finally:
+        for module, name, value in kept:
+            setattr(module, name, value)
+
+
+def _has_ours(module: nn.Module) -> bool:
+    classes = (cls for child in module.children() for cls in type(child).__mro__)
+    return any(cls.__module__.startswith("lowbit.") for cls in classes)

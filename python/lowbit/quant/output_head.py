@@ -17,7 +17,9 @@ from lowbit import _C
 from lowbit.formats.base import FormatConfig
 from lowbit.formats.int8 import int8_dynamic_activation_int8_weight, int8_weight_only
 from lowbit.formats.text import config_of
-from lowbit.quant.linear_layers import is_embedding, is_linear
+from lowbit.quant.kinds import kind_of
+from lowbit.quant.quant_embedding import EMBEDDING
+from lowbit.quant.quant_linear import LINEAR
 
 INT8 = "int8"
 
@@ -28,10 +30,10 @@ def head_layers(model: nn.Module) -> list[nn.Module]:
     find = getattr(model, "get_output_embeddings", None)
     head = find() if callable(find) else None
     head = getattr(head, "base_layer", head)  # below an adapter of peft
-    if not isinstance(head, nn.Module) or not is_linear(head):
+    if not isinstance(head, nn.Module) or kind_of(head) is not LINEAR:
         return []
-    weight = head._parameters.get("weight")
-    return [head, *(module for module in model.modules() if is_embedding(module) and module.weight is weight)]
+    tables = (module for module in model.modules() if kind_of(module) is EMBEDDING)
+    return [head, *(table for table in tables if table.weight is head.weight)]
 
 
 def head_config(function: str, head: Any, config: FormatConfig | None) -> FormatConfig | None:

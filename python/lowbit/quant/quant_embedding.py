@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""QuantEmbedding: an nn.Embedding whose weight is stored packed.
+"""QuantEmbedding: an nn.Embedding whose weight is stored packed; and the kind of embeddings.
 
 weight uint8, frozen; layout int64[8] has the meaning of the bytes (formats/spec.py). By itself a weight is "row-major",
 a row of the matrix for each row of the table; one that a QuantLinear shares (tied weights) is in the layout of that.
@@ -12,19 +12,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowbit import _C
-from lowbit.formats.spec import LinearSpec
-from lowbit.ops.registration import function_of, register
+from lowbit import _C, devices
+from lowbit.formats.spec import LinearSpec, StoredWeight
+from lowbit.ops import registration
+from lowbit.quant.kinds import Kind, LayerWeight, register
 from lowbit.quant.layer_state import become_float, become_packed, float_forward, twin_of
-from lowbit.quant.layout import in_layout, stored_problem
-from lowbit.quant.linear_layers import is_scaled_embedding
+from lowbit.quant.layout import PackedModule
 
-register()
-_embedding = function_of("embedding")
+registration.register()
+_embedding = registration.function_of("embedding")
 ROW_MAJOR = "row-major"
 
 
-class QuantEmbedding(nn.Embedding):
+class QuantEmbedding(PackedModule, nn.Embedding):
     """Look rows of the packed weight up, as nn.Embedding does: ``y = dequantize(weight)[x]``.
 
     Make one with ``quantize_`` and a ``filter_fn`` that selects nn.Embedding. The constructor makes an unset layer, to
@@ -39,7 +39,6 @@ class QuantEmbedding(nn.Embedding):
         layout: where its parts lie, "row-major" or that of the kernels.
     """
 
-    spec: LinearSpec
     layout: Tensor
     like: Tensor
     """Empty; its dtype is that of the result."""
@@ -111,35 +110,61 @@ class QuantEmbedding(nn.Embedding):
         padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
         return f"{self.num_embeddings}, {self.embedding_dim}{padding}, {self.spec.name}"
 
-    def state_dict_problem(self, state_dict: dict[str, Any], prefix: str) -> str | None:
-        """Say why the entries of ``state_dict`` under ``prefix`` cannot be this layer's, or return None."""
-        return stored_problem(state_dict, prefix, self.spec, self.num_embeddings, self.embedding_dim, self.layout_name)
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        problem = self.state_dict_problem(state_dict, prefix)
-        if problem:
-            raise ValueError(f"load_state_dict: {problem}")
-        super()._load_from_state_dict(in_layout(state_dict, prefix, self.layout_name), prefix, *args)
+class _EmbeddingKind(Kind):
+    name, float_name, packed_class = "embedding", "nn.Embedding", QuantEmbedding
+    by_default = multiplies = False
+    layout = ROW_MAJOR
+
+    def has(self, cls: type[nn.Module]) -> bool:
+        return issubclass(cls, nn.Embedding)
+
+    def weights(self, module: Any) -> tuple[LayerWeight, ...]:
+        return (LayerWeight("weight", module.num_embeddings, module.embedding_dim),)
+
+    def refuses(self, module: Any) -> str:
+        if not self.can_hold(module):
+            return f"{type(module).__name__} is a subclass of nn.Embedding"
+        if module.max_norm is not None:
+            return f"max_norm={module.max_norm} changes its weight in every call"
+        return "" if module.weight.numel() else "its weight is empty"
+
+    def can_hold(self, module: nn.Module) -> bool:
+        return type(module) is nn.Embedding or is_scaled_embedding(module)
+
+    def kernel(self, weight: LayerWeight, spec: LinearSpec, like: Tensor) -> str:
+        device = devices.places.type_of_rows(like.device, "dequantize")
+        rows = (row for row in _C.kernels("dequantize") if row["available"] and row["device"] == device)
+        return next(row["name"] for row in rows if row["name"].startswith("dequantize_rows_"))
+
+    def hold(self, module: Any, key: str, packed: nn.Parameter, stored: StoredWeight, dtype: Any = None) -> None:
+        """The object stays the same."""
+        twin = twin_of(module, QuantEmbedding)
+        if is_scaled_embedding(module) and module.embed_scale.is_meta:  # in no file
+            twin.embed_scale = torch.tensor(module.scalar_embed_scale)
+        twin._hold(packed, stored.spec, stored.layout, dtype or module.weight.dtype)
+        become_packed(module, twin)
+
+    def layout_of(self, module: Any) -> str:
+        return module.layout_name
+
+    def dtype_of(self, module: Any, others: torch.dtype) -> torch.dtype:
+        return module.like.dtype
+
+    def give_back(self, module: Any, weights: dict[str, nn.Parameter]) -> None:
+        twin = twin_of(module, module.float_class)
+        twin._parameters |= weights
+        if is_scaled_embedding(twin):
+            twin.embed_scale = torch.tensor(module.scalar_embed_scale, device=twin.weight.device)
+        del twin._buffers["layout"], twin._buffers["like"], twin.spec, twin.op_args
+        twin._non_persistent_buffers_set.discard("like")
+        become_float(module, twin)
 
 
-def quantize_embedding_in_place(
-    module: nn.Module, weight: nn.Parameter, spec: LinearSpec, layout: str, dtype: torch.dtype | None = None
-) -> None:
-    """Turn an nn.Embedding into the QuantEmbedding that holds the packed ``weight``; the object stays the same.
-    ``dtype``: of its results, None: that of its weight."""
-    twin = twin_of(module, QuantEmbedding)
-    if is_scaled_embedding(module) and module.embed_scale.is_meta:  # in no file
-        twin.embed_scale = torch.tensor(module.scalar_embed_scale)
-    twin._hold(weight, spec, layout, dtype or module.weight.dtype)
-    become_packed(module, twin)
+def is_scaled_embedding(module: nn.Module) -> bool:
+    """Whether this is a table of Gemma in transformers, which multiplies its rows by one number."""
+    home, name = type(module).__module__, type(module).__name__
+    return home.startswith("transformers.models.gemma") and name.endswith("TextScaledWordEmbedding")
 
 
-def to_embedding_in_place(module: QuantEmbedding, weight: nn.Parameter) -> None:
-    """Turn it back into the embedding that it was, with this weight."""
-    twin = twin_of(module, module.float_class)
-    twin._parameters["weight"] = weight
-    if is_scaled_embedding(twin):
-        twin.embed_scale = torch.tensor(module.scalar_embed_scale, device=weight.device)
-    del twin._buffers["layout"], twin._buffers["like"], twin.spec, twin.op_args
-    twin._non_persistent_buffers_set.discard("like")
-    become_float(module, twin)
+EMBEDDING = register(_EmbeddingKind())

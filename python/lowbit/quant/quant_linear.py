@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""QuantLinear: an nn.Linear whose weight is stored packed, once.
+"""QuantLinear: an nn.Linear whose weight is stored packed, once; and the kind of linear layers.
 
 weight [panels, panel_bytes] uint8, frozen; bias as it was; layout int64[8] has the meaning of the bytes
 (formats/spec.py). All three are plain tensors, so state dicts, safetensors, export and FSDP2 (which shards whole
@@ -12,20 +12,24 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from lowbit import _C
+from lowbit import _C, devices
 from lowbit.formats.semi_sparse import FORMAT as SEMI_SPARSE
 from lowbit.formats.semi_sparse import fullest_four
 from lowbit.formats.spec import LinearSpec, OpArgs, StoredWeight
 from lowbit.ops.linear import linear
 from lowbit.quant.codes import CodedWeight
+from lowbit.quant.kinds import Kind, LayerWeight, register
 from lowbit.quant.layer_state import become_float, become_packed, float_forward, twin_of
-from lowbit.quant.layout import in_layout, stored_problem, text_of
-from lowbit.quant.linear_layers import features_of, is_conv1d
-from lowbit.quant.packing import all_finite, pack_weight
+from lowbit.quant.layout import PackedModule, text_of
+from lowbit.quant.packing import check_finite, pack_weight
+
+_CONV1D = ("transformers.pytorch_utils", "Conv1D")
+"""Known by the name and home of its class, so that transformers need not be there."""
 
 
-class QuantLinear(nn.Linear):
+class QuantLinear(PackedModule, nn.Linear):
     """Apply ``y = x @ dequantize(weight).T + bias`` with the packed weight.
 
     Make one from a float layer with ``quantize_`` or ``from_linear``, from plain codes with ``pack``. The constructor
@@ -38,7 +42,6 @@ class QuantLinear(nn.Linear):
         spec: how the weight is stored and activations are taken.
     """
 
-    spec: LinearSpec
     op_args: OpArgs
     layout: Tensor
     row: str = ""
@@ -102,10 +105,8 @@ class QuantLinear(nn.Linear):
         Raises:
             ValueError: the weight holds inf or nan (says ``name``).
         """
-        weight = module.weight
-        if weight.device.type != "meta" and not all_finite(weight):
-            raise ValueError(f"from_linear: weight{f' of {name}' if name else ''} must be finite, got inf or nan")
-        packed, _ = pack_weight(weight, spec)
+        check_finite("from_linear", f"weight of {name}" if name else "weight", module.weight)
+        packed, _ = pack_weight(module.weight, spec)
         return cls.from_packed(packed, module.out_features, module.in_features, spec, module.bias).train(
             module.training
         )
@@ -181,16 +182,6 @@ class QuantLinear(nn.Linear):
         row = f", prefers {self.row}" if self.row else ""
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={bias}, {self.spec.name}{row}"
 
-    def state_dict_problem(self, state_dict: dict[str, Any], prefix: str) -> str | None:
-        """Say why the entries of ``state_dict`` under ``prefix`` cannot be this layer's, or return None."""
-        return stored_problem(state_dict, prefix, self.spec, self.out_features, self.in_features)
-
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        problem = self.state_dict_problem(state_dict, prefix)
-        if problem:
-            raise ValueError(f"load_state_dict: {problem}")
-        super()._load_from_state_dict(in_layout(state_dict, prefix), prefix, *args)
-
 
 def _check_plain(codes: Tensor, scale: Tensor, zero: Tensor | None, spec: LinearSpec) -> None:
     """Raise ValueError unless these can be the parts of a weight of ``spec``."""
@@ -222,24 +213,71 @@ def _check_plain(codes: Tensor, scale: Tensor, zero: Tensor | None, spec: Linear
             raise ValueError(f"pack: {name} must be finite, got inf or nan")
 
 
-def quantize_in_place(module: nn.Module, weight: nn.Parameter, spec: LinearSpec) -> None:
-    """Turn a float layer into the QuantLinear that holds the packed ``weight``.
+class _LinearKind(Kind):
+    """nn.Linear, and the Conv1D of transformers (GPT-2 and its relatives), whose weight lies as [k, n]."""
 
-    The object stays the same (its class changes, as FSDP2 does it), so hooks, other owners of the layer and
-    names stay valid.
-    """
-    twin = twin_of(module, QuantLinear)
-    twin.out_features, twin.in_features = features_of(module)
-    twin._hold(weight, spec)
-    become_packed(module, twin)
+    name, float_name, packed_class = "linear layer", "nn.Linear", QuantLinear
+
+    def has(self, cls: type[nn.Module]) -> bool:
+        return issubclass(cls, nn.Linear) or _is_conv1d(cls)
+
+    def weights(self, module: Any) -> tuple[LayerWeight, ...]:
+        is_float = _is_conv1d(type(module))
+        n, k = (module.nf, module.nx) if is_float else (module.out_features, module.in_features)
+        turned = is_float or _is_conv1d(getattr(module, "float_class", nn.Linear))
+        return (LayerWeight("weight", n, k, "bias", transposed=turned),)
+
+    def refuses(self, module: Any) -> str:
+        if isinstance(module, NonDynamicallyQuantizableLinear):
+            return "nn.MultiheadAttention reads its weight directly"
+        if type(module) is not nn.Linear and not _is_conv1d(type(module)):
+            return f"{type(module).__name__} is a subclass of nn.Linear, whose users may read its weight"
+        if "forward" in module.__dict__:
+            return "its forward was replaced on the instance"
+        if not isinstance(module._parameters.get("weight"), nn.Parameter):
+            return "its weight is computed from other parameters (weight_norm, pruning)"
+        (weight,) = self.weights(module)
+        return "" if weight.n and weight.k else "its weight is empty"
+
+    def serves_if_asked(self, module: Any) -> bool:
+        """A subclass that computes like nn.Linear may be taken."""
+        return (
+            isinstance(module, nn.Linear)
+            and type(module) not in (nn.Linear, NonDynamicallyQuantizableLinear)
+            and type(module).forward is nn.Linear.forward
+            and "forward" not in module.__dict__
+            and isinstance(module._parameters.get("weight"), nn.Parameter)
+            and bool(module.in_features and module.out_features)
+        )
+
+    def kernel(self, weight: LayerWeight, spec: LinearSpec, like: Tensor) -> str:
+        """Both rows where one token takes another than many."""
+        dtype = str(like.dtype).removeprefix("torch.")
+        device = devices.places.type_of_rows(like.device, "linear")
+        one, many = (_C.select_linear(m, *spec.op_args(weight.n, weight.k), dtype, device) for m in (1, 64))
+        return one if one == many else f"{one} (m=1), {many}"
+
+    def hold(self, module: Any, key: str, packed: nn.Parameter, stored: StoredWeight, dtype: Any = None) -> None:
+        """The object stays the same (its class changes, as FSDP2 does it), so that hooks, other owners of the layer and
+        names stay valid."""
+        twin = twin_of(module, QuantLinear)
+        twin.out_features, twin.in_features = stored.n, stored.k
+        twin._hold(packed, stored.spec)
+        become_packed(module, twin)
+
+    def give_back(self, module: Any, weights: dict[str, nn.Parameter]) -> None:
+        """It is of the class that it was of, and the weight lies as that has it."""
+        twin = twin_of(module, module.float_class)
+        twin._parameters |= weights
+        del twin._buffers["layout"]
+        of_linear = () if isinstance(twin, nn.Linear) else ("out_features", "in_features")
+        for name in ("spec", "op_args", "row", "row_number", *of_linear):
+            twin.__dict__.pop(name, None)
+        become_float(module, twin)
 
 
-def to_linear_in_place(module: QuantLinear, weight: nn.Parameter) -> None:
-    """Turn it back into the layer that it was, with this weight, which lies as that class has it."""
-    twin = twin_of(module, module.float_class)
-    twin._parameters["weight"] = weight
-    del twin._buffers["layout"]
-    of_linear = ("out_features", "in_features") if is_conv1d(twin) else ()
-    for name in ("spec", "op_args", "row", "row_number", *of_linear):
-        twin.__dict__.pop(name, None)
-    become_float(module, twin)
+def _is_conv1d(cls: type) -> bool:
+    return (cls.__module__, cls.__name__) == _CONV1D
+
+
+LINEAR = register(_LinearKind())

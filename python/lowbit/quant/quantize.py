@@ -3,37 +3,39 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Iterator
-from dataclasses import replace
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-from lowbit import _C, devices
-from lowbit.formats.base import FormatConfig, TrainingConfig
+from lowbit import devices
+from lowbit.formats.algorithms import GPTQ
+from lowbit.formats.base import FormatConfig
 from lowbit.formats.block_sparse import BlockSparseWeightConfig
 from lowbit.formats.torchao import from_torchao
-from lowbit.quant.adapters import adopt_lora_layers
-from lowbit.quant.calibration import Calibration
+from lowbit.quant.calibration import Calibration, calibration_of, inputs_of
 from lowbit.quant.changing_layers import changing_layers
-from lowbit.quant.fast_path import disable_encoder_fast_path
-from lowbit.quant.linear_layers import features_of, is_conv1d, is_embedding, matrix_of
-from lowbit.quant.load_check import check_state_dicts_of
+from lowbit.quant.kinds import KINDS
+from lowbit.quant.load_check import guard
 from lowbit.quant.output_head import INT8, head_config
-from lowbit.quant.packing import pack_weight
-from lowbit.quant.quant_embedding import ROW_MAJOR, quantize_embedding_in_place
-from lowbit.quant.quant_linear import quantize_in_place
-from lowbit.quant.report import FloatWeight, QuantizationReport, ReportRow, model_bytes
-from lowbit.quant.select import FilterFn, Selected, Skipped, calibration_of, inputs_of, select
+from lowbit.quant.packing import Selected, by_weight, pack_group, pack_weight
+from lowbit.quant.report import FloatWeight, QuantizationReport, ReportRow, in_model_order, model_bytes
+from lowbit.quant.select import FilterFn, Skipped, select
 
 PROGRESS_BYTES = 10**9  # selected weights above this get a progress bar
 
 
+class AppliedConfig(Protocol):
+    """A configuration that changes the layers itself: those of `lowbit.training`, whose layers are packed later."""
+
+    def change_layers(self, model: nn.Module, filter_fn: Any, *, strict: bool, head: Any) -> QuantizationReport:
+        """Change the layers of ``model`` for ``quantize_``, after every check, and return the report."""
+
+
 def quantize_(
     model: nn.Module,
-    config: FormatConfig | Any,
+    config: FormatConfig | AppliedConfig | Any,
     filter_fn: FilterFn | None = None,
     device: torch.device | str | None = None,
     *,
@@ -79,43 +81,51 @@ def quantize_(
     Example:
         >>> report = lowbit.quantize_(model, lowbit.int4_weight_only(group_size=128))
     """
-    config = _check_arguments(model, config)
-    if isinstance(config, TrainingConfig):
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"quantize_: model must be a torch.nn.Module, got {type(model).__name__}")
+    if change_layers := getattr(type(config), "change_layers", None):
         _check_is_none(config, device=device, calibration=calibration)
-        return config.apply(model, filter_fn, strict=strict, head=head)
+        return change_layers(config, model, filter_fn, strict=strict, head=head)
+    config = config_asked_for("quantize_: config", config)
     device = _checked_device(device)
-    of_head = head_config("quantize_", head, config)
-    selected, skipped = select(model, config, filter_fn, device, strict, embeddings=True, head=of_head)
-    seen = calibration_of(model, calibration, config, selected)
+    has_no_head = head == INT8 and not hasattr(model, "get_output_embeddings")  # most models are no language models
+    of_head = None if has_no_head else head_config("quantize_", head, config)
+    selected, skipped = select(model, config, filter_fn, device, strict, kinds=KINDS, head=of_head)
+    if calibration is not None:
+        calibration = calibration_of(model, calibration, config, selected)
+    elif any(isinstance(item.spec.algorithm, GPTQ) and not item.value.is_meta for item in selected):
+        raise ValueError("quantize_: GPTQ needs calibration=batches, or of lowbit.calibrate(..., hessian=True)")
     report = QuantizationReport(str(config), model_bytes_before=model_bytes(model))
-    rows = {}
+    rows: list[ReportRow] = []
     with changing_layers(model):
         for group in _progress(by_weight(selected), report):
-            rows |= {row.layer: row for row in _quantize_group(group, device, seen)}
+            rows += _quantize_group(group, device, calibration)
     if not selected:
         report.notes.append(
             "no layer was selected" if filter_fn else "the model has no nn.Linear that can be quantized"
         )
-    tell_and_protect(model, report, rows, skipped)
-    adopt_lora_layers(model)
+    tell_and_guard(model, report, rows, [*selected, *skipped])
     report.model_bytes_after = model_bytes(model)
     return report
 
 
-def _check_arguments(model: Any, config: Any) -> FormatConfig | TrainingConfig:
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"quantize_: model must be a torch.nn.Module, got {type(model).__name__}")
+def config_asked_for(argument: str, config: Any) -> FormatConfig:
+    """Return the configuration that an argument asks for: ours as it is, one of torchao's as ours.
+
+    Raises:
+        TypeError: it is another object; names the argument, and a replacement of one of torchao's.
+    """
+    if isinstance(config, FormatConfig):
+        return config
     config = from_torchao(config)
-    if not isinstance(config, FormatConfig | TrainingConfig):
-        got = config.__name__ if isinstance(config, type) or callable(config) else type(config).__name__
-        other = "; lowbit.sparsify_ takes it" if isinstance(config, BlockSparseWeightConfig) else ""
-        raise TypeError(
-            f"quantize_: config must be a configuration such as lowbit.int8_weight_only(), got {got}{other}"
-        )
-    return config
+    if isinstance(config, FormatConfig):
+        return config
+    got = config.__name__ if isinstance(config, type) or callable(config) else type(config).__name__
+    other = "; lowbit.sparsify_ takes it" if isinstance(config, BlockSparseWeightConfig) else ""
+    raise TypeError(f"{argument} must be a configuration such as lowbit.int8_weight_only(), got {got}{other}")
 
 
-def _check_is_none(config: TrainingConfig, **arguments: Any) -> None:
+def _check_is_none(config: AppliedConfig, **arguments: Any) -> None:
     for name, value in arguments.items():
         if value is not None:
             raise ValueError(f"quantize_: {name} must be None with {config}, got a {type(value).__name__}")
@@ -130,16 +140,8 @@ def _checked_device(device: torch.device | str | None) -> torch.device | None:
     return device
 
 
-def by_weight(selected: list[Selected]) -> list[list[Selected]]:
-    """Group layers that share one Parameter."""
-    groups: dict[tuple[int, bool], list[Selected]] = defaultdict(list)
-    for item in selected:
-        groups[id(item.module.weight), is_conv1d(item.module)].append(item)
-    return list(groups.values())
-
-
 def _progress(groups: list[list[Selected]], report: QuantizationReport) -> Iterable[list[Selected]]:
-    if sum(group[0].module.weight.nbytes for group in groups) < PROGRESS_BYTES:
+    if sum(group[0].value.nbytes for group in groups) < PROGRESS_BYTES:
         return groups
     try:
         from tqdm.auto import tqdm
@@ -151,51 +153,40 @@ def _progress(groups: list[list[Selected]], report: QuantizationReport) -> Itera
 
 def _quantize_group(
     group: list[Selected], device: torch.device | None, calibration: Calibration | None
-) -> Iterator[ReportRow]:
-    """Pack the one weight of these layers and hand it to all of them; the float weight dies with its
-    last owner here."""
+) -> list[ReportRow]:
+    """Pack the one weight of these layers and hand it to all of them; the float weight dies with its last owner."""
     first = group[0]
-    weight: torch.Tensor = matrix_of(first.module, first.module.weight)
-    before, shape = weight.nbytes, features_of(first.module)
+    before, weight = first.value.nbytes, first.weight.matrix(first.value.detach())
     if device is not None and weight.device.type not in (device.type, "meta"):
-        weight = weight.detach().to(device)
+        weight = weight.to(device)
         for item in group:
-            _move_bias(item.module, device)
-    layout = ROW_MAJOR if all(is_embedding(item.module) for item in group) else _C.LAYOUT  # tied: that of the linear
-    packed, distortion = pack_weight(weight, first.spec, inputs_of(group, calibration), layout)
-    for item in group:
-        spec = replace(item.spec, algorithm=None)
-        if is_embedding(item.module):
-            quantize_embedding_in_place(item.module, packed, spec, layout)
-        else:
-            quantize_in_place(item.module, packed, spec)
-        row = ReportRow.packed(item.name, item.spec, shape, before, distortion, item.kernel, item.note)
-        row = replace(row, bytes_after=packed.nbytes)  # in its layout
-        if item is not first:
-            row = replace(row, bytes_before=0, bytes_after=0, note=f"shares the weight of {first.name}")
-        yield row
+            _move_bias(item, device)
+    inputs = None if calibration is None else inputs_of(group, calibration)
+    return pack_group(group, lambda layout: pack_weight(weight, first.spec, inputs, layout), before)[1]
 
 
-def _move_bias(module: nn.Module, device: torch.device) -> None:
-    if getattr(module, "bias", None) is not None:
-        module.bias = nn.Parameter(module.bias.detach().to(device), requires_grad=module.bias.requires_grad)
+def _move_bias(item: Selected, device: torch.device) -> None:
+    key = item.weight.bias
+    bias = item.module._parameters.get(key)
+    if bias is not None:
+        item.module._parameters[key] = nn.Parameter(bias.detach().to(device), requires_grad=bias.requires_grad)
 
 
-def tell_and_protect(
-    model: nn.Module, report: QuantizationReport, rows: dict[str, ReportRow], skipped: list[Skipped]
+def tell_and_guard(
+    model: nn.Module, report: QuantizationReport, rows: list[ReportRow], items: Sequence[Selected | Skipped]
 ) -> None:
-    """Fill the report of a model whose layers have changed, and keep torch and state dicts from misreading them."""
-    rows |= {item.name: ReportRow.skipped(item.name, item.module, item.reason) for item in skipped}
-    report.rows = [rows[name] for name, _ in model.named_modules() if name in rows]
-    report.left = _left(model, rows)
-    fast_path = disable_encoder_fast_path(model)
-    report.notes += [fast_path] if fast_path else []
-    check_state_dicts_of(model)
+    """Fill the report of a model with the lines of the layers that have changed and of those that were skipped, and
+    guard the former."""
+    skipped = [item for item in items if isinstance(item, Skipped)]
+    rows = rows + [ReportRow.skipped(item.name, item.module, item.reason) for item in skipped]
+    report.rows = in_model_order(model, rows)
+    report.left = _left(model, [item.module for item in items])
+    report.notes += guard(model)
 
 
-def _left(model: nn.Module, rows: Iterable[str]) -> list[FloatWeight]:
-    """The float weights (two dimensions or more) that no row is about: embeddings, convolutions, experts."""
-    told = {id(parameter) for name in rows for parameter in model.get_submodule(name).parameters(recurse=False)}
+def _left(model: nn.Module, modules: Iterable[nn.Module]) -> list[FloatWeight]:
+    """The float weights (two dimensions or more) that no line is about: embeddings, convolutions, experts."""
+    told = {id(parameter) for module in modules for parameter in module.parameters(recurse=False)}
     left: dict[int, FloatWeight] = {}
     for prefix, module in model.named_modules():
         for key, weight in module._parameters.items():

@@ -17,7 +17,8 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from lowbit.quant.linear_layers import is_linear
+from lowbit.quant.kinds import kind_of
+from lowbit.quant.quant_linear import LINEAR
 
 _NAMED = re.compile(r"\bself\.(\w+)\.weight\b|\.weight\.[a-z]\w*_\(|\bnext\(self\..*parameters\(\)\)\.dtype")
 _HARMLESS = {"device", "requires_grad"}  # attributes that a packed weight has like a float one
@@ -33,7 +34,7 @@ def weights_that_are_read(model: nn.Module) -> dict[int, str]:
         read = _read_by(type(module)) if any(map(_is_of_transformers, type(module).__mro__)) else frozenset()
         for path in read:
             for layer in _layers_at(module, path):
-                if layer is not None and is_linear(layer):
+                if layer is not None and kind_of(layer) is LINEAR:
                     found[id(layer)] = f"{type(module).__name__} reads its weight"
     return found
 

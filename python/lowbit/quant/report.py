@@ -1,19 +1,55 @@
 # SPDX-License-Identifier: Apache-2.0
-"""QuantizationReport: the result of quantize_ for every linear layer, as text, HTML and a dictionary."""
+"""QuantizationReport: the result of quantize_ for every linear layer, as text, HTML and a dictionary. Its errors are
+sums of squares, and their ratio in dB."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from torch import nn
 
 from lowbit.formats.spec import LinearSpec
-from lowbit.quant.distortion import Distortion
-from lowbit.quant.linear_layers import features_of
+from lowbit.quant.kinds import LayerWeight, weights_of
 from lowbit.tables.folding import decibels
 from lowbit.tables.layer_table import LayerTable
+
+
+def decibel(signal: float, noise: float) -> float:
+    """10 log10(signal / noise); inf without noise, -inf without a signal or with infinite noise, nan of nan."""
+    if not noise or not signal:
+        return -math.inf if noise else math.inf
+    return 10 * (math.log10(signal) - math.log10(noise))  # the quotient may be 0
+
+
+@dataclass(frozen=True, slots=True)
+class Distortion:
+    """Sums of squares of a weight, of its error, and of the error with the scales of its groups' ranges (absmax).
+
+    Weighed by the inputs of the layer where they are known: by the mean of x^2, or for GPTQ by that of x x^T. nan on
+    the meta device.
+    """
+
+    signal: float = math.nan
+    noise: float = math.nan
+    absmax_noise: float = math.nan
+
+    def __add__(self, other: Distortion) -> Distortion:
+        """That of two weights together."""
+        sums = (self.signal + other.signal, self.noise + other.noise, self.absmax_noise + other.absmax_noise)
+        return Distortion(*sums)
+
+    @property
+    def db(self) -> float:
+        """10 log10(signal / noise); inf is exact."""
+        return decibel(self.signal, self.noise)
+
+    @property
+    def absmax_db(self) -> float:
+        """The same with absmax scales."""
+        return decibel(self.signal, self.absmax_noise)
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +59,7 @@ class ReportRow:
     Args:
         layer: qualified name in the model.
         format: short name of the format; empty when the layer was skipped.
-        shape: (n, k), the weight's rows and columns.
+        shape: (n, k), the weight's rows and columns; of several matrices their number before.
         bytes_before, bytes_after: of the weight; 0 where another row already counts a shared one.
         error_db: 10 log10(sum of w^2 / sum of (w - dequantized)^2); larger is better, inf is exact, nan unknown (meta
             device). With a calibration each square counts as much as the mean square of its input; with GPTQ it is that
@@ -36,7 +72,7 @@ class ReportRow:
 
     layer: str
     format: str
-    shape: tuple[int, int]
+    shape: tuple[int, ...]
     bytes_before: int
     bytes_after: int
     error_db: float = math.nan
@@ -49,26 +85,29 @@ class ReportRow:
         cls,
         layer: str,
         spec: LinearSpec,
-        shape: tuple[int, int],
+        shape: tuple[int, ...],
         bytes_before: int,
+        bytes_after: int,
         distortion: Distortion,
         kernel: str,
         note: str = "",
     ) -> ReportRow:
         """A layer whose weight was packed as ``spec`` says."""
         absmax_db = math.nan if spec.takes_absmax else distortion.absmax_db
-        return cls(layer, spec.name, shape, bytes_before, spec.bytes(*shape), distortion.db, kernel, note, absmax_db)
+        return cls(layer, spec.name, shape, bytes_before, bytes_after, distortion.db, kernel, note, absmax_db)
 
-    def shared(self, layer: str, spec: LinearSpec, kernel: str) -> ReportRow:
+    def shared(self, layer: str, format: str, kernel: str) -> ReportRow:
         """Another layer that has this one's weight."""
         note = f"shares the weight of {self.layer}"
-        return replace(self, layer=layer, format=spec.name, bytes_before=0, bytes_after=0, kernel=kernel, note=note)
+        return replace(self, layer=layer, format=format, bytes_before=0, bytes_after=0, kernel=kernel, note=note)
 
     @classmethod
     def skipped(cls, layer: str, module: nn.Module, note: str) -> ReportRow:
         """A layer that stays as it is; one without a weight of its own has no bytes."""
-        count = getattr(getattr(module, "weight", None), "nbytes", 0)
-        return cls(layer, "", features_of(module), count, count, note=note)
+        weights = weights_of(module)
+        values = (module._parameters.get(weight.key) for weight in weights)
+        count = sum(value.nbytes for value in values if value is not None)
+        return cls(layer, "", weights[0].shape, count, count, note=note)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +190,7 @@ class QuantizationReport(LayerTable):
         row = rows[0]
         return (
             row.format or "skipped",
-            f"{row.shape[0]}x{row.shape[1]}",
+            "x".join(map(str, row.shape)),
             _size(sum(row.bytes_before for row in rows)),
             _size(sum(row.bytes_after for row in rows)),
             decibels(row.error_db for row in rows),
@@ -186,6 +225,20 @@ class QuantizationReport(LayerTable):
             size = _size(sum(weight.bytes for weight in weights))
             lines.append(f"stays float: {size} in {kind}, no linear layer: {told}{more}")
         return lines
+
+
+def row_name(name: str, module: nn.Module, weight: LayerWeight) -> str:
+    """Return the name of a weight's line: that of the layer, or of the parameter where the layer has several."""
+    return name if len(weights_of(module)) == 1 else f"{name}.{weight.key}"
+
+
+def in_model_order(model: nn.Module, rows: Iterable[ReportRow]) -> list[ReportRow]:
+    """Sort lines by the places of their layers in ``named_modules``."""
+    place: dict[str, int] = {}
+    for number, (name, module) in enumerate(model.named_modules()):
+        place[name] = number
+        place |= {f"{name}.{weight.key}": number for weight in weights_of(module)}
+    return sorted(rows, key=lambda row: place[row.layer])
 
 
 def model_bytes(model: nn.Module) -> int:

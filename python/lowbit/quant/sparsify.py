@@ -13,10 +13,10 @@ from lowbit.formats.semi_sparse import SemiSparseWeightConfig
 from lowbit.formats.torchao import from_torchao
 from lowbit.quant.block_sparse import sparsify_layers
 from lowbit.quant.changing_layers import changing_layers
-from lowbit.quant.linear_layers import matrix_of
-from lowbit.quant.quantize import by_weight, quantize_, tell_and_protect
+from lowbit.quant.packing import Selected, by_weight
+from lowbit.quant.quantize import quantize_, tell_and_guard
 from lowbit.quant.report import QuantizationReport, model_bytes
-from lowbit.quant.select import FilterFn, Selected, Skipped, select
+from lowbit.quant.select import FilterFn, Skipped, select
 
 
 def sparsify_(
@@ -55,7 +55,7 @@ def _cut_into_blocks(
     selected, skipped = select(model, FloatWeightConfig(), filter_fn, None, strict=False)
     taken: list[Selected] = []
     for item in selected:
-        reason = config.refuses(matrix_of(item.module, item.module.weight))
+        reason = config.refuses(item.weight.matrix(item.value))
         if reason and filter_fn is not None:
             raise ValueError(f"sparsify_: weight of {item.name or 'the model itself'} {reason}")
         if reason:
@@ -65,6 +65,6 @@ def _cut_into_blocks(
     report = QuantizationReport(str(config), model_bytes_before=model_bytes(model))
     with changing_layers(model):
         rows = sparsify_layers(by_weight(taken), config)
-    tell_and_protect(model, report, rows, skipped)
+    tell_and_guard(model, report, rows, [*taken, *skipped])
     report.model_bytes_after = model_bytes(model)
     return report

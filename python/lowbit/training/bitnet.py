@@ -18,9 +18,8 @@ from torch.nn import functional
 
 from lowbit.formats.intx import int8_dynamic_activation_intx_weight
 from lowbit.ops.fake_quantize import fake_quantize_activations
-from lowbit.quant.fast_path import disable_encoder_fast_path
-from lowbit.quant.linear_layers import features_of
-from lowbit.quant.load_check import check_state_dicts_of
+from lowbit.quant.kinds import features_of
+from lowbit.quant.load_check import guard
 from lowbit.quant.report import QuantizationReport, ReportRow, model_bytes
 from lowbit.quant.select import select
 from lowbit.training.convert import convert
@@ -51,7 +50,7 @@ class BitNetTrainingConfig(TwoStepConfig):
         >>> lowbit.quantize_(model, lowbit.training.BitNetTrainingConfig(step="convert"))
     """
 
-    def apply(self, model: nn.Module, filter_fn: Any, *, strict: bool, head: Any) -> QuantizationReport:
+    def change_layers(self, model: nn.Module, filter_fn: Any, *, strict: bool, head: Any) -> QuantizationReport:
         check_no_head(self, head)
         if self.step == "convert":
             return convert(model, str(self), BitNetLinear.base_config, filter_fn)
@@ -66,8 +65,7 @@ class BitNetTrainingConfig(TwoStepConfig):
             rows[item.name] = ReportRow(item.name, "ternary", shape, size, size, note="ternary weight, to be trained")
         report.rows = in_order(model, rows, skipped)
         report.notes += [] if selected else ["no layer was selected"]
-        check_state_dicts_of(model)
-        report.notes += [note] if (note := disable_encoder_fast_path(model)) else []
+        report.notes += guard(model)
         report.model_bytes_after = model_bytes(model)
         return report
 

@@ -3,29 +3,18 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from lowbit import _C
-from lowbit.quant.adapters import adopt_lora_layers
 from lowbit.quant.changing_layers import changing_layers
 from lowbit.quant.codes import CodedWeight
-from lowbit.quant.distortion import Distortion
-from lowbit.quant.linear_layers import features_of, is_embedding
-from lowbit.quant.load_check import check_state_dicts_of
-from lowbit.quant.packing import all_finite
-from lowbit.quant.quant_embedding import ROW_MAJOR, quantize_embedding_in_place
-from lowbit.quant.quant_linear import quantize_in_place
-from lowbit.quant.report import QuantizationReport, ReportRow, model_bytes
-from lowbit.quant.select import serving_kernel
+from lowbit.quant.kinds import weights_of
+from lowbit.quant.load_check import guard
+from lowbit.quant.packing import Packed, Selected, by_weight, check_finite, pack_group
+from lowbit.quant.report import Distortion, QuantizationReport, ReportRow, model_bytes
 from lowbit.training.layers import SCALE, FakeQuantized, restore_in_place
-
-Layers = list[tuple[str, FakeQuantized]]
 
 
 def convert(model: nn.Module, title: str, base_config: str | None, filter_fn: Any) -> QuantizationReport:
@@ -45,21 +34,25 @@ def convert(model: nn.Module, title: str, base_config: str | None, filter_fn: An
         wanted = base_config or "training"
         raise ValueError(f"quantize_: {title} must meet layers prepared for {wanted}, got layers of {there}")
     for name, module in taken:
-        for key in ("weight", SCALE):
+        for key in (*(weight.key for weight in weights_of(module)), SCALE):
             tensor = module._parameters[key]
-            if tensor is not None and not tensor.is_meta and not all_finite(tensor):
-                raise ValueError(f"quantize_: {key} of {name or 'the model itself'} must be finite, got inf or nan")
+            if tensor is not None:
+                check_finite("quantize_", f"{key} of {name or 'the model itself'}", tensor)
     report = QuantizationReport(title, model_bytes_before=model_bytes(model))
     if base_config is None:
         for name, module in taken:
             restore_in_place(module)
             report.rows.append(ReportRow.skipped(name, module, "float again"))
     else:
+        selected = [
+            Selected.of(name, module, weight, module.spec, module._parameters[weight.key])
+            for name, module in taken
+            for weight in weights_of(module)
+        ]
         with changing_layers(model):
-            rows = {row.layer: row for group in _by_weight(taken) for row in _convert_group(group)}
+            rows = {row.layer: row for group in by_weight(selected) for row in _convert_group(group)}
         report.rows = [rows[name] for name, _ in taken]
-        check_state_dicts_of(model)
-        adopt_lora_layers(model)
+        guard(model)
     left = len(prepared) - len(taken)
     if left:
         report.notes.append(f"{left} layers are still being trained")
@@ -67,35 +60,16 @@ def convert(model: nn.Module, title: str, base_config: str | None, filter_fn: An
     return report
 
 
-def _by_weight(layers: Layers) -> list[Layers]:
-    """Group layers that share one Parameter."""
-    groups: dict[int, Layers] = defaultdict(list)
-    for name, module in layers:
-        groups[id(module.weight)].append((name, module))
-    return list(groups.values())
-
-
 @torch.no_grad()
-def _convert_group(group: Layers) -> Iterator[ReportRow]:
-    """Pack the one weight of these layers and hand it to all of them."""
-    first_name, first = group[0]
-    layout = ROW_MAJOR if all(is_embedding(module) for _, module in group) else _C.LAYOUT
-    codes, scale, zero = first.quantize()
-    packed = nn.Parameter(CodedWeight.of(codes, scale, zero, first.spec).pack(layout), requires_grad=False)
-    before, distortion, row = first.weight.nbytes, _distortion(first), None
-    for name, module in group:
-        spec, shape = module.spec, features_of(module)
-        kernel = serving_kernel(spec, *shape, module.weight, embedding=is_embedding(module))
-        restore_in_place(module)
-        if is_embedding(module):
-            quantize_embedding_in_place(module, packed, spec, layout)
-        else:
-            quantize_in_place(module, packed, spec)
-        if row is None:
-            row = replace(ReportRow.packed(name, spec, shape, before, distortion, kernel), bytes_after=packed.nbytes)
-            yield row
-        else:
-            yield row.shared(name, spec, kernel)
+def _convert_group(group: list[Selected]) -> list[ReportRow]:
+    """Pack the codes that the one weight of these layers has now, and hand them to all of them."""
+    first: FakeQuantized = group[0].module
+
+    def make(layout: str) -> Packed:
+        packed = CodedWeight.of(*first.quantize(), first.spec).pack(layout)
+        return nn.Parameter(packed, requires_grad=False), _distortion(first)
+
+    return pack_group(group, make, first.weight.nbytes, restore=restore_in_place)[1]
 
 
 def _distortion(layer: FakeQuantized) -> Distortion:

@@ -10,7 +10,7 @@ from torch import nn
 
 from lowbit.ops.fakes import FLOATS
 from lowbit.quant.adapters import adapter_modules
-from lowbit.quant.fast_path import disable_encoder_fast_path
+from lowbit.quant.load_check import guard
 from lowbit.quant.select import reason_to_skip
 from lowbit.training.float8_config import Float8LinearConfig, float8_config_of
 from lowbit.training.float8_linear import Float8Linear
@@ -76,7 +76,7 @@ def convert_to_float8_training(
         raise ValueError(f"{_NAME}: {wanted} an nn.Linear that can be converted, got none")
     for module in layers:
         module.__class__, module.config = Float8Linear, config
-    disable_encoder_fast_path(model)
+    guard(model)
     return model
 
 

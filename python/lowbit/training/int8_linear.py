@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lowbit.quant.linear_layers import features_of, is_conv1d
+from lowbit.quant.kinds import weights_of
 from lowbit.training.int8_product import int8_product
 
 PRODUCTS = ("output", "grad_input", "grad_weight")
@@ -97,8 +97,9 @@ class _Linear(torch.autograd.Function):
 
 def prepare_in_place(module: nn.Module, int8_products: tuple[bool, bool, bool]) -> None:
     """Turn a float layer into the one that is trained; the object, its parameters and hooks stay the same."""
-    module.float_class, module.transposed = type(module), is_conv1d(module)
-    module.out_features, module.in_features = features_of(module)
+    (weight,) = weights_of(module)
+    module.float_class, module.transposed = type(module), weight.transposed
+    module.out_features, module.in_features = weight.n, weight.k
     module.__class__, module.int8_products = Int8MixedPrecisionLinear, int8_products
 
 

@@ -8,10 +8,9 @@ from typing import Any
 
 from torch import nn
 
-from lowbit.formats.base import TrainingConfig
 from lowbit.formats.int8 import Int8DynamicActivationInt8WeightConfig
-from lowbit.quant.fast_path import disable_encoder_fast_path
-from lowbit.quant.linear_layers import features_of
+from lowbit.quant.kinds import features_of
+from lowbit.quant.load_check import guard
 from lowbit.quant.report import QuantizationReport, ReportRow, model_bytes
 from lowbit.quant.select import select
 from lowbit.training.int8_linear import Int8MixedPrecisionLinear, prepare_in_place, restore_in_place
@@ -19,7 +18,7 @@ from lowbit.training.preparing import check_devices, check_no_head, in_order
 
 
 @dataclass(frozen=True, slots=True)
-class Int8MixedPrecisionTrainingConfig(TrainingConfig):
+class Int8MixedPrecisionTrainingConfig:
     """Train with int8 products: ``quantize_(model, Int8MixedPrecisionTrainingConfig())``.
 
     Weights stay float parameters with their names and state dict, so optimizers and checkpoints of the float model
@@ -51,12 +50,12 @@ class Int8MixedPrecisionTrainingConfig(TrainingConfig):
             if not isinstance(value, bool):
                 raise TypeError(f"{type(self).__name__}: {field.name} must be True or False, got {value!r}")
 
-    def apply(self, model: nn.Module, filter_fn: Any, *, strict: bool, head: Any) -> QuantizationReport:
+    def change_layers(self, model: nn.Module, filter_fn: Any, *, strict: bool, head: Any) -> QuantizationReport:
         check_no_head(self, head)
         report = QuantizationReport(str(self), model_bytes_before=model_bytes(model))
         if self.output or self.grad_input or self.grad_weight:
             report.rows = self._prepare(model, filter_fn, strict)
-            report.notes += [note] if (note := disable_encoder_fast_path(model)) else []
+            report.notes += guard(model)
         else:
             report.rows = _restore(model, filter_fn)
         report.notes += [] if report.rows else ["no layer was selected"]

@@ -14,12 +14,11 @@ from lowbit.formats.int8 import Int8WeightOnlyConfig
 from lowbit.formats.spec import LinearSpec
 from lowbit.quant.changing_layers import changing_layers
 from lowbit.quant.codes import CodedWeight
-from lowbit.quant.fast_path import disable_encoder_fast_path
-from lowbit.quant.linear_layers import features_of, is_conv1d
-from lowbit.quant.load_check import check_state_dicts_of
-from lowbit.quant.quant_linear import quantize_in_place
-from lowbit.quant.report import QuantizationReport, ReportRow, model_bytes
-from lowbit.quant.select import Selected, select, serving_kernel
+from lowbit.quant.kinds import weights_of
+from lowbit.quant.load_check import guard
+from lowbit.quant.packing import Packed, Selected, by_weight, check_finite, pack_group
+from lowbit.quant.report import Distortion, QuantizationReport, ReportRow, model_bytes
+from lowbit.quant.select import select
 from lowbit.training.int8_weight import Int8Weight
 from lowbit.training.int8_weight_linear import Int8WeightLinear
 from lowbit.training.preparing import TwoStepConfig, check_no_head, in_order, weight_of
@@ -50,14 +49,14 @@ class Int8WeightOnlyQuantizedTrainingConfig(TwoStepConfig):
         >>> lowbit.quantize_(model, lowbit.training.Int8WeightOnlyQuantizedTrainingConfig(step="convert"))
     """
 
-    def apply(self, model: nn.Module, filter_fn: Any, *, strict: bool, head: Any) -> QuantizationReport:
+    def change_layers(self, model: nn.Module, filter_fn: Any, *, strict: bool, head: Any) -> QuantizationReport:
         check_no_head(self, head)
         report = QuantizationReport(str(self), model_bytes_before=model_bytes(model))
         with changing_layers(model):
-            report.rows = _convert(model, filter_fn) if self.step == "convert" else _prepare(model, filter_fn, strict)
+            converts = self.step == "convert"
+            report.rows = _convert(model, filter_fn) if converts else _prepare(model, filter_fn, strict)
         report.notes += [] if report.rows else ["no layer was selected"]
-        report.notes += [note] if (note := disable_encoder_fast_path(model)) else []
-        check_state_dicts_of(model)
+        report.notes += guard(model)
         report.model_bytes_after = model_bytes(model)
         return report
 
@@ -69,7 +68,7 @@ def _prepare(model: nn.Module, filter_fn: Any, strict: bool) -> list[ReportRow]:
     weights: dict[int, nn.Parameter] = {}  # of the float weight, which layers may share
     rows = {}
     for item in selected:
-        module, weight = item.module, item.module.weight
+        module, weight = item.module, item.value
         first = id(weight) not in weights
         if first:
             codes = Int8Weight.from_float(weight)
@@ -78,7 +77,7 @@ def _prepare(model: nn.Module, filter_fn: Any, strict: bool) -> list[ReportRow]:
         module.float_class, module.__class__ = type(module), Int8WeightLinear
         module.weight = weights[id(weight)]
         note = "int8 weight, to be trained"
-        rows[item.name] = ReportRow(item.name, "int8 per-channel", features_of(module), before, after, note=note)
+        rows[item.name] = ReportRow(item.name, "int8 per-channel", item.weight.shape, before, after, note=note)
     return in_order(model, rows, skipped)
 
 
@@ -87,7 +86,7 @@ def _check(item: Selected) -> None:
     devices.check("Int8WeightOnlyQuantizedTrainingConfig", label, item.module.weight.device)
     if item.note:
         raise ValueError(f"quantize_: {label} must not be shared with a layer that stays float, got one {item.note}")
-    if is_conv1d(item.module):
+    if item.weight.transposed:
         raise TypeError(f"quantize_: {label} must be of an nn.Linear, got a Conv1D: its scales are of columns")
 
 
@@ -98,21 +97,25 @@ def _convert(model: nn.Module, filter_fn: Any) -> list[ReportRow]:
         for name, module in model.named_modules()
         if isinstance(module, Int8WeightLinear) and (filter_fn is None or filter_fn(module, name))
     ]
+    selected = []
     for name, module in layers:
-        if not module.weight.scale.isfinite().all():
-            raise ValueError(f"quantize_: weight of {name or 'the model itself'} must be finite, got inf or nan")
-    packed: dict[int, nn.Parameter] = {}
-    rows = []
-    for name, module in layers:
-        weight, shape = module.weight, features_of(module)
-        first = id(weight) not in packed
-        if first:
-            codes = (weight.codes.int() + _ZERO).to(torch.uint8)
-            coded = CodedWeight.of(codes, weight.scale.unsqueeze(1), None, _SPEC)
-            packed[id(weight)] = nn.Parameter(coded.pack(), requires_grad=False)
-        kernel = serving_kernel(_SPEC, *shape, weight)
+        check_finite("quantize_", f"weight of {name or 'the model itself'}", module.weight.scale)
+        (weight,) = weights_of(module)
+        selected.append(Selected.of(name, module, weight, _SPEC, module.weight, "codes as they were trained"))
+    rows = {row.layer: row for group in by_weight(selected) for row in _convert_group(group)}
+    return [rows[name] for name, _ in layers]
+
+
+def _convert_group(group: list[Selected]) -> list[ReportRow]:
+    """Hand the codes of the one weight of these layers to all of them, packed."""
+    weight: Int8Weight = group[0].value
+
+    def make(layout: str) -> Packed:
+        codes = (weight.codes.int() + _ZERO).to(torch.uint8)
+        packed = CodedWeight.of(codes, weight.scale.unsqueeze(1), None, _SPEC).pack(layout)
+        return nn.Parameter(packed, requires_grad=False), Distortion()
+
+    def restore(module: Int8WeightLinear) -> None:
         module.__class__ = module.__dict__.pop("float_class")
-        quantize_in_place(module, packed[id(weight)], _SPEC)
-        sizes = (weight.nbytes, packed[id(weight)].nbytes) if first else (0, 0)
-        rows.append(ReportRow(name, _SPEC.name, shape, *sizes, kernel=kernel, note="codes as they were trained"))
-    return rows
+
+    return pack_group(group, make, weight.nbytes, restore=restore)[1]

@@ -25,8 +25,8 @@ from lowbit.ops.fake_quantize import (
     fake_quantized_linear,
     quantize_weight,
 )
+from lowbit.quant.kinds import kind_of, weights_of
 from lowbit.quant.layout import text_of
-from lowbit.quant.linear_layers import features_of, is_conv1d, is_embedding
 
 SCALE, ZERO = "weight_scale", "weight_zero"
 
@@ -84,11 +84,12 @@ class FakeQuantized(nn.Module):
 
     def state_dict_problem(self, state_dict: dict[str, Any], prefix: str) -> str | None:
         """Say why the entries of ``state_dict`` under ``prefix`` cannot be this layer's, or return None."""
-        weight = state_dict.get(f"{prefix}weight")
-        if not isinstance(weight, Tensor) or weight.is_floating_point():
+        (weight,) = weights_of(self)
+        value = state_dict.get(f"{prefix}{weight.key}")
+        if not isinstance(value, Tensor) or value.is_floating_point():
             return None
         return (
-            f"{prefix}weight must be float, as the layer is being trained, got {text_of(weight)}: "
+            f"{prefix}{weight.key} must be float, as the layer is being trained, got {text_of(value)}: "
             f"a packed weight is loaded after {self.end}"
         )
 
@@ -133,12 +134,13 @@ def prepare_in_place(
     zero: Tensor | None = None,
 ) -> None:
     """Turn a float layer into the one that is trained; the object, its parameters and hooks stay the same."""
-    module.float_class, module.transposed = type(module), is_conv1d(module)
-    if is_embedding(module):
-        module.__class__ = FakeQuantizedEmbedding
-    else:
-        module.out_features, module.in_features = features_of(module)
+    (weight,) = weights_of(module)
+    module.float_class, module.transposed = type(module), weight.transposed
+    if kind_of(module).multiplies:
+        module.out_features, module.in_features = weight.n, weight.k
         module.__class__ = FakeQuantizedLinear
+    else:
+        module.__class__ = FakeQuantizedEmbedding
     module.spec, module.base_config = spec, base_config
     module.weight_format, module.x_format = spec.fake_quantize_args, _C.X_FORMATS[spec.x_format]
     module.register_parameter(SCALE, scale)

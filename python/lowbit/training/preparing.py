@@ -10,10 +10,9 @@ from typing import Any
 from torch import nn
 
 from lowbit import devices
-from lowbit.formats.base import TrainingConfig
 from lowbit.quant.output_head import INT8
-from lowbit.quant.report import ReportRow
-from lowbit.quant.select import Selected
+from lowbit.quant.packing import Selected
+from lowbit.quant.report import ReportRow, in_model_order
 
 STEPS = ("prepare", "convert")
 
@@ -25,7 +24,7 @@ def check_step(name: str, step: Any) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class TwoStepConfig(TrainingConfig):
+class TwoStepConfig:
     """Base of the configurations with a ``step``, one of `STEPS`, and nothing else."""
 
     _: KW_ONLY
@@ -57,5 +56,5 @@ def check_devices(name: str, selected: Iterable[Selected], kernel: str | None = 
 
 def in_order(model: nn.Module, rows: dict[str, ReportRow], skipped: Iterable[Any]) -> list[ReportRow]:
     """The rows of layers that changed and of those that stay float, in the order of ``model``."""
-    rows = rows | {item.name: ReportRow.skipped(item.name, item.module, item.reason) for item in skipped}
-    return [rows[name] for name, _ in model.named_modules() if name in rows]
+    left = (ReportRow.skipped(item.name, item.module, item.reason) for item in skipped)
+    return in_model_order(model, [*rows.values(), *left])

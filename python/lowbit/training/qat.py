@@ -13,25 +13,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowbit.formats.base import FormatConfig, TrainingConfig
+from lowbit.formats.base import FormatConfig
 from lowbit.formats.semi_sparse import FORMAT as SEMI_SPARSE
 from lowbit.formats.spec import LinearSpec
-from lowbit.formats.torchao import from_torchao
-from lowbit.quant.fast_path import disable_encoder_fast_path
-from lowbit.quant.linear_layers import features_of, matrix_of
-from lowbit.quant.load_check import check_state_dicts_of
+from lowbit.quant.load_check import guard
 from lowbit.quant.output_head import head_config
-from lowbit.quant.packing import pack_weight
-from lowbit.quant.quant_linear import QuantLinear
+from lowbit.quant.packing import Selected, pack_weight
+from lowbit.quant.quant_embedding import EMBEDDING
+from lowbit.quant.quant_linear import LINEAR, QuantLinear
+from lowbit.quant.quantize import config_asked_for
 from lowbit.quant.report import QuantizationReport, ReportRow, model_bytes
-from lowbit.quant.select import Selected, select
+from lowbit.quant.select import select
 from lowbit.training.convert import convert
 from lowbit.training.layers import prepare_in_place
 from lowbit.training.preparing import check_devices, check_step, in_order
 
 
 @dataclass(frozen=True, slots=True)
-class QATConfig(TrainingConfig):
+class QATConfig:
     """Train a model for a format: ``quantize_(model, QATConfig(config))``, training, ``quantize_(model,
     QATConfig(config, step="convert"))``.
 
@@ -68,16 +67,12 @@ class QATConfig(TrainingConfig):
 
     def __post_init__(self) -> None:
         check_step("QATConfig", self.step)
-        object.__setattr__(self, "base_config", from_torchao(self.base_config))
         if self.base_config is None and self.step == "convert":
             return
-        if not isinstance(self.base_config, FormatConfig):
-            got = self.base_config
-            name = got.__name__ if isinstance(got, type) or callable(got) else type(got).__name__
-            raise TypeError(f"QATConfig: base_config must be a configuration such as int4_weight_only(), got {name}")
+        object.__setattr__(self, "base_config", config_asked_for("QATConfig: base_config", self.base_config))
         trained_spec(self.base_config, torch.float32, self.learned_scales or self.step == "convert")
 
-    def apply(self, model: nn.Module, filter_fn: Any, *, strict: bool, head: Any) -> QuantizationReport:
+    def change_layers(self, model: nn.Module, filter_fn: Any, *, strict: bool, head: Any) -> QuantizationReport:
         if self.step == "convert":
             text = None if self.base_config is None else str(self.base_config)
             return convert(model, str(self), text, filter_fn)
@@ -122,31 +117,29 @@ def _prepare(model: nn.Module, qat: QATConfig, filter_fn: Any, strict: bool, hea
     of_head = head_config("quantize_", head, config)
     if of_head is not None:
         trained_spec(of_head, torch.float32, qat.learned_scales)
-    selected, skipped = select(model, config, filter_fn, None, strict, embeddings=True, head=of_head)
+    selected, skipped = select(model, config, filter_fn, None, strict, kinds=(LINEAR, EMBEDDING), head=of_head)
     check_devices("QATConfig", selected, kernel="fake_quantize")
     report = QuantizationReport(str(qat), model_bytes_before=model_bytes(model))
     scales: dict[int, tuple[nn.Parameter | None, Tensor | None]] = {}  # of a weight, which layers may share
     rows = {}
     for item in selected:
-        key = id(item.module.weight)
+        key = id(item.value)
         if key not in scales:
             scales[key] = _first_scales(item) if qat.learned_scales else (None, None)
-        size, shape = item.module.weight.nbytes, features_of(item.module)
+        size, shape = item.value.nbytes, item.weight.shape
         spec = replace(item.spec, scale="absmax")
         prepare_in_place(item.module, spec, str(config), *scales[key])
         rows[item.name] = ReportRow(item.name, spec.name, shape, size, size, note="fake-quantized, to be trained")
     report.rows = in_order(model, rows, skipped)
     if not selected:
         report.notes.append("no layer was selected")
-    check_state_dicts_of(model)
-    fast_path = disable_encoder_fast_path(model)
-    report.notes += [fast_path] if fast_path else []
+    report.notes += guard(model)
     report.model_bytes_after = model_bytes(model)
     return report
 
 
 def _first_scales(item: Selected) -> tuple[nn.Parameter, Tensor | None]:
     """Scales as the configuration chooses them, and zero points of an asymmetric weight."""
-    weight, spec = matrix_of(item.module, item.module.weight), item.spec
+    weight, spec = item.weight.matrix(item.value), item.spec
     _, scale, zero = QuantLinear.from_packed(pack_weight(weight, spec)[0], *weight.shape, spec).unpack()
     return nn.Parameter(scale.clone(memory_format=torch.contiguous_format)), zero if spec.asymmetric else None

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from lowbit.ops.fakes import FLOATS
-from lowbit.quant.fast_path import disable_encoder_fast_path
+from lowbit.quant.load_check import guard
 from lowbit.quant.select import reason_to_skip
 from lowbit.training.int8_linear import checked_input
 
@@ -139,7 +139,7 @@ def swap_linear_with_semi_sparse_linear(model: nn.Module, config: Mapping[str, t
         _check_layer(function, name, modules.get(name))
     for name, cls in config.items():
         modules[name].__class__ = cls
-    disable_encoder_fast_path(model)
+    guard(model)
     return model
 
 

@@ -69,9 +69,9 @@ def _model(file: GgufFile, config: PreTrainedConfig, activations: str, attention
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.float32)
     model.tie_weights()
+    model.config.quantization_config = LowbitConfig("gguf", activations=activations, fuse=fuse)
     with errors_of(file.paths[0], "the weights"):
         load(model, StateReader(file, model, activations).read())
-    model.config.quantization_config = LowbitConfig("gguf", activations=activations, fuse=fuse)
     model.eval()
     if fuse:
         fuse_pieces(model)

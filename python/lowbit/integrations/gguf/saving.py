@@ -17,9 +17,8 @@ from lowbit.formats.spec import StoredWeight
 from lowbit.integrations.gguf.file import GgufFile, GgufTensor
 from lowbit.integrations.gguf.weights import StateReader
 from lowbit.quant.codes import CodedWeight
+from lowbit.quant.kinds import is_packed, kind_of, layout_name, weight_named
 from lowbit.quant.layout import numbers_of
-from lowbit.quant.linear_layers import features_of, is_conv1d, is_embedding, is_linear
-from lowbit.quant.load import PACKED
 from lowbit.tables.folding import first_five
 
 _BLOCK = 32
@@ -88,10 +87,8 @@ def _others(reader: StateReader, known: list[GgufTensor]) -> list[GgufTensor]:
         raise ValueError(f"save: a file such as like must hold every parameter, has no name for {first_five(unnamed)}")
     others = []
     for parameter in missing:
-        path, _, key = parameter.rpartition(".")
-        module = reader.model.get_submodule(path)
-        is_matrix = key == "weight" and (is_linear(module) or is_embedding(module))
-        shape = features_of(module) if is_matrix else tuple(reader.parameters[parameter].shape)
+        found = weight_named(reader.model, parameter)
+        shape = tuple(reader.parameters[parameter].shape) if found is None else found[2].shape
         others.append(GgufTensor(names[parameter], "", shape))
     return others
 
@@ -99,20 +96,21 @@ def _others(reader: StateReader, known: list[GgufTensor]) -> list[GgufTensor]:
 def _encode(reader: StateReader, tensor: GgufTensor) -> tuple[np.ndarray, str]:
     """The bytes or floats of a tensor, and their type."""
     name = reader.names[tensor.name]
-    path, _, key = name.rpartition(".")
-    module = reader.model.get_submodule(path)
-    value = module._parameters[key].detach()
-    is_matrix = key == "weight" and (is_linear(module) or is_embedding(module))
-    rows = reader.rows(tensor) if is_matrix else None
-    if key == "weight" and isinstance(module, PACKED) and not module.spec.is_float:
-        try:
-            blocks, type = _blocks(value, numbers_of(module.layout))
-        except ValueError as error:
-            raise ValueError(f"save: no GGUF type holds {path}: {error}") from None
-        return _in_order(blocks, rows).numpy(), type
-    if isinstance(module, PACKED) and key == "weight":
-        value = module.dequantize(getattr(torch, module.spec.format))
-    return _floats(reader, tensor, value.T if is_matrix and is_conv1d(module) else value, rows)
+    value = reader.parameters[name].detach()
+    found = weight_named(reader.model, name)
+    if found is None:
+        return _floats(reader, tensor, value, None)
+    path, module, weight = found
+    rows = reader.rows(tensor)
+    if is_packed(module) and module.spec.is_float:
+        value = kind_of(module).dequantize(module, weight, getattr(torch, module.spec.format))
+    if not is_packed(module) or module.spec.is_float:
+        return _floats(reader, tensor, weight.matrix(value), rows)
+    try:
+        blocks, type = _blocks(value, numbers_of(module._buffers[layout_name(weight.key)]))
+    except ValueError as error:
+        raise ValueError(f"save: no GGUF type holds {path}: {error}") from None
+    return _in_order(blocks, rows).numpy(), type
 
 
 def _floats(reader: StateReader, tensor: GgufTensor, value: Tensor, rows: Tensor | None) -> tuple[np.ndarray, str]:

@@ -13,15 +13,13 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from torch import Tensor, nn
 from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
 
-from lowbit import _C
 from lowbit.formats.spec import LinearSpec
 from lowbit.integrations.gguf.architectures import ARCHITECTURES
 from lowbit.integrations.gguf.blocks import BLOCK_TYPES, FLOAT_TYPES, pack_blocks
 from lowbit.integrations.gguf.file import GgufFile, GgufTensor
 from lowbit.integrations.selection import tied_modules
-from lowbit.quant.linear_layers import features_of, is_embedding, is_linear
-from lowbit.quant.quant_embedding import ROW_MAJOR
-from lowbit.quant.quant_linear import pack_weight
+from lowbit.quant.kinds import layout_name, layout_of_all, weight_named
+from lowbit.quant.packing import pack_weight
 from lowbit.tables.folding import first_five
 
 ACTIVATIONS = {"int8": "int8_group", "float": "float"}
@@ -78,21 +76,22 @@ class StateReader:
 
     def _read(self, tensor: GgufTensor, name: str) -> dict[str, Tensor]:
         path, _, key = name.rpartition(".")
-        module, shape = self.model.get_submodule(path), tuple(self.parameters[name].shape)
-        is_matrix = key == "weight" and (is_linear(module) or is_embedding(module))
-        if tensor.type in FLOAT_TYPES and not is_matrix:
-            values = self._floats(tensor, shape)
-            return {f"{other}.{key}": values for other in self.tied.get(path, (path,))}
-        if not is_matrix:
-            raise ValueError(f"packed weights belong to linear layers and embeddings, got a {type(module).__name__}")
-        if tensor.shape != features_of(module):
-            raise ValueError(f"the shape must be {list(features_of(module))}, got {list(tensor.shape)}")
         shared = self.tied.get(path, (path,))
-        layout = ROW_MAJOR if all(is_embedding(self.model.get_submodule(other)) for other in shared) else _C.LAYOUT
+        names = [f"{other}.{key}" for other in shared]
+        found = weight_named(self.model, name)
+        if found is None and tensor.type not in FLOAT_TYPES:
+            got = type(self.model.get_submodule(path)).__name__
+            raise ValueError(f"packed weights belong to linear layers and embeddings, got a {got}")
+        if found is None:
+            return dict.fromkeys(names, self._floats(tensor, tuple(self.parameters[name].shape)))
+        weight = found[2]
+        if tensor.shape != weight.shape:
+            raise ValueError(f"the shape must be {list(weight.shape)}, got {list(tensor.shape)}")
+        layout = layout_of_all(map(self.model.get_submodule, shared))
         packed, spec = self._packed(tensor, self.rows(tensor), layout)
-        numbers = torch.tensor(spec.layout(*tensor.shape, layout), dtype=torch.int64)
-        state = {f"{other}.weight": packed for other in shared}
-        return state | {f"{other}.layout": numbers.clone() for other in shared}
+        numbers = weight.stored(spec, layout).numbers
+        state = dict.fromkeys(names, packed)
+        return state | {layout_name(other): torch.tensor(numbers, dtype=torch.int64) for other in names}
 
     def _packed(self, tensor: GgufTensor, rows: Tensor | None, layout: str) -> tuple[Tensor, LinearSpec]:
         """The packed weight, made a few rows at a time: an unpacked block type takes several times its bytes, and a

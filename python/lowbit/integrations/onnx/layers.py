@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from lowbit.formats.spec import LinearSpec
 from lowbit.integrations.onnx.matrices import Matrix, matrix_of
 from lowbit.integrations.rewritten import RewrittenEmbedding, rewritten, with_class
+from lowbit.quant.kinds import kind_of
 from lowbit.quant.layout import numbers_of
-from lowbit.quant.quant_embedding import QuantEmbedding
 
 
 class OnnxLinear(nn.Linear):
@@ -47,13 +47,13 @@ def in_onnx(model: nn.Module) -> nn.Module:
 
     def write(layer: nn.Module, name: str) -> nn.Module:
         stored = numbers_of(layer.layout)
-        is_embedding = isinstance(layer, QuantEmbedding)
-        same = [matrix for (weight, _), matrix in matrices.items() if is_embedding and weight == id(layer.weight)]
+        looks_up = not kind_of(layer).multiplies
+        same = [matrix for (weight, _), matrix in matrices.items() if looks_up and weight == id(layer.weight)]
         key = id(layer.weight), stored.spec
         matrix = same[0] if same else matrices.get(key)
         if matrix is None:
             matrix = matrices[key] = matrix_of(layer.weight.detach(), stored, name)
-        written = with_class(layer, OnnxEmbedding if is_embedding else OnnxLinear)
+        written = with_class(layer, OnnxEmbedding if looks_up else OnnxLinear)
         written.matrix, written.spec = matrix, stored.spec
         return written
 

@@ -20,6 +20,7 @@ from lowbit.formats.spec import LinearSpec
 from lowbit.integrations.bitsandbytes import layer_of_blocks
 from lowbit.integrations.microscaling import from_nvfp4
 from lowbit.integrations.torchao.stored import Stored, stored_tensors
+from lowbit.quant.kinds import layer_with, layout_name
 from lowbit.quant.quant_linear import QuantLinear
 
 _NOT_HERE = ("act_pre_scale", "act_quant_scale", "act_quant_zero_point")
@@ -64,7 +65,7 @@ def from_torchao(state_dict: Mapping[str, Tensor] | str | os.PathLike[str]) -> d
                 f"on it and quantize the result"
             )
         matrix = getattr(weight, "qdata", weight)
-        if matrix.dim() != 2 or not key.endswith("weight"):
+        if matrix.dim() != 2 or layer_with(key) is None:
             shape = list(matrix.shape)
             raise ValueError(f"from_torchao: {key} must be the weight [n, k] of a linear layer, got {shape}")
         for part in _NOT_HERE:
@@ -72,7 +73,7 @@ def from_torchao(state_dict: Mapping[str, Tensor] | str | os.PathLike[str]) -> d
                 raise ValueError(f"from_torchao: {key} must take activations as they come, got {part} of fixed values")
         layer = _READERS[kind](weight, key)
         result[key] = layer.weight.detach()
-        result[f"{key.removesuffix('weight')}layout"] = layer.layout
+        result[layout_name(key)] = layer.layout
     return result
 
 
