@@ -33,14 +33,14 @@ TITLE = f"""# Architectures
 The models of transformers {transformers.__version__}, made tiny with random float32 weights:
 
 - **attention**: the result with `attn_implementation="lowbit"` beside that of eager attention, with padding, and the
-  greedy answer where the model gives one ("without an answer": transformers needs more for it than a tiny model has).
-  A model that has one attention of its own computes with it. Of SeamlessM4T v2 and Grounding DINO torch's attention is
+  greedy answer where the model gives one ("without an answer": transformers needs more for it than a tiny model has). A
+  model that has one attention of its own computes with it. Of SeamlessM4T v2 and Grounding DINO torch's attention is
   beside, because transformers' eager one adds their boolean masks to the scores.
 - **quantized**: the result with int8 weights beside that of the decoded weights.
 - **saved**: the result of the quantized model when it was saved and loaded.
 
-**yes** is within {BOUND:g} of its size. A model of several kinds of input that is tried with *text alone* gets no image
-or sound, because its own processor has to make those. `tests/integrations/test_architectures.py` holds each line;
+**yes** is within {BOUND:g} of its size. A model of several kinds of input that is tried with *text alone* gets no image or
+sound, because its own processor has to make those. `tests/integrations/test_architectures.py` holds each line;
 `python tests/integrations/architecture_sweep.py` writes the page.
 """
 HEAD = "\n## {}\n\n| model | attention | quantized | saved |\n|---|---|---|---|\n"
