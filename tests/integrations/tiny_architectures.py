@@ -12,6 +12,7 @@ import torch
 import transformers
 from tiny_settings import SETTINGS
 from torch import nn
+from transformers.backbone_utils import BackboneConfigMixin
 
 HIDDEN, HEADS, HEAD, LENGTH = 64, 4, 16, 12
 VOCABULARY = 128
@@ -62,7 +63,7 @@ def tiny_config(kind: type, **settings: Any) -> Any:
             settings[field.name] = new
     for name in kind.sub_configs:
         if name not in settings and isinstance(one := getattr(default, name, None), transformers.PreTrainedConfig):
-            stages = {"out_features": one.out_features} if isinstance(vars(one).get("depths"), list | tuple) else {}
+            stages = {"out_features": one.out_features} if isinstance(one, BackboneConfigMixin) and hasattr(one, "depths") else {}
             settings[name] = tiny_config(type(one), **stages)
     if vars(default).get("num_key_value_heads") == vars(default).get("num_attention_heads", 0):
         settings.pop("num_key_value_heads", None)  # each head has keys of its own, or (MLA) must have them

@@ -101,5 +101,5 @@ INPUTS: dict[str, dict[str, Any]] = {
 }
 """Inputs by `model_type`, where names and configuration do not say them: a shape, a tensor, or None for none."""
 
-BESIDE_SDPA = {"seamless_m4t_v2": "eager attention adds its boolean mask to the scores, as 0 and 1"}
-"""Models of which transformers' eager attention is at fault."""
+BESIDE_SDPA = ("grounding-dino", "mm-grounding-dino", "seamless_m4t_v2")
+"""Models that make a boolean mask, which transformers' eager attention adds to the scores as 0 and 1."""
