@@ -83,6 +83,13 @@ def installed(tmp_path: Path) -> str:
     return os.pathsep.join([str(tmp_path), str(Path(lowbit.__path__[0]).parent)])
 
 
+@pytest.fixture(scope="session")
+def recorder_on(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """The recorder of this process records; it cannot be turned off, so it is on for the tests that follow too."""
+    if not lowbit.recorder.path():  # with LOWBIT_RECORD=1 in the environment it has one
+        lowbit.recorder.start(folder=tmp_path_factory.mktemp("recorder"))
+
+
 @pytest.fixture
 def python() -> Callable[..., str]:
     """Run code in a fresh interpreter, with extra environment variables; returns its stdout, fails if it fails."""

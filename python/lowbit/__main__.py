@@ -89,8 +89,8 @@ def _parser() -> argparse.ArgumentParser:
     recorder = commands.add_parser(
         "recorder",
         help="report of a folder's flight recorders: where each rank is, where they first differ, which to blame",
-        description="Reads rings of processes that live or are gone, dumps, and dumps of torch's flight recorder. A process "
-        "records if LOWBIT_RECORD=1 is in its environment.",
+        description="Reads rings of processes that live or are gone, dumps, and dumps of torch's flight recorder. A "
+        "process records if LOWBIT_RECORD=1 is in its environment.",
     )
     recorder.add_argument("folder", nargs="?", help="default: where this user's recorders write")
     recorder.add_argument("--json", metavar="FILE", help="write the same as JSON")

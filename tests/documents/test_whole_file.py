@@ -78,11 +78,6 @@ def calibration() -> Callable[[Path], object]:
     return lowbit.calibrate(torch.nn.Linear(32, 32), [torch.randn(2, 32)]).save
 
 
-def dump() -> Callable[[Path], object]:
-    lowbit.recorder.start()
-    return lowbit.recorder.dump
-
-
 def report(kind: str, folder: Path) -> Callable[[Path], object]:
     (folder / "torch.json").write_text('{"version": "2.10", "rank": 0, "pg_config": {}, "entries": []}')
     return lambda path: lowbit.recorder.report(folder, **{kind: str(path)})
@@ -110,7 +105,7 @@ def onnx(external_data: bool) -> Callable[[Path], object]:
 WRITERS: dict[str, Callable[[Path], Callable[[Path], object]]] = {
     "plan": lambda folder: plan(),
     "calibration": lambda folder: calibration(),
-    "dump": lambda folder: dump(),
+    "dump": lambda folder: lowbit.recorder.dump,
     "report": lambda folder: report("json_file", folder),
     "trace": lambda folder: report("trace_file", folder),
     "gguf": gguf,
@@ -123,6 +118,7 @@ def interrupt(*_: object) -> None:
     raise KeyboardInterrupt
 
 
+@pytest.mark.usefixtures("recorder_on")
 @pytest.mark.parametrize("name", WRITERS)
 def test_a_full_disk_or_an_interrupt_leaves_the_old_file(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "source").mkdir(), (tmp_path / "out").mkdir()

@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The recorder of the process that runs the tests is on, which it stays for the tests after these."""
+"""Tests of what this process records, and of its reports."""
 
 from __future__ import annotations
 
 import pytest
 
-from lowbit import recorder
 
-
-@pytest.fixture(autouse=True, scope="session")
-def recording() -> None:
-    recorder.start()
+@pytest.fixture(autouse=True)
+def recording(recorder_on: None) -> None:
+    """All of them have a recorder."""

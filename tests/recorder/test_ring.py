@@ -132,6 +132,36 @@ os._exit(0)
     assert one.pid != three.pid and three.records[0].thread == three.pid
 
 
+def test_a_child_that_is_forked_while_a_thread_makes_the_file_makes_its_own(tmp_path: Path) -> None:
+    """In children that have no file yet, of a process that has imported all that a call needs. A child that waits for a
+    thread of its parent is ended by its alarm."""
+    code = """
+import os, signal, threading, time, numpy
+from lowbit import _C
+def call():
+    _C.all_finite(numpy.ones(3, numpy.float32))
+def in_child(function):
+    child = os.fork()
+    if child == 0:
+        signal.alarm(10)
+        function()
+        os._exit(0)
+    return os.waitpid(child, 0)[1]
+def first_call(delay):
+    thread = threading.Thread(target=call)
+    thread.start()
+    time.sleep(delay)
+    status = in_child(call)
+    thread.join()
+    os._exit(status != 0)
+call()
+print([in_child(lambda: first_call(number * 2e-5)) for number in range(40)])
+"""
+    said = child(code, tmp_path, LOWBIT_RECORD="8192")
+    assert said.stdout == f"{[0] * 40}\n", said
+    assert len(rings(tmp_path)) >= 40
+
+
 @pytest.mark.parametrize("folder", ["/proc/lowbit", "/dev/null/lowbit", "a file"])
 def test_a_folder_that_cannot_be_written_is_said_once(tmp_path: Path, folder: str) -> None:
     if folder == "a file":

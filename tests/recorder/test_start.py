@@ -17,7 +17,7 @@ from lowbit import recorder
 from lowbit.recorder.ring import read_ring
 
 TRACES = """
-import json, os, signal, torch
+import ctypes, json, os, signal, torch
 threads = len(os.listdir("/proc/self/task"))
 import lowbit
 {first}
@@ -29,12 +29,14 @@ with lowbit.profile() as profile:
 with open("/proc/self/status") as status:
     caught = int(next(line for line in status if line.startswith("SigCgt")).split()[1], 16)
 with open("/proc/self/maps") as maps:
-    mapped = ".ring" in maps.read()
+    mapped = maps.read()
+library = next(line.split()[-1] for line in mapped.splitlines() if "liblowbit" in line)
 print(json.dumps({{
     "on": lowbit.info()["recorder"],
+    "switch": ctypes.c_int.in_dll(ctypes.CDLL(library), "_ZN6lowbit8recorder5wantsE").value,
     "files": sum(len(files) for _, _, files in os.walk(os.environ["XDG_RUNTIME_DIR"])),
     "folder": os.path.exists(os.environ["XDG_RUNTIME_DIR"] + "/lowbit"),
-    "mapped": mapped,
+    "mapped": ".ring" in mapped,
     "threads": len(os.listdir("/proc/self/task")) - threads,
     "handler": bool(caught >> signal.SIGUSR1 - 1 & 1),
     "collectives": torch._C._dispatch_has_kernel_for_dispatch_key("c10d::allreduce_", "AutogradCPU"),
@@ -57,17 +59,25 @@ def traces(folder: Path, first: str = "", **environment: str) -> dict[str, objec
     "environment", ({}, {"LOWBIT_RECORD": ""}, {"LOWBIT_RECORD": "0", "LOWBIT_RECORD_TIMEOUT": "100"})
 )
 def test_nobody_who_has_not_asked_has_a_recorder(tmp_path: Path, environment: dict[str, str]) -> None:
-    """No file, folder, mapping, thread, signal handler or kernel of c10d; and a profile has no need of it."""
+    """The switch that a call reads is 0; no file, folder, mapping, thread, signal handler or kernel of c10d; and a
+    profile has no need of it."""
     found = traces(tmp_path, **environment)
     assert found.pop("on") == "off (LOWBIT_RECORD=1 turns it on)" and found.pop("profiled") == 1
     assert found == {
-        "files": 0, "folder": False, "mapped": False, "threads": 0, "handler": False, "collectives": False
+        "switch": 0, "files": 0, "folder": False, "mapped": False, "threads": 0, "handler": False, "collectives": False
     }  # fmt: skip
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
-    "by, is_watched", [("LOWBIT_RECORD", False), ("start", False), ("LOWBIT_RECORD_TIMEOUT", True), ("watch", True)]
+    "by, is_watched",
+    [
+        ("LOWBIT_RECORD", False),
+        ("start", False),
+        ("LOWBIT_RECORD_TIMEOUT", True),
+        ("watch", True),
+        ("record_collectives", False),
+    ],
 )
 def test_who_asks_has_all_of_it(tmp_path: Path, by: str, is_watched: bool) -> None:
     """In the environment, where a timeout alone is enough, or by a call."""
@@ -75,7 +85,7 @@ def test_who_asks_has_all_of_it(tmp_path: Path, by: str, is_watched: bool) -> No
     found = traces(tmp_path, first="" if environment else f"lowbit.recorder.{by}()", **environment)
     assert str(found.pop("on")).startswith(f"{tmp_path}/lowbit/lowbit-") and found.pop("profiled") == 1
     assert found == {
-        "files": 1, "folder": True, "mapped": True, "threads": int(is_watched), "handler": is_watched,
+        "switch": 1, "files": 1, "folder": True, "mapped": True, "threads": int(is_watched), "handler": is_watched,
         "collectives": True,
     }  # fmt: skip
 
