@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from lowbit.formats.block_sparse import BlockSparseWeightConfig
 from lowbit.formats.float import FLOAT_FORMATS
 from lowbit.ops.block_sparse_linear import block_sparse_linear, blocks_of, dense_of_blocks
-from lowbit.quant.kinds import features_of
-from lowbit.quant.layer_state import become_float, become_packed, float_forward, twin_of
+from lowbit.quant.kinds import become_float, become_packed, features_of, float_forward, twin_of
 from lowbit.quant.packing import Selected
 from lowbit.quant.report import ReportRow, decibel
 

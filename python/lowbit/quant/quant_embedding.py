@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from lowbit import _C, devices
 from lowbit.formats.spec import LinearSpec, StoredWeight
 from lowbit.ops import registration
-from lowbit.quant.kinds import Kind, LayerWeight, register
-from lowbit.quant.layer_state import become_float, become_packed, float_forward, twin_of
+from lowbit.quant.kinds import Kind, LayerWeight, become_float, become_packed, float_forward, register, twin_of
 from lowbit.quant.layout import PackedModule
 
 registration.register()

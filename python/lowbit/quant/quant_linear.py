@@ -20,8 +20,7 @@ from lowbit.formats.semi_sparse import fullest_four
 from lowbit.formats.spec import LinearSpec, OpArgs, StoredWeight
 from lowbit.ops.linear import linear
 from lowbit.quant.codes import CodedWeight
-from lowbit.quant.kinds import Kind, LayerWeight, register
-from lowbit.quant.layer_state import become_float, become_packed, float_forward, twin_of
+from lowbit.quant.kinds import Kind, LayerWeight, become_float, become_packed, float_forward, register, twin_of
 from lowbit.quant.layout import PackedModule, text_of
 from lowbit.quant.packing import check_finite, pack_weight
 
