@@ -20,6 +20,7 @@ namespace lowbit {
 // Every op that has rows, with the struct of its arguments; a backend has one list of rows for each.
 #define LOWBIT_OPS(X) \
   X(linear, LinearArgs) \
+  X(gather_linear, GatherLinearArgs) \
   X(quantize, QuantizeArgs) \
   X(repack, RepackArgs) \
   X(dequantize, DequantizeArgs) \

@@ -24,6 +24,7 @@ struct RegisteredOp {
 
 #define LOWBIT_TORCH_OPS(X) \
   X(linear) \
+  X(gather_linear) \
   X(dequantize) \
   X(embedding) \
   X(fake_quantize) \

@@ -90,6 +90,7 @@ if TYPE_CHECKING:
     from lowbit.integrations.rotate import rotate_
     from lowbit.integrations.smooth import smooth_
     from lowbit.integrations.trainer_optimizer import trainer_optimizer
+    from lowbit.ops.gather_linear import gather_linear
     from lowbit.ops.linear import linear
     from lowbit.quant import (
         BlockSparseLinear,
@@ -131,6 +132,7 @@ _HOME = {
             "fp4_weight_only int8_dynamic_activation_int4_weight int8_dynamic_activation_int8_weight "
             "int8_dynamic_activation_intx_weight float8_dynamic_activation_float8_weight"
         ),
+        "lowbit.ops.gather_linear": "gather_linear",
         "lowbit.ops.linear": "linear",
         "lowbit.attention.sdpa": "scaled_dot_product_attention",
         "lowbit.attention.flex": "flex_attention AuxRequest AuxOutput",
@@ -213,6 +215,7 @@ __all__ = [
     "fp4_weight_only",
     "fuse",
     "fuse_gated_mlps",
+    "gather_linear",
     "info",
     "int4_weight_only",
     "int8_dynamic_activation_int4_weight",

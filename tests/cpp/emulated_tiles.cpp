@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Runs a unit of linear through a scalar emulation of the trait that it is written against, on any machine, and
-// compares with the row `scalar`: every bit where activations are int8, else to the error of sums in float32. Started
-// by tests/cpp/test_emulated_tiles.py, which says the unit (LOWBIT_UNIT), the function with its rows (LOWBIT_UNIT_ROWS)
-// and the emulation (LOWBIT_ISA_HEADER); links liblowbit for everything but the kernels under test.
+// Runs a unit of linear and gather_linear through a scalar emulation of the trait that it is written against, on any
+// machine, and compares with the row `scalar`: every bit where activations are int8, else to the error of sums in
+// float32. Started by tests/cpp/test_emulated_tiles.py, which says the unit (LOWBIT_UNIT), the function with its rows
+// (LOWBIT_UNIT_ROWS) and the emulation (LOWBIT_ISA_HEADER); links liblowbit for everything but the kernels under test.
 #include LOWBIT_UNIT
 
 #include <algorithm>
@@ -12,6 +12,7 @@
 #include <random>
 #include <vector>
 
+#include "ops/linear.hpp"
 #include "ops/quantize.hpp"
 
 using namespace lowbit;
@@ -29,6 +30,30 @@ const Backend& unit() {
     return backend;
   }();
   return unit;
+}
+
+// y of the unit's row of gather_linear for three copies of a weight, of which two have rows.
+std::vector<float> gathered(const LinearTensors& tensors, const WeightSpec& spec, XFormat x_format) {
+  const int64_t m = tensors.x.size(0), bytes = spec.panels() * spec.panel_bytes();
+  std::vector<uint8_t> weights;
+  std::vector<float> biases, y(m * spec.n, -1.0f);
+  for (int e = 0; e < 3; e++) {
+    weights.insert(weights.end(), tensors.weight.as<uint8_t>(), tensors.weight.as<uint8_t>() + bytes);
+    biases.insert(biases.end(), tensors.bias.as<float>(), tensors.bias.as<float>() + spec.n);
+  }
+  std::vector<int64_t> index(m);
+  for (int64_t row = 0; row < m; row++) index[row] = row % 5 ? 0 : 2;
+  GatherLinearArgs args =
+      gather_linear_args({.weight_spec = spec,
+                          .x = tensors.x,
+                          .weight = view(weights.data(), DType::uint8, {3, spec.panels(), spec.panel_bytes()}),
+                          .index = view(index.data(), DType::int64, {m, 1}),
+                          .bias = view(biases.data(), DType::float32, {3, spec.n})},
+                         static_cast<int64_t>(x_format));
+  args.y = view(y.data(), DType::float32, {m, 1, spec.n});
+  for (const Kernel<GatherLinearArgs>& row : unit().gather_linear)
+    if (row.refuses(args).empty()) row.run(args);
+  return y;
 }
 
 bool as_scalar(int64_t m, int64_t n, int64_t k, Format format, int64_t group_size, bool asymmetric, XFormat x_format) {
@@ -57,7 +82,11 @@ bool as_scalar(int64_t m, int64_t n, int64_t k, Format format, int64_t group_siz
     if (row.refuses(args).empty()) row.run(args);
   // Up to 257 products of normal numbers: two orders of float32 sums differ by 5e-5, a lost part of a factor is 1e-2.
   const auto same = [&](float a, float b) { return float_x ? std::abs(a - b) < 2e-4f : a == b; };
-  if (std::equal(expected.begin(), expected.end(), got.begin(), same)) return true;
+  const bool linear_is_same = std::equal(expected.begin(), expected.end(), got.begin(), same);
+  tensors.y.data = expected.data();
+  run(linear_args(tensors, spec, static_cast<int64_t>(x_format), static_cast<int64_t>(Activation::none)));
+  const std::vector<float> of_gather = gathered(tensors, spec, x_format);
+  if (linear_is_same && std::equal(expected.begin(), expected.end(), of_gather.begin(), same)) return true;
   std::printf("differs: m=%ld n=%ld k=%ld format=%d group_size=%ld asymmetric=%d x_format=%d\n", static_cast<long>(m),
               static_cast<long>(n), static_cast<long>(k), static_cast<int>(format), static_cast<long>(group_size),
               asymmetric, static_cast<int>(x_format));

@@ -40,7 +40,7 @@ void run() {
     const Scratch outer(300 << 10), inner(500 << 10);
     kept[call] = inner.as<void>();
     const int64_t apart = inner.as<char>() - outer.as<char>();
-    require(call == 0 || (apart >= 300 << 10 && apart < 310 << 10), "two pieces of a repeated call are not in one block");
+    require(call == 0 || (apart >= 300 << 10 && apart < 310 << 10), "a repeated call has its pieces in two blocks");
   }
   require(kept[1] == kept[2], "the same calls got other memory");
   try {

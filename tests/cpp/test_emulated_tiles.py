@@ -46,7 +46,8 @@ def test_an_emulated_unit_gives_what_the_scalar_row_gives(
     definitions = [f'-DLOWBIT_UNIT="cpu/linear/{unit}.cpp"', f"-DLOWBIT_UNIT_ROWS=linear_{unit}_rows"]
     definitions += [f"-DLOWBIT_UNIT_M={{{','.join(map(str, rows))}}}"]
     definitions += [f"-DLOWBIT_UNIT_X_FORMATS={{{','.join(f'XFormat::{name}' for name in x_formats)}}}"]
-    printed = printed_by(tmp_path / "emulated_tiles", emulation, ["core/scratch.cpp"], definitions)
+    sources = ["core/scratch.cpp", "cpu/linear/weight_order.cpp"]
+    printed = printed_by(tmp_path / "emulated_tiles", emulation, sources, definitions)
     floats = 3 * sum(m >= 64 for m in rows) if "floating" in x_formats else 0
     assert printed == f"{len(rows) * 36 * len(x_formats) + floats} cases\n"
 

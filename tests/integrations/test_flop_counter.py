@@ -31,6 +31,14 @@ def test_blocks_that_are_there_count() -> None:
         assert counted(lambda: model(torch.randn(5, 64))) == 2 * 5 * 64 * 64 // 4
 
 
+def test_each_row_counts_one_of_many_weights() -> None:
+    layers = nn.ModuleList(nn.Linear(64, 96) for _ in range(3))
+    lowbit.quantize_(layers, lowbit.int8_weight_only())
+    weight, index = torch.stack([layer.weight for layer in layers]), torch.tensor([[0, 2], [1, 1]])
+    run = lambda: lowbit.gather_linear(torch.randn(2, 64), weight, index, layers[0].op_args)  # noqa: E731
+    assert counted(run) == 2 * 4 * 64 * 96
+
+
 def test_attention_counts_as_torchs_forward_and_backward() -> None:
     q, k, v = (torch.randn(2, heads, length, 32, requires_grad=True) for heads, length in ((4, 7), (2, 9), (2, 9)))
     theirs = counted(lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True))

@@ -16,6 +16,8 @@ _MASKS = "int[] mask_mod, Tensor[] mask_captured, Tensor[] blocks, int[] block_s
 SCHEMAS = (
     "linear(Tensor x, Tensor weight, int n, int k, int format, int group_size, bool asymmetric, int x_format, "
     "Tensor? bias=None, int activation=0, Tensor? mul=None, Tensor? add=None, int row=0) -> Tensor",
+    "gather_linear(Tensor x, Tensor weight, Tensor index, int n, int k, int format, int group_size, bool asymmetric, "
+    "int x_format, Tensor? bias=None) -> Tensor",
     "dequantize(Tensor weight, int n, int k, int format, int group_size, bool asymmetric, Tensor? like=None) -> Tensor",
     "embedding(Tensor weight, Tensor indices, Tensor like, int n, int k, int format, int group_size, bool asymmetric, "
     "int layout) -> Tensor",

@@ -44,6 +44,8 @@ def with_a_gradient() -> dict[str, tuple[list[Any], list[Tensor], Callable[[], A
     """By op: arguments, leaves of which it gives the gradient, and the function of layers with the same result."""
     packed, numbers = testing.pack_weight(torch.randn(20, 64), "int8"), (20, 64, _C.FORMATS["int8"], 0, False, 0)
     x, bias, mul, add = (torch.randn(*shape, requires_grad=True) for shape in ((3, 64), (20,), (3, 20), (3, 20)))
+    experts, index = torch.stack([packed, packed.flip(0)]), torch.tensor([[0], [1], [0]])
+    biases = torch.randn(2, 20, requires_grad=True)
     q, k, v = (torch.randn(2, heads, 5, 32, requires_grad=True) for heads in (4, 2, 2))
     mask, sink = torch.randn(2, 1, 5, 5, requires_grad=True), torch.randn(4, requires_grad=True)
     attention = [q, k, v, 0.3, True, mask, 0.0, None, [], [], [], [], [], [128, 128], sink]
@@ -58,6 +60,7 @@ def with_a_gradient() -> dict[str, tuple[list[Any], list[Tensor], Callable[[], A
     row = _C.X_FORMATS["int8_row"], 0
     return {
         "linear": ([x, packed, *numbers, bias, 2, mul, add], [x, bias, mul, add], lambda: lowbit.linear(x, packed, numbers, bias, 2, mul, add)),
+        "gather_linear": ([x, experts, index, *numbers, biases], [x, biases], lambda: lowbit.gather_linear(x, experts, index, numbers, biases)),
         "attention_forward": (attention, [q, k, v, mask, sink], lambda: attend(q, k, v, scale=0.3, causal=True, mask=mask, sink=sink)),
         "fake_quantize": ([weight, *int4, scale, None], [weight, scale], lambda: fake_quantize_weight(weight, int4, scale)),
         "fake_quantize_activations": ([x, *row], [x], lambda: fake_quantize_activations(x, *row)),

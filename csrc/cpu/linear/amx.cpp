@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows of the op linear by the tile unit.
+// Rows of the ops linear and gather_linear by the tile unit.
 #include LOWBIT_ISA_HEADER
 
+#include "cpu/linear/gather.hpp"
 #include "cpu/linear/linear.hpp"
 #include "cpu/linear/tiled_codes.hpp"
 #include "cpu/linear/tiled_floats.hpp"
@@ -10,34 +11,75 @@
 namespace lowbit::cpu::LOWBIT_ISA_NAME {
 namespace {
 
+// Why tiles are not for so many rows, or "".
 template <Format kFormat, bool kFloatX>
-std::string_view refuses(const LinearArgs& args) {
-  if (args.weight_spec.format != kFormat) return "another weight format";
-  if (stays_float(args.x_format) != kFloatX) return kFloatX ? "activations are int8" : "activations stay float";
-  if (!kFloatX && args.m < kFewestRows) return "fewer than 16 rows: vector products are as fast";
-  if (kFloatX && args.m < fewest_rows(args.weight_spec, args.x_format, args.dtype)) return "few rows: vector products are as fast";
-  if (args.weight_spec.group_size && args.weight_spec.group_size < kHalfK) return "groups of less than 32";
-  const bool six_products = kFormat == Format::float32 && args.dtype == DType::float32;
-  return kFloatX && six_products && args.m < 64 ? "float32 by float32, fewer than 64 rows: FMAs are as fast" : "";
+std::string_view refuses_rows(const WeightSpec& spec, XFormat x_format, DType dtype, int64_t rows) {
+  if (!kFloatX && rows < kFewestRows) return "fewer than 16 rows: vector products are as fast";
+  if (kFloatX && rows < fewest_rows(spec, x_format, dtype)) return "few rows: vector products are as fast";
+  const bool six_products = kFormat == Format::float32 && dtype == DType::float32;
+  return kFloatX && six_products && rows < 64 ? "float32 by float32, fewer than 64 rows: FMAs are as fast" : "";
 }
 
-template <Format kFormat, const std::string_view& kOfCodes, const std::string_view& kOfFloats>
+template <Format kFormat, bool kFloatX>
+std::string_view refuses_any(const WeightSpec& spec, XFormat x_format) {
+  if (spec.format != kFormat) return "another weight format";
+  if (stays_float(x_format) != kFloatX) return kFloatX ? "activations are int8" : "activations stay float";
+  return spec.group_size && spec.group_size < kHalfK ? "groups of less than 32" : "";
+}
+
+template <Format kFormat, bool kFloatX>
+std::string_view refuses(const LinearArgs& args) {
+  const std::string_view reason = refuses_any<kFormat, kFloatX>(args.weight_spec, args.x_format);
+  return reason.empty() ? refuses_rows<kFormat, kFloatX>(args.weight_spec, args.x_format, args.dtype, args.m) : reason;
+}
+template <Format kFormat, bool kFloatX>
+std::string_view refuses_gather(const GatherLinearArgs& args) {
+  return refuses_any<kFormat, kFloatX>(args.weight_spec, args.x_format);
+}
+
+template <Format kFormat>
+void run_gather_codes(const GatherLinearArgs& args) {
+  gather_by(args, [](const GatherLinearArgs&, int64_t rows) -> const Family& {
+    return rows < kFewestRows ? kFamily<CodeRows<kFormat>> : kFamily<TiledCodeRows<kFormat>>;
+  });
+}
+template <Format kFormat>
+void run_gather_floats(const GatherLinearArgs& args) {
+  gather_by(args, [](const GatherLinearArgs& args, int64_t rows) -> const Family& {
+    if (refuses_rows<kFormat, true>(args.weight_spec, args.x_format, args.x.dtype, rows).empty())
+      return kFamily<PartedRows>;
+    using Few = StreamRows<read_as(kFormat)>;
+    return rows <= Few::kPass ? kFamily<Few> : kFamily<BlockedRows>;
+  });
+}
+
+template <Format kFormat, const std::string_view& kOfCodes, const std::string_view& kOfFloats,
+          const std::string_view& kGatherCodes, const std::string_view& kGatherFloats>
 void add_format_rows(Backend& backend) {
   if constexpr (is_integer(kFormat)) {
-    static constexpr Kernel<LinearArgs> row{kOfCodes, refuses<kFormat, false>, linear_by<TiledCodeRows<read_as(kFormat)>>};
+    constexpr Format kRead = read_as(kFormat);
+    static constexpr Kernel<LinearArgs> row{kOfCodes, refuses<kFormat, false>, linear_by<TiledCodeRows<kRead>>};
+    static constexpr Kernel<GatherLinearArgs> gather_row{kGatherCodes, refuses_gather<kFormat, false>,
+                                                         run_gather_codes<kRead>};
     add_rows(backend, &row, 1);
+    add_rows(backend, &gather_row, 1);
   }
   static constexpr Kernel<LinearArgs> row{kOfFloats, refuses<kFormat, true>, linear_by<PartedRows>};
+  static constexpr Kernel<GatherLinearArgs> gather_row{kGatherFloats, refuses_gather<kFormat, true>,
+                                                       run_gather_floats<kFormat>};
   add_rows(backend, &row, 1);
+  add_rows(backend, &gather_row, 1);
 }
 
 }  // namespace
 
 void linear_amx_rows(Backend& backend) {
-#define LOWBIT_FORMAT(name, Codec)                                                      \
-  static constexpr std::string_view codes_##name = LOWBIT_ROW("linear_" #name "_int8"); \
-  static constexpr std::string_view floats_##name = LOWBIT_ROW("linear_" #name);        \
-  add_format_rows<Format::name, codes_##name, floats_##name>(backend);
+#define LOWBIT_FORMAT(name, Codec)                                                                       \
+  static constexpr std::string_view codes_##name = LOWBIT_ROW("linear_" #name "_int8"),                  \
+                                    floats_##name = LOWBIT_ROW("linear_" #name),                         \
+                                    gather_codes_##name = LOWBIT_ROW("gather_linear_" #name "_int8"),    \
+                                    gather_floats_##name = LOWBIT_ROW("gather_linear_" #name);           \
+  add_format_rows<Format::name, codes_##name, floats_##name, gather_codes_##name, gather_floats_##name>(backend);
   LOWBIT_FORMATS(LOWBIT_FORMAT)
 #undef LOWBIT_FORMAT
 }

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows of the op linear by products of bfloat16 on vectors: activations of bfloat16, and weights that are exact in it.
-// More parts would be more products, which FMAs of float32 make as fast.
+// Rows of the ops linear and gather_linear by products of bfloat16 on vectors: activations of bfloat16, and weights
+// that are exact in it. More parts would be more products, which FMAs of float32 make as fast.
 #include LOWBIT_ISA_HEADER
 
+#include "cpu/linear/gather.hpp"
 #include "cpu/linear/linear.hpp"
 #include "cpu/linear/tiled_floats.hpp"
 #include "cpu/rows.hpp"
@@ -11,27 +12,46 @@ namespace lowbit::cpu::LOWBIT_ISA_NAME {
 namespace {
 
 template <Format kFormat>
+std::string_view refuses_any(const WeightSpec& spec, XFormat x_format, DType dtype) {
+  if (spec.format != kFormat) return "another weight format";
+  if (x_format != XFormat::floating || dtype != DType::bfloat16) return "activations are not bfloat16";
+  return spec.group_size && spec.group_size < kHalfK ? "groups of less than 32" : "";
+}
+template <Format kFormat>
 std::string_view refuses(const LinearArgs& args) {
-  if (args.weight_spec.format != kFormat) return "another weight format";
-  if (args.x_format != XFormat::floating || args.dtype != DType::bfloat16) return "activations are not bfloat16";
-  if (args.m < kFewestRows) return "fewer than 16 rows: FMAs of float32 are as fast";
-  return args.weight_spec.group_size && args.weight_spec.group_size < kHalfK ? "groups of less than 32" : "";
+  const std::string_view reason = refuses_any<kFormat>(args.weight_spec, args.x_format, args.dtype);
+  return reason.empty() && args.m < kFewestRows ? "fewer than 16 rows: FMAs of float32 are as fast" : reason;
+}
+template <Format kFormat>
+std::string_view refuses_gather(const GatherLinearArgs& args) {
+  return refuses_any<kFormat>(args.weight_spec, args.x_format, args.x.dtype);
 }
 
-template <Format kFormat, const std::string_view& kName>
-void add_row(Backend& backend) {
+template <Format kFormat>
+void run_gather_linear(const GatherLinearArgs& args) {
+  gather_by(args, [](const GatherLinearArgs&, int64_t rows) -> const Family& {
+    return rows < kFewestRows ? kFamily<StreamRows<kFormat>> : kFamily<PartedRows>;
+  });
+}
+
+template <Format kFormat, const std::string_view& kLinear, const std::string_view& kGatherLinear>
+void add_format_rows(Backend& backend) {
   if constexpr (parts_of(kFormat) == 1) {
-    static constexpr Kernel<LinearArgs> row{kName, refuses<kFormat>, linear_by<PartedRows>};
+    static constexpr Kernel<LinearArgs> row{kLinear, refuses<kFormat>, linear_by<PartedRows>};
+    static constexpr Kernel<GatherLinearArgs> gather_row{kGatherLinear, refuses_gather<kFormat>,
+                                                         run_gather_linear<read_as(kFormat)>};
     add_rows(backend, &row, 1);
+    add_rows(backend, &gather_row, 1);
   }
 }
 
 }  // namespace
 
 void linear_bf16_rows(Backend& backend) {
-#define LOWBIT_FORMAT(name, Codec)                                                  \
-  static constexpr std::string_view name_of_##name = LOWBIT_ROW("linear_" #name); \
-  add_row<Format::name, name_of_##name>(backend);
+#define LOWBIT_FORMAT(name, Codec)                                                   \
+  static constexpr std::string_view linear_##name = LOWBIT_ROW("linear_" #name),     \
+                                    gather_##name = LOWBIT_ROW("gather_linear_" #name); \
+  add_format_rows<Format::name, linear_##name, gather_##name>(backend);
   LOWBIT_FORMATS(LOWBIT_FORMAT)
 #undef LOWBIT_FORMAT
 }

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows of the op linear with int8 activations.
+// Rows of the ops linear and gather_linear with int8 activations.
 #include LOWBIT_ISA_HEADER
 
+#include "cpu/linear/gather.hpp"
 #include "cpu/linear/linear.hpp"
 #include "cpu/linear/semi_sparse.hpp"
 #include "cpu/rows.hpp"
@@ -9,8 +10,8 @@
 namespace lowbit::cpu::LOWBIT_ISA_NAME {
 namespace {
 
-template <Format kFormat>
-std::string_view refuses(const LinearArgs& args) {
+template <Format kFormat, class Args>
+std::string_view refuses(const Args& args) {
   if (args.weight_spec.format != kFormat) return "another weight format";
   return stays_float(args.x_format) ? "activations stay float" : "";
 }
@@ -22,20 +23,33 @@ void run_linear(const LinearArgs& args) {
   linear_by<CodeRows<read_as(kFormat)>>(args);  // panels of a 2:4 weight are expanded to int8, once for all rows
 }
 
-template <Format kFormat, const std::string_view& kName>
-void add_row(Backend& backend) {
+template <Format kFormat>
+void run_gather_linear(const GatherLinearArgs& args) {
+  gather_by(args, [](const GatherLinearArgs&, int64_t rows) -> const Family& {
+    if constexpr (is_semi_sparse(kFormat))
+      if (rows < kExpandRows) return kFamily<SemiSparseRows>;
+    return kFamily<CodeRows<read_as(kFormat)>>;
+  });
+}
+
+template <Format kFormat, const std::string_view& kLinear, const std::string_view& kGatherLinear>
+void add_format_rows(Backend& backend) {
   if constexpr (is_integer(kFormat)) {
-    static constexpr Kernel<LinearArgs> row{kName, refuses<kFormat>, run_linear<kFormat>};
+    static constexpr Kernel<LinearArgs> row{kLinear, refuses<kFormat, LinearArgs>, run_linear<kFormat>};
+    static constexpr Kernel<GatherLinearArgs> gather_row{kGatherLinear, refuses<kFormat, GatherLinearArgs>,
+                                                         run_gather_linear<kFormat>};
     add_rows(backend, &row, 1);
+    add_rows(backend, &gather_row, 1);
   }
 }
 
 }  // namespace
 
 void linear_dot_rows(Backend& backend) {
-#define LOWBIT_FORMAT(name, Codec)                                                  \
-  static constexpr std::string_view name_of_##name = LOWBIT_ROW("linear_" #name "_int8"); \
-  add_row<Format::name, name_of_##name>(backend);
+#define LOWBIT_FORMAT(name, Codec)                                                         \
+  static constexpr std::string_view linear_##name = LOWBIT_ROW("linear_" #name "_int8"),   \
+                                    gather_##name = LOWBIT_ROW("gather_linear_" #name "_int8"); \
+  add_format_rows<Format::name, linear_##name, gather_##name>(backend);
   LOWBIT_FORMATS(LOWBIT_FORMAT)
 #undef LOWBIT_FORMAT
 }

@@ -238,7 +238,7 @@ struct CodeRows {
     const RowTiles tiles(block.count(), kDotRows);
     const int64_t steps = panel_steps(spec),
                   halves = steps / (spec.group_size == 16 ? kStepsPerHalf / 2 : kStepsPerHalf),
-                  lines = ceil_div(kDotPanels * spec.panel_bytes() / 64, tiles.count * halves);
+                  lines = expanded ? ceil_div(kDotPanels * spec.panel_bytes() / 64, tiles.count * halves) : 0;
     for (int64_t tile = 0; tile < tiles.count; tile++)
       with_count<kDotRows>(tiles.height(tile), [&](auto kRows) {
         const int64_t row = block.begin + tiles.begin(tile);

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows of the op linear with float activations: one per weight format.
+// Rows of the ops linear and gather_linear with float activations: one per weight format.
 #include LOWBIT_ISA_HEADER
 
+#include "cpu/linear/gather.hpp"
 #include "cpu/linear/linear.hpp"
 #include "cpu/linear/semi_sparse_floats.hpp"
 #include "cpu/rows.hpp"
@@ -9,8 +10,8 @@
 namespace lowbit::cpu::LOWBIT_ISA_NAME {
 namespace {
 
-template <Format kFormat>
-std::string_view refuses(const LinearArgs& args) {
+template <Format kFormat, class Args>
+std::string_view refuses(const Args& args) {
   if (args.weight_spec.format != kFormat) return "another weight format";
   return stays_float(args.x_format) ? "" : "activations are int8";
 }
@@ -23,12 +24,25 @@ void run_linear(const LinearArgs& args) {
   linear_by<BlockedRows>(args);
 }
 
-#define LOWBIT_FORMAT(name, Codec) {LOWBIT_ROW("linear_" #name), refuses<Format::name>, run_linear<Format::name>},
+template <Format kFormat>
+void run_gather_linear(const GatherLinearArgs& args) {
+  gather_by(args, [](const GatherLinearArgs&, int64_t rows) -> const Family& {
+    return rows <= StreamRows<kFormat>::kPass ? kFamily<StreamRows<kFormat>> : kFamily<BlockedRows>;
+  });
+}
+
+#define LOWBIT_FORMAT(name, Codec) \
+  {LOWBIT_ROW("linear_" #name), refuses<Format::name, LinearArgs>, run_linear<Format::name>},
 constexpr Kernel<LinearArgs> kRows[] = {LOWBIT_FORMATS(LOWBIT_FORMAT)};
+#undef LOWBIT_FORMAT
+#define LOWBIT_FORMAT(name, Codec)                                                 \
+  {LOWBIT_ROW("gather_linear_" #name), refuses<Format::name, GatherLinearArgs>, \
+   run_gather_linear<read_as(Format::name)>},
+constexpr Kernel<GatherLinearArgs> kGatherRows[] = {LOWBIT_FORMATS(LOWBIT_FORMAT)};
 #undef LOWBIT_FORMAT
 
 }  // namespace
 
-void linear_fma_rows(Backend& backend) { add(backend, kRows); }
+void linear_fma_rows(Backend& backend) { add(backend, kRows), add(backend, kGatherRows); }
 
 }  // namespace lowbit::cpu::LOWBIT_ISA_NAME

@@ -21,6 +21,14 @@ def linear(x: _Shape, weight: _Shape, n: int, k: int, *_: Any, out_shape: Any = 
     return 2 * prod(x[:-1]) * n * k
 
 
+@register_flop_formula(_ops.gather_linear)
+def gather_linear(
+    x: _Shape, weight: _Shape, index: _Shape, n: int, k: int, *_: Any, out_shape: Any = None, **__: Any
+) -> int:
+    """Each row of ``index`` ``[T, J]`` times one packed weight ``[n, k]``."""
+    return 2 * prod(index) * n * k
+
+
 @register_flop_formula(_ops.block_sparse_linear)
 def block_sparse_linear(x: _Shape, values: _Shape, *_: Any, out_shape: Any = None, **__: Any) -> int:
     """x ``[..., k]`` times the blocks that are there, ``[blocks, size, size]``."""

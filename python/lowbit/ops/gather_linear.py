@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""y[t, j] = x[t] @ w[index[t, j]].T + bias[index[t, j]] with one of many packed weights for each row, and its
+gradients: the products of a mixture of experts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from lowbit.ops.forward_mode import refuse_tangents
+from lowbit.ops.input_gradient import input_gradient
+from lowbit.ops.linear import LinearArgs
+from lowbit.ops.registration import function_of, register
+
+register()
+_call = function_of("gather_linear")
+
+
+def gather_linear(x: Tensor, weight: Tensor, index: Tensor, op_args: LinearArgs, bias: Tensor | None = None) -> Tensor:
+    """Multiply each row by the packed weight that ``index`` names, and add its bias: one parallel region a call, in
+    which every weight is read once for all of its rows.
+
+    With dynamic activations (``x_format`` > 0) the gradient is the straight-through one: rounding x counts as the
+    identity. The weights are frozen: gradients go to x and bias.
+
+    Args:
+        x: ``[T, k]``, where each row is multiplied by J weights, or ``[T, J, k]``; float32, bfloat16 or
+            float16, any strides.
+        weight: packed weights of one shape, uint8 ``[E, ceil(n / 16), panel_bytes]``: ``torch.stack`` of those that
+            `linear` takes.
+        index: int32 or int64 ``[T, J]``, 0 to E - 1.
+        op_args: ``(n, k, format, group_size, asymmetric, x_format)`` of one weight, as
+            `QuantLinear.op_args` holds them.
+        bias: ``[E, n]``, any of the three float dtypes.
+
+    Returns:
+        ``[T, J, n]``, dtype of x (of autocast inside ``torch.autocast``), accumulated in float32.
+
+    Raises:
+        ValueError: a shape does not fit, or ``index`` names no weight.
+        TypeError: a dtype is not one of the above.
+        NotImplementedError: no kernel row serves the device, or a derivative in forward mode is wanted.
+    """
+    if torch.is_autocast_enabled(x.device.type):
+        x = x.to(torch.get_autocast_dtype(x.device.type))
+    if forward_ad._current_level >= 0:  # -1 outside of forward mode
+        refuse_tangents("gather_linear", (x, bias))
+    wanted = torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad))
+    if wanted and not torch.compiler._is_exporting_flag:  # an exported program gets it from the dispatcher
+        return _GatherLinear.apply(x, weight, index, op_args, bias)
+    return _call(x, weight, index, *op_args, bias)
+
+
+def differentiated_gather_linear(
+    x: Tensor,
+    weight: Tensor,
+    index: Tensor,
+    n: int,
+    k: int,
+    format: int,
+    group_size: int,
+    asymmetric: bool,
+    x_format: int,
+    bias: Tensor | None,
+) -> Tensor:
+    """`lowbit::gather_linear` with its gradient (derivatives.py)."""
+    if forward_ad._current_level >= 0:
+        refuse_tangents("gather_linear", (x, bias))
+    return _GatherLinear.apply(x, weight, index, (n, k, format, group_size, asymmetric, x_format), bias)
+
+
+class _GatherLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, index: Tensor, op_args: LinearArgs, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(weight, index)
+        ctx.op_args, ctx.x_dtype, ctx.x_rank = op_args, x.dtype, x.dim()
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        return _call(x, weight, index, *op_args, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        weight, index = ctx.saved_tensors
+        grad_x = grad_bias = None
+        if ctx.needs_input_grad[0]:
+            grad_x = _grad_of_rows(grad_out, weight, index, ctx.op_args)
+            grad_x = (grad_x.sum(1) if ctx.x_rank == 2 else grad_x).to(ctx.x_dtype)
+        if ctx.needs_input_grad[4]:
+            rows = grad_out.float().flatten(0, 1)
+            grad_bias = rows.new_zeros(len(weight), rows.shape[1]).index_add_(0, index.flatten(), rows)
+            grad_bias = grad_bias.to(ctx.bias_dtype)
+        return grad_x, None, None, None, grad_bias
+
+
+def _grad_of_rows(grad_out: Tensor, weight: Tensor, index: Tensor, op_args: LinearArgs) -> Tensor:
+    """Return ``grad_out`` [T, J, n] times the weight of each row, float32 [T, J, k]: weight by weight, for all
+    of its rows."""
+    *weight_args, _ = op_args
+    rows, order = grad_out.flatten(0, 1), index.flatten().argsort()
+    counts = index.flatten().bincount(minlength=len(weight)).tolist()
+    grad = rows.new_empty(len(rows), op_args[1], dtype=torch.float32)
+    for packed, of_weight in zip(weight, order.split(counts), strict=True):
+        if len(of_weight):
+            grad[of_weight] = input_gradient(rows[of_weight], packed, weight_args).float()
+    return grad.unflatten(0, index.shape)
+
+
+def fake(x: Tensor, index: Tensor, n: int, **_: Any) -> Tensor:
+    return x.new_empty((*index.shape, n))
