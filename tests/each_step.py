@@ -28,7 +28,7 @@ def at_each_step(
 
 
 def _at_step(step: int, files: tuple[str, ...], traced: Callable[[Any], Any], other: Callable[[Any], Any], thing: Any) -> list[Any]:
-    """What ``traced`` returns, and ``other`` if there are so many opcodes."""
+    """Return the result of ``traced``, and that of ``other`` if there are so many opcodes."""
     steps, results = 0, []
 
     def trace(frame: FrameType, event: str, arg: Any) -> Any:
