@@ -1,23 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All causal language models of the installed transformers, made tiny: what lowbit makes of each. Run as a program it
+"""All models of the installed transformers of some kinds, made tiny: what lowbit makes of each. Run as a program it
 writes docs/architectures.md; `test_architectures.py` does the same to each model of the page again."""
 
 from __future__ import annotations
 
 import copy
+import functools
+import inspect
 import os
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import transformers
 from tiny_architectures import tiny_config, tiny_model
+from tiny_inputs import TEXT, Inputs, inputs
+from tiny_settings import BESIDE_SDPA, SETTINGS, UNMADE
 from torch import Tensor, nn
+from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import lowbit
 
@@ -25,64 +30,146 @@ PAGE = Path(__file__).parents[2] / "docs" / "architectures.md"
 BOUND = 1e-3
 TITLE = f"""# Architectures
 
-Every causal language model of transformers {transformers.__version__}, made tiny with random float32 weights: its logits and its greedy
-answer with `attn_implementation="lowbit"` beside those with eager attention, with padding on the left; its logits with
-int8 weights beside those of the decoded weights; and its logits when it was saved and loaded. **yes**: within {BOUND:g} of
-their size. `tests/integrations/test_architectures.py` holds each line;
-`python tests/integrations/architecture_sweep.py` writes the page.
+The models of transformers {transformers.__version__}, made tiny with random float32 weights:
 
-| model | attention | quantized | saved |
-|---|---|---|---|
+- **attention**: the result with `attn_implementation="lowbit"` beside that of eager attention, with padding, and the
+  greedy answer where the model gives one ("without an answer": transformers needs more for it than a tiny model has). A
+  model that has one attention of its own computes with it. Of SeamlessM4T v2 and Grounding DINO torch's attention is
+  beside, because transformers' eager one adds their boolean masks to the scores.
+- **quantized**: the result with int8 weights beside that of the decoded weights.
+- **saved**: the result of the quantized model when it was saved and loaded.
+
+**yes** is within {BOUND:g} of its size. A model of several kinds of input that is tried with *text alone* gets no image or
+sound, because its own processor has to make those. `tests/integrations/test_architectures.py` holds each line;
+`python tests/integrations/architecture_sweep.py` writes the page.
 """
+HEAD = "\n## {}\n\n| model | attention | quantized | saved |\n|---|---|---|---|\n"
+
+KINDS = {
+    "Causal language models": ("CAUSAL_LM",),
+    "Sequence-to-sequence models": ("SEQ_TO_SEQ_CAUSAL_LM",),
+    "Encoders of text": ("MASKED_LM",),
+    "Speech": ("SPEECH_SEQ_2_SEQ", "CTC"),
+    "Images": ("IMAGE_CLASSIFICATION",),
+    "Images and text": ("IMAGE_TEXT_TO_TEXT",),
+    "Other base models": ("",),
+}
+"""The kinds of the page, with the tables of transformers that list their models."""
 
 
 class LeftOut(Exception):
     """A model that cannot be made or run without lowbit."""
 
 
-def names() -> dict[str, str]:
-    """The class by `model_type`."""
-    found = {name: cls if isinstance(cls, str) else cls[0] for name, cls in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()}
-    return {name: cls for name, cls in sorted(found.items()) if hasattr(transformers, cls)}
+@dataclass
+class Tried:
+    model: nn.Module
+    given: Inputs
+    answers: bool = False
+    implementation: str = "eager"
+    """The attention that was asked for; parts of a model may have it where the whole has one of its own."""
 
 
-def line(name: str) -> str:
+@functools.cache
+def classes() -> dict[str, dict[str, str]]:
+    """The class by kind and `model_type`; a class that several kinds have is of the first, but that a causal language
+    model, which is tried with text alone, may also be one of images and text."""
+    kinds: dict[str, dict[str, str]] = {}
+    there = set(dir(transformers))  # hasattr would import each model
+    for kind, tables in KINDS.items():
+        found: dict[str, str] = {}
+        for table in tables:
+            names = getattr(modeling_auto, f"MODEL_FOR_{table}_MAPPING_NAMES" if table else "MODEL_MAPPING_NAMES")
+            found |= {name: cls if isinstance(cls, str) else cls[0] for name, cls in names.items() if name not in found}
+        earlier = {cls for names in list(kinds.values())[1:] for cls in names.values()}
+        if kind == "Other base models":
+            found = {name: cls for name, cls in found.items() if not any(name in names for names in kinds.values())}
+        kinds[kind] = {name: cls for name, cls in sorted(found.items()) if cls not in earlier and cls in there}
+    return kinds
+
+
+def line(kind: str, name: str) -> str:
     """The line of the page."""
     try:
-        model = made(name)
+        tried = made(kind, name)
     except LeftOut as reason:
         return f"| {name} | {reason} | | |"
-    steps: tuple[Callable[[nn.Module], str], ...] = (attention, quantized, saved)
-    return f"| {name} | {' | '.join(step(model) for step in steps)} |"
+    steps: tuple[Callable[[Tried], str], ...] = (attention, quantized, saved)
+    if kind != "Causal language models" and not tried.given.keys() - TEXT and takes_more(tried.model):
+        name += " (text alone)"
+    told = " | ".join(step(tried) for step in steps)
+    if "off by" in told and rounding(kind, name.split()[0]) > BOUND / 4:
+        return f"| {name} | not tried: its own rounding in float32 is too large to tell | | |"
+    return f"| {name} | {told} |"
 
 
-def made(name: str) -> nn.Module:
-    cls = names()[name]
+def takes_more(model: nn.Module) -> bool:
+    return bool({"pixel_values", "input_features", "input_values"} & inspect.signature(model.forward).parameters.keys())
+
+
+def tiny(cls: str, name: str) -> nn.Module:
     try:
-        kind = getattr(transformers, cls).config_class
-        model = tiny_model(cls, tiny_config(kind if isinstance(kind, type) else CONFIG_MAPPING[name]))
-        model.set_attn_implementation("eager")
-        if not logits(model).isfinite().all():
-            raise LeftOut("not tried: its logits are not finite")
-    except LeftOut:
-        raise
+        config = getattr(transformers, cls).config_class
+        config = tiny_config(config if isinstance(config, type) else CONFIG_MAPPING[name], **SETTINGS.get(cls, {}))
+        model = tiny_model(cls, config)
+        model.set_attn_implementation("sdpa" if name in BESIDE_SDPA else "eager")
+    except ImportError as error:
+        raise LeftOut(f"not tried: {str(error).split(' library')[0].split()[-1]} is not installed") from None
     except Exception as error:  # of any architecture
         raise LeftOut(f"not tried: {type(error).__name__} of transformers where it is made tiny") from None
     return model
 
 
-TOKENS = torch.arange(2, 26).view(2, 12)
-SEEN = torch.ones(2, 12, dtype=torch.long)
-SEEN[0, :3] = 0
+def made(kind: str, name: str) -> Tried:
+    if name in UNMADE:
+        raise LeftOut(f"not tried: {UNMADE[name]}")
+    model = tiny(classes()[kind][name], name)
+    try:
+        given = inputs(model, text_alone=kind == "Causal language models")
+    except Exception:  # of any architecture
+        raise LeftOut("not tried: no inputs that it takes are made here") from None
+    tried = Tried(model, given)
+    if not result(tried).isfinite().all() or not result(tried).any():
+        raise LeftOut("not tried: its result is 0, or not finite")
+    try:
+        tried.answers = model.can_generate() and isinstance(answer(tried), Tensor)
+    except Exception:  # of any architecture
+        tried.answers = False
+    return tried
+
+
+def _tensors(values: Iterable[object]) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors(value)
 
 
 @torch.no_grad()
-def logits(model: nn.Module) -> Tensor:
-    return model(TOKENS, attention_mask=SEEN).logits[SEEN.bool()]
+def result(tried: Tried) -> Tensor:
+    """The logits, or what the model gives instead, of tokens that are seen."""
+    torch.manual_seed(0)
+    output = tried.model(**tried.given)
+    values = output if isinstance(output, dict) else dict(enumerate(output))
+    found = _tensors([values.get("logits"), values.get("last_hidden_state"), *values.values()])
+    first = next(one for one in found if one.is_floating_point())
+    seen = tried.given.get("attention_mask")
+    return first[seen.bool()] if seen is not None and first.shape[:2] == seen.shape else first
 
 
-def answer(model: nn.Module) -> Tensor:
-    return model.generate(TOKENS, attention_mask=SEEN, max_new_tokens=6, min_new_tokens=6, do_sample=False, pad_token_id=0)
+def answer(tried: Tried) -> Tensor:
+    torch.manual_seed(0)
+    prompt = {name: value for name, value in tried.given.items() if name != "decoder_input_ids"}
+    return tried.model.generate(**prompt)
+
+
+def rounding(kind: str, name: str) -> float:
+    """The error of the float model in float32, where a choice of the model (the best queries, an expert) may turn."""
+    tried = made(kind, name)
+    precise = {name: value.double() if value.is_floating_point() else value for name, value in tried.given.items()}
+    wanted = result(Tried(copy.deepcopy(tried.model).double(), precise))
+    return float((result(tried) - wanted).norm() / wanted.norm())
 
 
 def verdict(got: Tensor, wanted: Tensor) -> str:
@@ -90,42 +177,47 @@ def verdict(got: Tensor, wanted: Tensor) -> str:
     return "yes" if error < BOUND else f"**off by {error:.1e}**"
 
 
-def attention(model: nn.Module) -> str:
-    wanted, said = logits(model), answer(model)
+def attention(tried: Tried) -> str:
+    model, wanted = tried.model, result(tried)
+    said = answer(tried) if tried.answers else None
     try:
         model.set_attn_implementation("lowbit")
     except ValueError as error:
         return f"refused by transformers: {type(error).__name__}"
-    if model.config._attn_implementation != "lowbit":
+    tried.implementation = "lowbit"
+    told = verdict(result(tried), wanted)
+    if told == "yes" and model.config._attn_implementation != "lowbit":
         return "has one attention of its own"
-    told = verdict(logits(model), wanted)
-    return told if torch.equal(answer(model), said) else "**another answer**"
+    if said is not None and not torch.equal(answer(tried), said):
+        return "**another answer**"
+    return told + ", without an answer" * (said is None and model.can_generate())
 
 
-def quantized(model: nn.Module) -> str:
+def quantized(tried: Tried) -> str:
     try:
-        report = lowbit.quantize_(model, lowbit.int8_weight_only())
+        report = lowbit.quantize_(tried.model, lowbit.int8_weight_only())
     except (ValueError, NotImplementedError) as error:
         return f"refused: {str(error).splitlines()[0][:80]}".replace("|", "")
     if not any(row.format for row in report.rows):
         return "no linear layers"
-    got, decoded = logits(model), copy.deepcopy(model)
+    got, decoded = result(tried), copy.deepcopy(tried.model)
     lowbit.dequantize_(decoded)
-    return verdict(got, logits(decoded))
+    return verdict(got, result(Tried(decoded, tried.given)))
 
 
-def saved(model: nn.Module) -> str:
+def saved(tried: Tried) -> str:
+    model = tried.model
     if not any(isinstance(module, lowbit.QuantLinear) for module in model.modules()):
         return ""
-    wanted, attention = logits(model), model.config._attn_implementation
+    wanted = result(tried)
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         try:
             loaded = type(model).from_pretrained(folder).eval()
         except RuntimeError:
             return "**not loaded**"
-    loaded.set_attn_implementation(attention)
-    return verdict(logits(loaded), wanted)
+    loaded.set_attn_implementation(tried.implementation)
+    return verdict(result(Tried(loaded, tried.given)), wanted)
 
 
 if __name__ == "__main__":
@@ -133,12 +225,17 @@ if __name__ == "__main__":
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     os.environ["TQDM_DISABLE"] = "1"
-    lines = []
-    for each in sys.argv[1:] or names():
-        try:
-            lines.append(line(each))
-        except Exception as error:
-            lines.append(f"| {each} | **{type(error).__name__}: {str(error)[:150]}** | | |")
-        print(lines[-1], flush=True)
+    text = TITLE
+    for kind, names in classes().items():
+        text += HEAD.format(kind)
+        for name in names:
+            if sys.argv[1:] and name not in sys.argv[1:] and kind not in sys.argv[1:]:
+                continue
+            try:
+                one = line(kind, name)
+            except Exception as error:
+                one = f"| {name} | **{type(error).__name__}: {str(error)[:150]}** | | |"
+            print(one, flush=True)
+            text += one + "\n"
     if not sys.argv[1:]:
-        PAGE.write_text(TITLE + "\n".join(lines) + "\n")
+        PAGE.write_text(text)

@@ -14,6 +14,7 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 from tiny_architectures import tiny_config, tiny_model  # noqa: E402
+from tiny_inputs import inputs  # noqa: E402
 from transformers.utils import TransformersKwargs  # noqa: E402
 
 from lowbit.integrations import attention_arguments  # noqa: E402
@@ -109,6 +110,25 @@ def test_hybrids_and_masks_of_their_own(name: str) -> None:
     assert model.config._attn_implementation == "lowbit"
     assert (ours - wanted).norm() < 1e-3 * wanted.norm()
     assert torch.equal(our_text, text)
+
+
+OTHER_KINDS = ("BridgeTowerModel", "InternVLForConditionalGeneration", "Lfm3VlForConditionalGeneration", "HubertForCTC", "Glm5NextTextModel")
+
+
+@pytest.mark.parametrize("name", OTHER_KINDS)
+def test_what_encoders_of_images_and_sound_hand_on(name: str) -> None:
+    """Sizes of images and the like change nothing; no mask hides nothing where a model counts on eager attention,
+    also in a layer that calls itself causal (BridgeTower's)."""
+    model = tiny_model(name, tiny_config(getattr(transformers, name).config_class))
+    given, found = inputs(model), []
+    for implementation in ("eager", "lowbit"):
+        model.set_attn_implementation(implementation)
+        with torch.no_grad():
+            output = model(**given)[0]
+        mask = given["attention_mask"].bool()
+        found.append(output[mask] if output.shape[:2] == mask.shape else output)
+    assert model.config._attn_implementation == "lowbit"
+    assert (found[1] - found[0]).norm() < 1e-3 * found[0].norm()
 
 
 @pytest.mark.parametrize("kept", [1, 2, 5])

@@ -28,6 +28,7 @@ NLLB = dict(
     vocab_size=97, d_model=64, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4, decoder_attention_heads=4,
     encoder_ffn_dim=96, decoder_ffn_dim=96, num_experts=2,
 )  # fmt: skip
+SWIN = dict(image_size=32, patch_size=4, embed_dim=32, depths=[1, 1], num_heads=[2, 4], window_size=4)
 BERT = dict(SMALL, num_attention_heads=4, intermediate_size=96, embedding_size=32, intra_bottleneck_size=32, true_hidden_size=32)
 MODELS: dict[str, tuple[str, dict[str, Any], set[str]]] = {
     "T5": ("ForConditionalGeneration", T5, {"wo"}),
@@ -39,6 +40,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], set[str]]] = {
     "WavLM": ("Model", SPEECH, {"q_proj", "k_proj", "v_proj", "out_proj"}),
     "MobileBert": ("ForMaskedLM", BERT, {"dense", "decoder"}),
     "NllbMoe": ("ForConditionalGeneration", NLLB, set()),  # asks whether its weight is uint8 before it reads it
+    "Swinv2": ("ForImageClassification", SWIN, {"0"}),
     "Llama": ("ForCausalLM", SMALL | dict(intermediate_size=96, num_attention_heads=4), set()),
 }
 """The class, its sizes, and the layers that are read."""
@@ -54,6 +56,8 @@ def made(name: str) -> nn.Module:
 def result(model: nn.Module) -> Tensor:
     if "waveform" in str(model.main_input_name) or "input_values" in model.main_input_name:
         return model(torch.randn(1, 2000, generator=torch.Generator().manual_seed(1))).last_hidden_state
+    if model.main_input_name == "pixel_values":
+        return model(torch.randn(1, 3, 32, 32, generator=torch.Generator().manual_seed(1))).logits
     decoder = {"decoder_input_ids": IDS} if model.config.is_encoder_decoder else {}
     return model(input_ids=IDS, **decoder).logits
 

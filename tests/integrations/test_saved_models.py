@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_architectures import tiny_config, tiny_model
+from tiny_inputs import SEEN, TOKENS
 from tiny_models import LLAMA, MODELS, logits, save
 from torch import nn
 
@@ -372,3 +374,20 @@ def test_a_sentence_transformer_comes_back(tmp_path):
     loaded = sentence_transformers.SentenceTransformer(str(tmp_path / "packed"), device="cpu")
     assert formats(loaded) == formats(model) and formats(model)
     assert (loaded.encode(["word1 word7 word8", "word3"]) == wanted).all()
+
+
+@torch.no_grad()
+def test_a_packed_weight_that_its_model_renames(tmp_path: Path) -> None:
+    """Inkling 2 saves `k_sconv.weight_proj.weight` without its last word, and not the layout beside it; in shards the
+    two may be apart."""
+    model = tiny_model("Inkling2ForCausalLM", tiny_config(transformers.Inkling2TextConfig))
+    lowbit.quantize_(model, INT8)
+    wanted = model(TOKENS, attention_mask=SEEN).logits[SEEN.bool()]
+    model.save_pretrained(tmp_path / "first")
+    for folder in ("first", "again", "shards"):
+        loaded, info = type(model).from_pretrained(tmp_path / folder, output_loading_info=True)
+        assert not any(info.values()) and formats(loaded) == formats(model), info
+        torch.testing.assert_close(loaded(TOKENS, attention_mask=SEEN).logits[SEEN.bool()], wanted)
+        loaded.save_pretrained(tmp_path / "again")
+        loaded.save_pretrained(tmp_path / "shards", max_shard_size=2000)
+    assert len([*(tmp_path / "shards").glob("*.safetensors")]) > 2

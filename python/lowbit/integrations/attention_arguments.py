@@ -26,8 +26,11 @@ SERVED = (
 _FLASH = "a hint to FlashAttention's kernels, the result is the same"
 _PACKED = "the mask separates packed sequences; without one, more than one sequence is refused"
 _MODEL = "meant for the model around the attention"
+_IMAGES = "sizes of images, for the model around the attention; positions and masks are made of them there"
 WITHOUT_EFFECT = {
     "deterministic": _FLASH,
+    "grid_thw": _IMAGES,
+    "image_sizes": _IMAGES,
     "max_length_q": _FLASH,
     "max_length_k": _FLASH,
     "cu_seq_lens_q": _PACKED,
@@ -35,10 +38,12 @@ WITHOUT_EFFECT = {
     "sliding_window": "the mask, which the model makes for this window, hides what is before it",
     "position_ids": "queries and keys were rotated, and the mask made, by them",
     "seq_idx": "numbers of packed sequences, for state space layers beside the attention",
+    "input_ids": _MODEL,
     "logits_to_keep": _MODEL,
     "num_items_in_batch": _MODEL,
     "output_hidden_states": _MODEL,
     "output_router_logits": _MODEL,
+    "return_dict": _MODEL,
     "use_cache": _MODEL,
 }
 """Arguments that transformers' models hand on and that change nothing here, with the reason."""

@@ -22,6 +22,14 @@ _DTYPES = {"U8": torch.uint8, "I8": torch.int8}  # of the others it only counts 
 _INTEGERS = ("layout", *INDICES)
 
 
+class LayoutRenaming(WeightRenaming):
+    """Puts a layout beside its weight, where the model ends a name of its checkpoint with "weight" as it loads it:
+    Inkling 2 makes ``k_sconv.weight_proj.layout`` to ``k_sconv.weight_proj.weight.layout``."""
+
+    def __init__(self) -> None:
+        super().__init__(source_patterns=r"\.weight\.layout$", target_patterns=".layout")
+
+
 def model_names(model: nn.Module, keys: Iterable[str]) -> dict[str, str | None]:
     """Return the model's name of each tensor of a checkpoint; None where the model makes a parameter out of it by more
     than a new name (experts that are merged, projections that are split)."""
@@ -72,25 +80,39 @@ def stored_tensors(model: nn.Module, files: list[str]) -> dict[str, Tensor]:
             "from_pretrained: a checkpoint of lowbit must be safetensors files, got "
             f"{', '.join(files) or 'a state dict'}; lowbit.load(model, file) takes other files"
         )
+    bare = _without_suffix(files)
     found: dict[str, Tensor] = {}
     for file in files:
         with safe_open(file, framework="pt") as opened:
             keys = opened.keys()
             for key in keys:
                 head, _, last = key.rpartition(".")
-                if last == "weight":
+                if last == "weight" or key in bare:
                     part = opened.get_slice(key)
                     dtype = _DTYPES.get(part.get_dtype(), torch.float32)
-                    found[key] = torch.empty(part.get_shape(), dtype=dtype, device="meta")
+                    name = f"{key}.weight" if key in bare else key
+                    found[name] = torch.empty(part.get_shape(), dtype=dtype, device="meta")
                 elif last in _INTEGERS and head:
                     found[key] = opened.get_tensor(key).clone()
     # A weight that is tied to another is not in the file, and its layout is.
-    heads = {key.rpartition(".")[0] for key in found}
-    names = model_names(model, [f"{head}.weight" if head else "weight" for head in heads])
+    stored = {
+        head: head if head in bare else f"{head}.weight".lstrip(".")
+        for head in {key.rpartition(".")[0] for key in found}
+    }
+    names = model_names(model, stored.values())
     state = {}
     for key, tensor in found.items():
         head, _, last = key.rpartition(".")
-        name = names[f"{head}.weight" if head else "weight"]
+        name = names[stored[head]]
         if name is not None:
             state[name.removesuffix("weight") + last] = tensor
     return state
+
+
+def _without_suffix(files: list[str]) -> set[str]:
+    """Packed weights whose names do not end in "weight", because the model saves them so; the layout beside tells."""
+    keys: set[str] = set()
+    for file in files:
+        with safe_open(file, framework="pt") as opened:
+            keys.update(opened.keys())
+    return {key.removesuffix(".layout") for key in keys if key.endswith(".layout")} & keys

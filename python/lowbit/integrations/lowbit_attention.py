@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lowbit.attention.sdpa import scaled_dot_product_attention
 from lowbit.integrations import attention_arguments
+from lowbit.integrations.attention_masks import wants_eager_mask
 from lowbit.ops.attention import attention
 from lowbit.score.program import ProgramBuilder
 
@@ -61,7 +62,7 @@ def lowbit_attention(
         raise NotImplementedError(attention_arguments.REFUSED["output_attentions"])
     attention_arguments.check(attention_mask, others)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    causal = bool(causal) and attention_mask is None and query.shape[2] > 1
+    causal = bool(causal) and attention_mask is None and query.shape[2] > 1 and not _all_is_seen(module)
     store = getattr(key, "store", None)
     if store is not None and dropout:
         raise NotImplementedError("QuantizedCache: dropout must be 0, a quantized cache has no gradient")
@@ -100,6 +101,12 @@ def lowbit_attention(
         if sinks is not None:  # e^lse / (e^lse + e^sink) of the probability is left to the keys
             out = out * torch.sigmoid(lse[..., None] - sinks).to(out.dtype)
     return out.transpose(1, 2).contiguous(), None
+
+
+def _all_is_seen(module: torch.nn.Module) -> bool:
+    """Whether no mask hides nothing, as in eager attention, also in a layer that calls itself causal."""
+    config = getattr(module, "config", None)
+    return config is not None and wants_eager_mask(config)
 
 
 def weights_are_recorded(module: torch.nn.Module) -> bool:

@@ -28,7 +28,7 @@ from transformers.quantizers import HfQuantizer, register_quantization_config, r
 from transformers.utils.quantization_config import QuantizationMethod
 
 from lowbit import _C, devices
-from lowbit.integrations.checkpoint_names import renamed, stored_tensors
+from lowbit.integrations.checkpoint_names import LayoutRenaming, renamed, stored_tensors
 from lowbit.integrations.config_entry import note_formats
 from lowbit.integrations.fuse import fuse
 from lowbit.integrations.lowbit_config import METHOD, LowbitConfig
@@ -206,6 +206,10 @@ class LowbitQuantizer(HfQuantizer):
         release_pages(value, self.files)
         return True
 
+    def get_weight_conversions(self) -> list[Any]:
+        """Those of transformers, and that of layouts."""
+        return [*super().get_weight_conversions(), LayoutRenaming()]
+
     def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: Any) -> nn.Module:
         del model._adjust_bias
         if self.is_float:
@@ -219,7 +223,11 @@ class LowbitQuantizer(HfQuantizer):
         # A weight that a converter split or merged is packed now: it is saved under the names that the model has
         # for it.
         conversions = getattr(model, "_weight_conversions", None) or []
-        model._weight_conversions = [item for item in conversions if tuple(item.target_patterns) not in self.converted]
+        model._weight_conversions = [
+            item
+            for item in conversions
+            if tuple(item.target_patterns) not in self.converted and not isinstance(item, LayoutRenaming)
+        ]
         if self.selection is not None:
             self._finish_report(model)
         if self.quantization_config.fuse:

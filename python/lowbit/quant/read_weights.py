@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Linear layers of transformers' models whose weight is read beside the layer, and so must not be packed: T5 looks at
-its dtype, Mamba multiplies by it, RWKV scales it in place.
+its dtype, Mamba multiplies by it, RWKV scales it in place, Swin V2 makes a table of the dtype that the first parameter
+of a part has.
 
 The source of the class that owns the layer shows it, or of one further out, since no call of the layer does.
 """
@@ -18,9 +19,10 @@ from torch import nn
 
 from lowbit.quant.linear_layers import is_linear
 
-_NAMED = re.compile(r"\bself\.(\w+)\.weight\b|\.weight\.[a-z]\w*_\(")
+_NAMED = re.compile(r"\bself\.(\w+)\.weight\b|\.weight\.[a-z]\w*_\(|\bnext\(self\..*parameters\(\)\)\.dtype")
 _HARMLESS = {"device", "requires_grad"}  # attributes that a packed weight has like a float one
 _CAREFUL = {"uint8", "is_floating_point"}  # a method that asks about these knows of packed weights
+_PARAMETERS = "parameters"
 _NO_CALL = "init"  # in names of methods that are called before the weights are there
 
 
@@ -30,11 +32,21 @@ def weights_that_are_read(model: nn.Module) -> dict[int, str]:
     for module in model.modules():
         read = _read_by(type(module)) if any(map(_is_of_transformers, type(module).__mro__)) else frozenset()
         for path in read:
-            named = module.named_modules() if "." in path else ((path, module._modules.get(path)),)
-            for name, layer in named:
-                if layer is not None and f".{name}".endswith(f".{path}") and is_linear(layer):
+            for layer in _layers_at(module, path):
+                if layer is not None and is_linear(layer):
                     found[id(layer)] = f"{type(module).__name__} reads its weight"
     return found
+
+
+def _layers_at(module: nn.Module, path: str) -> list[nn.Module | None]:
+    """The layers that an entry of `_read_by` names."""
+    part, _, last = path.rpartition(".")
+    if last == _PARAMETERS:
+        owner = module._modules.get(part) if part else module
+        return [] if owner is None else [next((one for one in owner.modules() if one._parameters), None)]
+    if not part:
+        return [module._modules.get(path)]
+    return [layer for name, layer in module.named_modules() if f".{name}".endswith(f".{path}")]
 
 
 def _is_of_transformers(cls: type) -> bool:
@@ -43,8 +55,9 @@ def _is_of_transformers(cls: type) -> bool:
 
 @functools.cache
 def _read_by(cls: type) -> frozenset[str]:
-    """The names of layers whose weight a method of this class reads, and the ends of paths to those whose weight it
-    changes; methods that are replaced do not count."""
+    """The names of layers whose weight a method of this class reads, the ends of paths to those whose weight it
+    changes, and ``part.parameters`` for the layer with the first parameter of a part; methods that are replaced
+    do not count."""
     names: set[str] = set()
     replaced: set[str] = set()
     for base in cls.__mro__:
@@ -81,16 +94,27 @@ def _read_in(method: ast.FunctionDef) -> set[str]:
         return set()
     in_place = (node.value for node in attributes if node.attr.endswith("_"))
     changed = {path for path in map(_path_to_weight, in_place) if path}
+    first = {path for node in attributes if node.attr == "dtype" for path in _path_to_parameters(node.value)}
     harmless = {id(node.value) for node in attributes if node.attr in _HARMLESS}
-    return changed | {
-        node.value.attr
-        for node in attributes
-        if node.attr == "weight"
-        and id(node) not in harmless
-        and isinstance(node.value, ast.Attribute)
-        and isinstance(node.value.value, ast.Name)
-        and node.value.value.id == "self"
-    }
+    return (
+        changed
+        | first
+        | {
+            node.value.attr
+            for node in attributes
+            if node.attr == "weight"
+            and id(node) not in harmless
+            and isinstance(node.value, ast.Attribute)
+            and isinstance(node.value.value, ast.Name)
+            and node.value.value.id == "self"
+        }
+    )
+
+
+def _path_to_parameters(node: ast.expr) -> set[str]:
+    """``part.parameters`` of ``next(self.part.parameters())``; nothing of another expression."""
+    found = re.fullmatch(r"next\(self\.((?:\w+\.)?parameters)\(\)\)", ast.unparse(node))
+    return {found[1]} if found else set()
 
 
 def _path_to_weight(node: ast.expr) -> str:
