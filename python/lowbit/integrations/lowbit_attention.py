@@ -104,7 +104,7 @@ def lowbit_attention(
 
 
 def _all_is_seen(module: torch.nn.Module) -> bool:
-    """Whether no mask hides nothing, as in eager attention, also in a layer that calls itself causal."""
+    """Whether a call without a mask sees all keys, as in eager attention, also in a layer that calls itself causal."""
     config = getattr(module, "config", None)
     return config is not None and wants_eager_mask(config)
 

@@ -97,19 +97,16 @@ def _read_in(method: ast.FunctionDef) -> set[str]:
     changed = {path for path in map(_path_to_weight, in_place) if path}
     first = {path for node in attributes if node.attr == "dtype" for path in _path_to_parameters(node.value)}
     harmless = {id(node.value) for node in attributes if node.attr in _HARMLESS}
-    return (
-        changed
-        | first
-        | {
-            node.value.attr
-            for node in attributes
-            if node.attr == "weight"
-            and id(node) not in harmless
-            and isinstance(node.value, ast.Attribute)
-            and isinstance(node.value.value, ast.Name)
-            and node.value.value.id == "self"
-        }
-    )
+    read = {
+        node.value.attr
+        for node in attributes
+        if node.attr == "weight"
+        and id(node) not in harmless
+        and isinstance(node.value, ast.Attribute)
+        and isinstance(node.value.value, ast.Name)
+        and node.value.value.id == "self"
+    }
+    return changed | first | read
 
 
 def _path_to_parameters(node: ast.expr) -> set[str]:
