@@ -114,7 +114,8 @@ def use(name: str) -> None:
         name = str(row["op"]).removeprefix("lowbit::")
         if not runs_there(name):
             continue
-        op = getattr(torch.ops.lowbit, name).default
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch says that a kernel takes the place of another
-            _library.impl(name, _wrapped(op, device), "CPU")
+        for entry in getattr(torch.ops.lowbit, name).overloads():
+            op = getattr(getattr(torch.ops.lowbit, name), entry)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # torch says that a kernel takes the place of another
+                _library.impl(op.name(), _wrapped(op, device), "CPU")

@@ -74,7 +74,7 @@ def test_it_imports_nothing_but_its_own_few_modules(python: Callable[..., str]) 
     code = "import sys, torch; print(*sorted(sys.modules))"
     loaded = set(python(code).split()) - set(python(code, TORCH_DEVICE_BACKEND_AUTOLOAD="0").split())
     ours = {"lowbit_autoload", "lowbit", "lowbit._C", "lowbit.ops"}
-    ours |= {f"lowbit.ops.{name}" for name in ("registration", "fakes", "autocast", "attention_fakes", "forward_mode")}
+    ours |= {f"lowbit.ops.{name}" for name in ("registration", "derivatives", "fakes", "autocast", "attention_fakes", "forward_mode")}
     ours |= {"lowbit.integrations", "lowbit.integrations.when_imported"}
     standard = set(sys.stdlib_module_names)
     others = {name for name in loaded - ours if name.partition(".")[0] not in standard}

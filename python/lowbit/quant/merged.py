@@ -65,10 +65,14 @@ class MergedLinear:
     @torch.no_grad()
     def _merge(self, layers: Sequence[QuantLinear]) -> None:
         self.op_args = (sum(layer.out_features for layer in layers), *layers[0].op_args[1:])
-        whole = torch.cat([layer.weight.data for layer in layers])
-        for layer, view in zip(layers, whole.split([layer.weight.shape[0] for layer in layers]), strict=True):
+        parameters = [layer._parameters for layer in layers]  # a layer that becomes float meanwhile gets another dict
+        weights = [inside["weight"] for inside in parameters]
+        if any(weight.dtype != torch.uint8 for weight in weights):
+            raise RuntimeError("a layer became float while its weight was joined to others")
+        whole = torch.cat([weight.data for weight in weights])
+        for inside, view in zip(parameters, whole.split([len(weight) for weight in weights]), strict=True):
             # Not its .data: a kernel that another thread runs may read the old memory, which its Parameter holds.
-            layer._parameters["weight"] = torch.nn.Parameter(view, requires_grad=False)
+            inside["weight"] = torch.nn.Parameter(view, requires_grad=False)
         self.weight = whole
         self.bias = None if layers[0].bias is None else _joined([layer.bias for layer in layers])
 
