@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
 
@@ -14,9 +15,17 @@ from lowbit.documents.whole_file import replaced_file
 
 
 def main(arguments: list[str] | None = None) -> int:
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    options, others = parser.parse_known_args(arguments)
+    if others and options.command == "chat" and not any(word.startswith("-") for word in others):
+        options.prompt += others  # prompts behind an option, which argparse leaves over
+    elif others:
+        parser.error(f"unrecognized arguments: {' '.join(others)}")
     try:
-        print(options.run(options))
+        print(options.run(options), file=sys.stderr if options.command == "chat" else sys.stdout, flush=True)
+    except BrokenPipeError:  # the reader of our output has ended, as head does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python writes what is left, and fails
+        return 141
     except (
         ImportError,
         OSError,
@@ -74,12 +83,17 @@ def _parser() -> argparse.ArgumentParser:
     chat = commands.add_parser(
         "chat",
         help="talk to the language model of a GGUF file, and see how many tokens a second it makes",
-        description="An empty line ends it. Needs gguf and transformers.",
+        description="Answers go to the standard output, everything else to the standard error. Ctrl-D ends it.",
     )
-    chat.add_argument("file", help="a .gguf file")
-    chat.add_argument("prompt", nargs="*", help="the prompt; default: asked in the terminal")
-    chat.add_argument("--activations", choices=("int8", "float"), default="int8", help="of linear layers")
+    chat.add_argument("file", help="a .gguf file, or a folder of a model of transformers")
+    chat.add_argument("prompt", nargs="*", help="the prompts, in order; default: lines of the standard input")
+    chat.add_argument("--activations", choices=("int8", "float"), help="of linear layers of a file; default: int8")
+    chat.add_argument("--system", metavar="TEXT", default="", help="what the model is told before the first prompt")
     chat.add_argument("--max-new-tokens", type=int, default=512, metavar="N", help="of each answer")
+    chat.add_argument("--temperature", type=float, default=0.8, metavar="T", help="of sampling; default: 0.8")
+    chat.add_argument("--top-p", type=float, default=0.95, metavar="P", help="of sampling; default: 0.95")
+    chat.add_argument("--seed", type=int, metavar="N", help="of sampling; default: another one each time")
+    chat.add_argument("--greedy", action="store_true", help="the likeliest word always, as --temperature 0")
     chat.set_defaults(run=_chat)
     compare = commands.add_parser("compare", help="the error of each weight of one checkpoint against another, in dB")
     compare.add_argument("a", help="folder or safetensors file that counts as exact")
@@ -140,7 +154,14 @@ def _chat(options: argparse.Namespace) -> object:
     from lowbit.integrations.gguf.chat import chat
 
     return chat(
-        options.file, options.prompt or None, activations=options.activations, max_new_tokens=options.max_new_tokens
+        options.file,
+        options.prompt or None,
+        activations=options.activations,
+        system=options.system,
+        max_new_tokens=options.max_new_tokens,
+        temperature=0.0 if options.greedy else options.temperature,
+        top_p=options.top_p,
+        seed=options.seed,
     )
 
 

@@ -16,6 +16,7 @@ from torch import nn
 from wrong_types import variants
 
 import lowbit
+from lowbit import _C
 from lowbit.autotune.kv_choice import CacheChoice
 from lowbit.autotune.plan_row import PlanRow
 from lowbit.formats import LinearSpec
@@ -155,9 +156,41 @@ def test_a_weight_that_is_not_finite_is_found_before_a_change(block):
 def test_a_row_of_another_build_is_refused_before_a_change(block):
     plan = plan_of(block, twice=W4A8)
     plan.rows[0] = dataclasses.replace(plan.rows[0], row="linear_int4_int8_abacus")
-    with pytest.raises(ValueError, match="linear has no row 'linear_int4_int8_abacus', wanted one of linear_"):
+    with pytest.raises(ValueError, match="twice: row must be one of linear here, such as linear_int4_int8_.*, got 'linear_int4_int8_abacus'"):
         plan.apply(block)
     assert not names_left(block)
+
+
+def test_a_row_that_serves_no_call_of_its_layer_is_refused_before_a_change(block):
+    plan = plan_of(block, twice=W4A8, once=INT8)
+    call = _C.explain_linear(20, *INT8.op_args(48, 64), "float32")
+    rows = {row["name"] for row in call if row["chosen"] or row["reason"] == "a better row fits"}
+    plan.rows[0] = dataclasses.replace(plan.rows[0], row=min(rows))  # of int8, for the layer in W4A8
+    with pytest.raises(ValueError, match=rf"twice \({min(rows)} serves no int4 g32 int8-activations of its calls\)"):
+        plan.apply(block)
+    assert not names_left(block)
+    plan.rows[0], plan.rows[1] = dataclasses.replace(plan.rows[0], row=""), dataclasses.replace(plan.rows[1], row=min(rows))
+    plan.apply(block)
+    assert block.once.row == min(rows)
+
+
+def test_a_line_too_many_or_too_few_is_refused_before_a_change(block):
+    plan = plan_of(block, twice=W4A8, once=INT8)
+    one = plan.rows.pop(0)
+    with pytest.raises(ValueError, match=r"twice \(no line in the plan\)"):
+        plan.apply(block)
+    plan.rows += [one, one]
+    with pytest.raises(ValueError, match="a layer must have one line, got several for twice"):
+        plan.apply(block)
+    assert not names_left(block)
+
+
+def test_a_group_size_that_the_weight_cannot_have_is_named_with_file_and_layer(block, tmp_path):
+    values = plan_of(block, twice=W4A8).to_dict()
+    values["rows"][0]["spec"]["group_size"] = 33
+    (tmp_path / "plan.json").write_text(json.dumps(values))
+    with pytest.raises(ValueError, match=r"plan.json: twice: .*group_size must be 32, .*got group_size=33"):
+        lowbit.Plan.load(tmp_path / "plan.json")
 
 
 def test_another_machine_is_said(block):

@@ -72,6 +72,8 @@ def test_example_package_builds_installs_and_passes_its_tests(tmp_path: Path) ->
     assert "lowbit.backends  lowbit-example 0.1: added linear_int8_example, attention_forward_torch_example" in told
     assert re.search(r"attention ran attention_forward_torch_example, close True, then attention_forward_\w+_sim", told), told
     assert "linear_int8_example (lowbit-example)" in told and "the weight is not int8" in told
+    measured = run(sys.executable, "-c", MEASURE, PYTHONPATH=path)
+    assert re.search(r"linear_int4\w+ .*\d%", measured), measured  # of the CPU's limit: a row of another device stands first
 
 
 USE = """
@@ -91,6 +93,15 @@ print(lowbit.kernels("linear"))
 model = torch.nn.Sequential(torch.nn.Linear(32, 16))
 lowbit.quantize_(model, lowbit.int4_weight_only())
 print(dict(lowbit.explain(model)[0].others)["linear_int8_example"])
+"""
+
+MEASURE = """
+import torch, lowbit
+model = torch.nn.Sequential(torch.nn.Linear(32, 16))
+lowbit.quantize_(model, lowbit.int4_weight_only())
+with lowbit.profile() as profile:
+    model(torch.randn(4, 32))
+print(profile)
 """
 
 

@@ -15,18 +15,16 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from lowbit import _C
 from lowbit.autotune.evaluated import Evaluation
 from lowbit.autotune.kept_times import machine
 from lowbit.autotune.kv_choice import CacheChoice
 from lowbit.autotune.picture import picture
+from lowbit.autotune.plan_checks import check_fits, check_names_of_formats, check_rows, text_of_size
 from lowbit.autotune.plan_row import PlanRow
 from lowbit.documents.declared import as_declared
 from lowbit.documents.whole_file import write_whole
 from lowbit.formats.base import FormatConfig
 from lowbit.formats.spec import LinearSpec
-from lowbit.quant.kinds import features_of, is_packed, kind_of
-from lowbit.quant.quant_linear import LINEAR
 from lowbit.quant.quantize import quantize_
 from lowbit.quant.report import QuantizationReport
 from lowbit.quant.select import select
@@ -38,10 +36,6 @@ _NO_MODEL = (
     "it is no model: autoquant leaves the model as it is; plan.apply(model) quantizes it in place, and the model is "
     "called as before"
 )
-_KNOWN = {
-    "format": _C.FORMATS, "x_format": _C.X_FORMATS, "mapping": _C.MAPPINGS, "scale": _C.SCALE_CHOICES,
-}  # fmt: skip
-"""The names of a spec that a file may give."""
 
 
 @dataclass(repr=False)
@@ -84,11 +78,13 @@ class Plan(LayerTable):
         a warning says so.
 
         Raises:
-            ValueError: names all layers that the model does not have, or has in another size or already quantized; a
-                kernel row that this build does not have; a weight that is not finite.
+            ValueError: names all layers that the model does not have, or has in another size or already quantized, those
+                without a line, and those whose kernel row is not in this build or serves none of their calls; a weight
+                that is not finite.
         """
         model = getattr(model, "_orig_mod", model)
-        self._check_fits(model)
+        check_rows(self.rows)
+        check_fits(self.rows, model)
         configs: dict[LinearSpec, set[str]] = defaultdict(set)
         for name, spec in self.specs.items():
             configs[spec].add(name)
@@ -104,24 +100,6 @@ class Plan(LayerTable):
                 model.get_submodule(row.layer).prefer(row.row)
         return _merged(reports)
 
-    def _check_fits(self, model: nn.Module) -> None:
-        modules = dict(model.named_modules())
-        wrong = []
-        for row in self.rows:
-            module = modules.get(row.layer)
-            if row.spec is None:
-                continue
-            if module is None or kind_of(module) is not LINEAR:
-                wrong.append(f"{row.layer} ({'no linear layer' if module is not None else 'not there'})")
-            elif is_packed(module):
-                wrong.append(f"{row.layer} (already quantized as {module.spec.name})")
-            elif features_of(module) != row.shape:
-                wrong.append(f"{row.layer} ({_size(features_of(module))}, wanted {_size(row.shape)})")
-        if wrong:
-            raise ValueError(f"Plan: model must have the layers of the plan, got {', '.join(wrong)}")
-        for name in {row.row for row in self.rows if row.row}:
-            _C.row_number("linear", name)
-
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan as JSON; a file that is there is replaced as a whole. Raises ValueError as `to_dict`."""
         write_whole(Path(path), json.dumps(self.to_dict(), indent=1))
@@ -131,7 +109,8 @@ class Plan(LayerTable):
         """Read a plan that `save` wrote.
 
         Raises:
-            ValueError: it is no plan, or of another version, or names a format that is not here.
+            ValueError: it is no plan, or of another version; a layer has two lines, a format that is not here or that
+                its weight cannot have, or a kernel row that this build does not have.
         """
         try:
             return cls.from_dict(json.loads(Path(path).read_text()))
@@ -160,8 +139,10 @@ class Plan(LayerTable):
         version = values.pop("lowbit_plan")
         if version != VERSION:
             raise ValueError(f"the version must be {VERSION}, got {version!r}")
-        _check_formats(values.get("rows"))
-        return as_declared(cls, values, "plan")
+        check_names_of_formats(values.get("rows"))
+        plan: Plan = as_declared(cls, values, "plan")
+        check_rows(plan.rows)
+        return plan
 
     def plot(self) -> Any:
         """Draw with matplotlib the time of each layer before and after and its dB; return the two axes.
@@ -188,7 +169,7 @@ class Plan(LayerTable):
         row = rows[0]
         before, after = (sum(getattr(row, name) for row in rows) for name in ("bytes_before", "bytes_after"))
         return (
-            _size(row.shape),
+            text_of_size(row.shape),
             ", ".join(f"{count} of {m} x {dtype}" for m, dtype, count in row.calls),
             "float" if row.spec is None else row.spec.name,
             row.row,
@@ -255,22 +236,9 @@ def _merged(reports: list[QuantizationReport]) -> QuantizationReport:
     )
 
 
-def _check_formats(rows: Any) -> None:
-    """Raise ValueError for a format that is not here; values of a wrong type are left to `as_declared`."""
-    for row in rows if isinstance(rows, list) else ():
-        spec = row.get("spec") if isinstance(row, dict) else None
-        for name, known in _KNOWN.items() if isinstance(spec, dict) else ():
-            if isinstance(value := spec.get(name), str) and value not in known:
-                raise ValueError(f"{row.get('layer')} has a format that is not here: {spec}")
-
-
 def _plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _plain(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [_plain(item) for item in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _size(shape: tuple[int, ...]) -> str:
-    return " x ".join(map(str, shape))

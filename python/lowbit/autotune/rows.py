@@ -26,6 +26,12 @@ def fitting_rows(*call: Any) -> list[str]:
     ]
 
 
+def serves(row: str, *call: Any) -> bool:
+    """Whether a row can serve a call, whose numbers are those of `fitting_rows`."""
+    found = next((found for found in _C.explain_linear(*call) if found["name"] == row), None)
+    return found is not None and (bool(found["chosen"]) or found["reason"] == _BETTER_FITS)
+
+
 def forced_row() -> str:
     """The row of linear that `force_kernel` or LOWBIT_KERNEL forces here, or nothing."""
     forced = _C.force_kernel(None)

@@ -1,65 +1,150 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``lowbit chat FILE.gguf``: a conversation in a terminal, the answers streamed as they are made."""
+"""``lowbit chat FILE.gguf``: a conversation in a terminal or a pipe, the answers streamed as they are made."""
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import TextStreamer
+from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
 
+from lowbit.integrations.fuse import fuse
 from lowbit.integrations.gguf.loading import load_gguf
+
+_SAID_BELOW = 256
+"""Tokens that are left of the context when a remark says so."""
 
 
 def chat(
-    path: str, prompts: Iterable[str] | None = None, *, activations: str = "int8", max_new_tokens: int = 512
+    path: str | Path,
+    prompts: Iterable[str] | None = None,
+    *,
+    activations: str | None = None,
+    system: str = "",
+    max_new_tokens: int = 512,
+    temperature: float = 0.8,
+    top_p: float = 0.95,
+    seed: int | None = None,
 ) -> str:
-    """Answer each prompt on the standard output, and return how fast that was.
+    """Answer each prompt on the standard output, and return how fast that was. Remarks go to the standard error.
 
     Args:
-        path: a GGUF file.
-        prompts: the questions of one conversation, in order; None asks in the terminal until an empty line.
-        activations: as of `load_gguf`.
+        path: a GGUF file, or a folder that ``from_pretrained`` of transformers reads.
+        prompts: the questions of one conversation, in order; None: the lines of the standard input, to its end.
+        activations: as of `load_gguf`, and of a file alone; None: "int8".
+        system: what the model is told before the first question.
         max_new_tokens: of each answer.
+        temperature, top_p: of sampling; temperature 0: the likeliest word always.
+        seed: of sampling; None: another one each time.
 
     Raises:
-        FileNotFoundError, ValueError: as of `load_gguf`.
+        FileNotFoundError, ValueError: as of `load_gguf` and of ``from_pretrained``; a number is out of its range; a
+            line is not UTF-8.
     """
-    model, tokenizer = load_gguf(path, activations=activations)
-    conversation: list[dict[str, str]] = []
-    tokens, seconds = 0, 0.0
+    if not 0 <= temperature < float("inf"):
+        raise ValueError(f"chat: temperature must be 0 or more, got {temperature}")
+    if not 0 < top_p <= 1:
+        raise ValueError(f"chat: top_p must be above 0 and at most 1, got {top_p}")
+    if max_new_tokens < 1:
+        raise ValueError(f"chat: max_new_tokens must be 1 or more, got {max_new_tokens}")
+    sampling: dict[str, Any] = {"do_sample": False}
+    if temperature:
+        sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0}
+    model, tokenizer = _loaded(Path(path), activations)
+    if seed is not None:
+        torch.manual_seed(seed)
+    conversation = _Conversation(model, tokenizer, system, max_new_tokens, sampling)
     for prompt in _typed() if prompts is None else prompts:
-        conversation.append({"role": "user", "content": prompt})
+        if prompt.strip() and not conversation.answer(prompt):
+            break
+    return conversation.speed
+
+
+def _loaded(path: Path, activations: str | None) -> tuple[nn.Module, Any]:
+    if not path.is_dir():
+        return load_gguf(path, activations=activations or "int8")
+    if activations is not None:
+        raise ValueError(f"chat: activations must not be given with a folder, whose config says it, got {activations!r}")
+    model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="lowbit")
+    fuse(model)
+    return model, AutoTokenizer.from_pretrained(path)
+
+
+class _Conversation:
+    """Questions and answers so far, with the cache of their keys and values."""
+
+    def __init__(
+        self, model: nn.Module, tokenizer: Any, system: str, max_new_tokens: int, sampling: dict[str, Any]
+    ) -> None:
+        self.model, self.tokenizer, self.max_new_tokens, self.sampling = model, tokenizer, max_new_tokens, sampling
+        self.turns = [{"role": "system", "content": system}] if system else []
+        self.context = getattr(model.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
+        self.cache: Any = None
+        self.cached: list[int] = []
+        self.tokens, self.seconds = 0, 0.0
+
+    @property
+    def speed(self) -> str:
+        return f"{self.tokens} tokens, {self.tokens / self.seconds:.1f} tokens/s" if self.tokens else "no answer"
+
+    def answer(self, prompt: str) -> bool:
+        """Stream the answer; return whether there was room for one."""
+        self.turns.append({"role": "user", "content": prompt})
+        inputs = self._inputs()
+        ids = inputs["input_ids"][0].tolist()
+        left = self.context - len(ids)
+        if left < 1:
+            _remark(f"the conversation has {len(ids)} tokens, the model reads {self.context}: no room for an answer")
+            return False
+        if ids[: len(self.cached)] != self.cached:  # a template that leaves out thoughts, or text of other tokens
+            self.cache = None
         begin = time.perf_counter()
-        answer = _answer(model, tokenizer, conversation, max_new_tokens)
-        seconds += time.perf_counter() - begin
-        tokens += len(answer)
-        conversation.append({"role": "assistant", "content": tokenizer.decode(answer, skip_special_tokens=True)})
-    return f"{tokens} tokens, {tokens / seconds:.1f} tokens/s" if tokens else "no answer"
+        with torch.inference_mode():
+            out = self.model.generate(
+                **inputs,
+                past_key_values=self.cache,
+                max_new_tokens=min(self.max_new_tokens, left),
+                streamer=TextStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True),
+                return_dict_in_generate=True,
+                **self.sampling,
+            )
+        self.seconds += time.perf_counter() - begin
+        *self.cached, last = out.sequences[0].tolist()
+        self.cache = out.past_key_values
+        new = [*self.cached[len(ids) :], last]
+        self.tokens += len(new)
+        self.turns.append({"role": "assistant", "content": self.tokenizer.decode(new, skip_special_tokens=True)})
+        if (left := left - len(new)) < _SAID_BELOW:
+            _remark(f"{left} of {self.context} tokens are left for this conversation")
+        return True
+
+    def _inputs(self) -> Any:
+        if self.tokenizer.chat_template:
+            return self.tokenizer.apply_chat_template(
+                self.turns, add_generation_prompt=True, return_tensors="pt", return_dict=True
+            )
+        return self.tokenizer("\n".join(turn["content"] for turn in self.turns), return_tensors="pt")  # it continues
 
 
-def _answer(model: nn.Module, tokenizer: Any, conversation: list[dict[str, str]], max_new_tokens: int) -> list[int]:
-    if tokenizer.chat_template:
-        inputs = tokenizer.apply_chat_template(
-            conversation, add_generation_prompt=True, return_tensors="pt", return_dict=True
-        )
-    else:  # a model that continues text
-        inputs = tokenizer("\n".join(turn["content"] for turn in conversation), return_tensors="pt")
-    streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
-    with torch.inference_mode():
-        out = model.generate(**inputs, max_new_tokens=max_new_tokens, streamer=streamer, do_sample=False)
-    return out[0, inputs["input_ids"].shape[1] :].tolist()
+def _remark(text: str) -> None:
+    print(f"lowbit: {text}", file=sys.stderr)
 
 
 def _typed() -> Iterator[str]:
-    while True:
+    """The lines of the standard input; in a terminal it is asked for."""
+    if sys.stdin.isatty():
+        while True:
+            try:
+                yield input("> ")
+            except EOFError:
+                return
+    for number, line in enumerate(sys.stdin.buffer, 1):
         try:
-            line = input("> ").strip()
-        except EOFError:
-            return
-        if not line:
-            return
-        yield line
+            yield line.decode().rstrip("\r\n")
+        except UnicodeDecodeError:
+            raise ValueError(f"chat: line {number} of the standard input must be UTF-8, got {line[:40]!r}") from None

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``lowbit chat``: prompts and options in any order, pipes, a conversation that goes on, the end of the context."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from gguf_files import CONFIGS, gguf, write
+
+import lowbit
+from lowbit.__main__ import main
+from lowbit.integrations.gguf import chat as module
+
+TEMPLATE = "{% for turn in messages %}{{ turn['content'] }}{% endfor %}"
+GREEDY = ("--greedy", "--max-new-tokens", "4")
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of 40 words, a template that says the turns one after the other."""
+    def with_template(writer: gguf.GGUFWriter) -> None:
+        writer.add_chat_template(TEMPLATE)
+
+    return write(tmp_path_factory.mktemp("chat") / "tiny.gguf", "llama", words=True, more=with_template)
+
+
+@pytest.fixture
+def piped(monkeypatch: pytest.MonkeyPatch):
+    def pipe(content: bytes) -> None:
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content)))
+
+    return pipe
+
+
+def answers(file: Path, *prompts: str, system: str = "") -> list[str]:
+    """What the model says to each prompt when it reads the conversation anew each time."""
+    model, tokenizer = lowbit.load_gguf(file)
+    text, said = system, []
+    for prompt in prompts:
+        ids = tokenizer(text + prompt, return_tensors="pt")
+        with torch.no_grad():
+            out = model.generate(**ids, max_new_tokens=4, do_sample=False)
+        said.append(tokenizer.decode(out[0, ids["input_ids"].shape[1] :], skip_special_tokens=True))
+        text += prompt + said[-1]
+    return said
+
+
+def test_prompts_and_options_come_in_any_order_and_answers_alone_go_to_the_output(file, capsys):
+    wanted = answers(file, "abc ab", "b")
+    for order in (("abc ab", "b", *GREEDY), ("abc ab", *GREEDY, "b"), (*GREEDY, "abc ab", "b")):
+        assert main(["chat", str(file), *order]) == 0
+        out, remarks = capsys.readouterr()
+        assert out.splitlines() == wanted and "8 tokens, " in remarks
+
+
+def test_lines_of_a_pipe_are_prompts_and_empty_ones_are_none(file, capsys, piped):
+    piped(b"abc ab\n\nb")
+    assert main(["chat", str(file), *GREEDY, "--system", "ab"]) == 0
+    assert capsys.readouterr().out.splitlines() == answers(file, "abc ab", "b", system="ab")
+
+
+def test_a_line_that_is_no_text_is_named(file, capsys, piped):
+    piped(b"abc\n\xff\n")
+    assert main(["chat", str(file), *GREEDY]) == 1
+    assert "line 2 of the standard input must be UTF-8, got b'\\xff\\n'" in capsys.readouterr().err
+
+
+def test_a_reader_that_ends_is_no_error(file):
+    command = [sys.executable, "-m", "lowbit", "chat", str(file), *GREEDY, *["abc"] * 40]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        process.stdout.readline()
+        process.stdout.close()
+        errors = process.stderr.read()
+    assert process.returncode == 141 and "Traceback" not in errors and "Broken pipe" not in errors, errors
+
+
+def test_the_end_of_the_context_is_said_before_it_is_reached(tmp_path, capsys):
+    config = CONFIGS["llama"]
+    short = type(config)(**config.to_dict() | {"max_position_embeddings": 16})
+    file = write(tmp_path / "short.gguf", "llama", words=True, config=short, more=lambda writer: writer.add_chat_template(TEMPLATE))
+    assert main(["chat", str(file), "abc" * 5, *GREEDY, "abc" * 5, "a"]) == 0
+    out, remarks = capsys.readouterr()
+    said = remarks.splitlines()
+    assert "7 of 16 tokens are left for this conversation" in said[0] and "0 of 16 tokens are left" in said[1]
+    assert "the model reads 16: no room for an answer" in said[2] and len(out.splitlines()) == 2
+
+
+def test_a_folder_of_transformers_answers_as_its_model_does(file, tmp_path, capsys):
+    model, tokenizer = lowbit.load_gguf(file)
+    model.save_pretrained(tmp_path), tokenizer.save_pretrained(tmp_path)
+    assert main(["chat", str(tmp_path), "abc ab", *GREEDY]) == 0
+    assert capsys.readouterr().out.splitlines() == answers(file, "abc ab")
+    assert main(["chat", str(tmp_path), "abc ab", "--activations", "float"]) == 1
+    assert "activations must not be given with a folder" in capsys.readouterr().err
+
+
+def test_a_seed_repeats_what_is_sampled(file, capsys):
+    def sampled(**options) -> str:
+        module.chat(file, ["abc"], max_new_tokens=12, temperature=5.0, top_p=1.0, **options)
+        return capsys.readouterr().out
+
+    texts = [sampled(seed=seed) for seed in (1, 1, 2, 3)]
+    assert texts[0] == texts[1] and len(set(texts)) > 1
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [({"temperature": -1.0}, "temperature must be 0 or more, got -1.0"), ({"temperature": float("nan")}, "temperature must be"),
+     ({"top_p": 0.0}, "top_p must be above 0 and at most 1, got 0.0"), ({"max_new_tokens": 0}, "max_new_tokens must be 1 or more, got 0")],
+)  # fmt: skip
+def test_a_number_out_of_its_range_is_refused_before_the_file_is_read(options, text):
+    with pytest.raises(ValueError, match=f"chat: {text}"):
+        module.chat("there is none.gguf", ["a"], **options)
