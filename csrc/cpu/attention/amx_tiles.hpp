@@ -211,7 +211,7 @@ template <int kParts, Pairs kPairs = Pairs::not_last>
 LOWBIT_INLINE Span steps_seen(const Visible<float>& visible, int64_t rows) {
   if (!visible.spans) return {0, static_cast<int>(round_up(visible.all.end, kStep))};
   Span seen{visible.all.end, 0};
-  for (int64_t t = 0; t < RowTiles(rows, kFloatRows).count; t++) {
+  for (int64_t t = 0; t < product_tiles(rows).count; t++) {
     if (visible.spans[t].begin >= visible.spans[t].end) continue;
     seen.begin = static_cast<int>(smaller(seen.begin, visible.spans[t].begin));
     seen.end = static_cast<int>(larger(seen.end, visible.spans[t].end));

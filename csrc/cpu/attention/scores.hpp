@@ -5,7 +5,7 @@
 
 #include "core/random.hpp"
 #include "cpu/attention/call.hpp"
-#include "cpu/attention/tile.hpp"
+#include "cpu/attention/heads.hpp"
 #include "cpu/score_program/vm.hpp"
 
 namespace lowbit::cpu::LOWBIT_ISA_NAME {

@@ -20,7 +20,7 @@ struct Visible {
   // f(row, span) for rows that see something.
   template <class F>
   LOWBIT_INLINE void for_each_row(int64_t rows, F&& f) const {
-    const RowTiles tiles(rows, kFloatRows);
+    const RowTiles tiles = product_tiles(rows);
     for (int64_t t = 0; t < tiles.count; t++) {
       const Span span = spans ? spans[t] : all;
       if (span.begin >= span.end) continue;
@@ -33,7 +33,7 @@ template <class T>
 LOWBIT_INLINE Visible<T> visible_memory(const ForwardCall& args, int64_t rows, int64_t cols,
                                         TileArena& arena) {
   Visible<T> visible;
-  visible.memory = arena.array<Span>(RowTiles(rows, kFloatRows).count);
+  visible.memory = arena.array<Span>(product_tiles(rows).count);
   if (args.mask_mod) visible.mask = arena.matrix<T>(rows, cols);
   return visible;
 }
@@ -82,7 +82,7 @@ bool find_visible(const ForwardCall& args, const RowBlock& block, Programs<T>& p
       fill(visible.mask.row(r) + at.cols, visible.all.end - at.cols, kMinusInfinity<T>);
   }
   visible.spans = visible.memory;
-  const RowTiles tiles(at.rows, kFloatRows);
+  const RowTiles tiles = product_tiles(at.rows);
   bool any = false;
   for (int64_t t = 0; t < tiles.count; t++) {
     const int64_t first = tiles.begin(t), last = tiles.begin(t + 1);
@@ -99,7 +99,7 @@ bool find_visible(const ForwardCall& args, const RowBlock& block, Programs<T>& p
 template <class T>
 void clear_hidden(const Visible<T>& visible, int64_t rows, Matrix<T> scores) {
   if (!visible.spans) return;
-  const RowTiles tiles(rows, kFloatRows);
+  const RowTiles tiles = product_tiles(rows);
   for (int64_t t = 0; t < tiles.count; t++)
     for (int64_t r = tiles.begin(t); r < tiles.begin(t + 1); r++) {
       fill(scores.row(r), visible.spans[t].begin, T{0});
@@ -112,7 +112,7 @@ void clear_hidden(const Visible<T>& visible, int64_t rows, Matrix<T> scores) {
 template <class T>
 const Span* find_seeing(const Visible<T>& visible, int64_t rows, int64_t keys, Span* seeing) {
   if (!visible.spans) return nullptr;
-  const RowTiles tiles(rows, kFloatRows), key_tiles(keys, kFloatRows);
+  const RowTiles tiles = product_tiles(rows), key_tiles = product_tiles(keys);
   for (int64_t k = 0; k < key_tiles.count; k++) {
     Span& span = seeing[k] = {static_cast<int>(rows), 0};
     for (int64_t t = 0; t < tiles.count; t++)

@@ -2,6 +2,7 @@
 // The tiles that a task visits: those of which causality, a window, a block mask and a mask leave something.
 #pragma once
 
+#include "core/parallel.hpp"
 #include "cpu/attention/scores.hpp"
 
 namespace lowbit::cpu::LOWBIT_ISA_NAME {

@@ -8,6 +8,7 @@
 #include "cpu/decode/codes.hpp"
 #include "cpu/decode/floats.hpp"
 #include "cpu/score_program/vm.hpp"
+#include "core/parallel.hpp"
 #include "core/scratch.hpp"
 
 namespace lowbit::cpu::LOWBIT_ISA_NAME {
