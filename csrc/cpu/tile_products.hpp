@@ -5,6 +5,7 @@
 //   multiply(a, b, c, {rows, columns, depth})              c = a b
 //   multiply(transposed(a), b, c, {rows, columns, depth})  c = a^T b, in the same time
 //   multiply(a, b, c, size, {.sum = Sum::onto})            c += a b
+//   solve_lower(a, x, rows, columns)                       x = (I - a)^-1 x, of a what is below its diagonal
 //
 // An element of a is broadcast and may lie anywhere; b and c are row-major, with their columns in vectors of 16. A
 // product a b^T is one by a transposed copy of b (transpose_16x16). An element of c is summed over depth in its order:
@@ -66,15 +67,10 @@ enum class Sum { fresh, onto };  // c = a b, or c += a b
 // Where a product is not wanted in whole, as in a triangle, its rows are cut into these tiles, with a span for each.
 LOWBIT_INLINE RowTiles product_tiles(int64_t rows) { return {rows, kFloatRows}; }
 
-// Columns begin .. end - 1, multiples of 16; or such a part of the depth, from anywhere to anywhere.
-struct Span {
-  int begin, end;
-};
-
 struct ProductOptions {
   Sum sum = Sum::fresh;
-  // Per tile of rows (product_tiles) the columns that are wanted, of which none else need be written, or the depth to
-  // sum over. Null: all.
+  // Per tile of rows (product_tiles) the columns that are wanted, in multiples of 16, of which none else need be
+  // written; or the part of the depth to sum over, from anywhere to anywhere. Null: all.
   const Span *columns = nullptr, *depth = nullptr;
   Upcoming* ahead[2] = {};  // fetched with every tile that is multiplied
 };
@@ -112,7 +108,7 @@ LOWBIT_INLINE void multiply_tile(LeftFactor<T> a, const T* b, int64_t b_stride, 
 // for both kinds of left factor: gcc's clones for a row or a step of 1 were twice the code, and no faster.
 template <class T>
 [[gnu::noinline, gnu::noclone]] void multiply(std::type_identity_t<LeftFactor<T>> a, Matrix<T> b, Matrix<T> c,
-                                const ProductSize& size, const ProductOptions& options = {}) {
+                                              const ProductSize& size, const ProductOptions& options = {}) {
   const RowTiles tiles = product_tiles(size.rows);
   constexpr int64_t kMostTiles = 16;
   const int64_t tile_bytes = larger(1, size.depth) * static_cast<int64_t>(sizeof(T)) * kFloatRows;
@@ -127,20 +123,36 @@ template <class T>
         if (options.columns && (j + 16 * vectors <= options.columns[tile].begin || j >= options.columns[tile].end))
           continue;
         const int64_t r = begin[tile - first];
-        const Span along = options.depth ? options.depth[tile] : Span{0, static_cast<int>(size.depth)};
-        const LeftFactor<T> left = a.from(r, along.begin);
+        const Span along = options.depth ? options.depth[tile] : Span{0, size.depth};
         const int64_t length = smaller(along.end, size.depth) - along.begin;
         if (length <= 0 && options.sum == Sum::onto) continue;
         for (Upcoming* rows : options.ahead)
           if (rows) rows->fetch();
         with_count<kFloatRows>(static_cast<int>(begin[tile - first + 1] - r), [&](auto kRows) {
           with_count<kFloatPanels>(vectors, [&](auto kVectors) {
-            multiply_tile<T, kRows, kVectors>(left, b.row(along.begin) + j, b.stride, length, c.row(r) + j, c.stride,
-                                              options.sum);
+            multiply_tile<T, kRows, kVectors>(a.from(r, along.begin), b.row(along.begin) + j, b.stride, length,
+                                              c.row(r) + j, c.stride, options.sum);
           });
         });
       }
     }
+  }
+}
+
+// x = b + a x for the b that x holds, a [rows, rows]: only what lies below its diagonal is read. Chunks of the delta
+// rule solve this, where a token corrects what the tokens before it in its chunk have written.
+template <class T>
+void solve_lower(Matrix<T> a, Matrix<T> x, int64_t rows, int64_t columns) {
+  const RowTiles tiles = product_tiles(rows);
+  for (int64_t tile = 0; tile < tiles.count; tile++) {
+    const int64_t first = tiles.begin(tile), last = tiles.begin(tile + 1);
+    multiply(a.from(first), x, x.from(first), {last - first, columns, first}, {.sum = Sum::onto});
+    for (int64_t j = 0; j < columns; j += 16)
+      for (int64_t r = first + 1; r < last; r++) {
+        auto sum = load(x.row(r) + j);
+        for (int64_t i = first; i < r; i++) sum = fma(set1(a.row(r)[i]), load(x.row(i) + j), sum);
+        store(x.row(r) + j, sum);
+      }
   }
 }
 

@@ -79,11 +79,14 @@ struct Case {
   void check() const {
     const RowTiles tiles = product_tiles(size.rows);
     for (int64_t tile = 0; tile < tiles.count; tile++) {
-      const Span wanted = options.columns ? options.columns[tile] : Span{0, static_cast<int>(size.columns)};
-      const Span along = options.depth ? options.depth[tile] : Span{0, static_cast<int>(size.depth)};
+      const Span wanted = options.columns ? options.columns[tile] : Span{0, size.columns};
+      const Span along = options.depth ? options.depth[tile] : Span{0, size.depth};
       for (int64_t r = tiles.begin(tile); r < tiles.begin(tile + 1); r++)
         for (int64_t j = wanted.begin; j < smaller(wanted.end, size.columns); j++) check_element(r, j, along);
     }
+    check_surroundings();
+  }
+  void check_surroundings() const {
     const int64_t end = round_up(size.columns, 16);
     for (int64_t r = 0; r < size.rows + kBehind; r++)
       for (int64_t j = r < size.rows ? end : 0; j < product.stride; j++)
@@ -118,8 +121,8 @@ void check_spans(ProductSize size, bool transposed_left, Sum sum, std::mt19937& 
   std::vector<Span> columns(tiles.count), depth(tiles.count);
   for (int64_t tile = 0; tile < tiles.count; tile++) {
     const int64_t end = tiles.begin(tile + 1), first = tile % 3 ? tiles.begin(tile) / 2 : 0;
-    columns[tile] = {static_cast<int>(first / 16 * 16), static_cast<int>(round_up(smaller(end, size.columns), 16))};
-    depth[tile] = {static_cast<int>(smaller(first, size.depth)), static_cast<int>(end)};
+    columns[tile] = {first / 16 * 16, round_up(smaller(end, size.columns), 16)};
+    depth[tile] = {smaller(first, size.depth), end};
     if (tile % 5 == 4) columns[tile] = {16, 16}, depth[tile] = {3, 3};  // nothing
   }
   for (const ProductOptions& options : {ProductOptions{.sum = sum, .columns = columns.data()},
@@ -167,6 +170,21 @@ void check_matrices(std::mt19937& random) {
     }
 }
 
+// x = b + a x, every element to the error of its own sum; what a has on and above its diagonal is not read.
+template <class T>
+void check_solve(int64_t rows, int64_t columns, std::mt19937& random) {
+  Case<T> of({rows, columns, rows}, false, {.sum = Sum::onto}, random);
+  std::vector<T> triangle(rows * row_stride(rows), std::numeric_limits<T>::quiet_NaN());
+  const Matrix<T> a{triangle.data(), row_stride(rows)};
+  for (int64_t r = 0; r < rows; r++)
+    for (int64_t i = 0; i < r; i++) a.row(r)[i] = of.left.data[r * of.left.row + i] / 4;
+  solve_lower(a, of.product, rows, columns);
+  of.left = a, of.right = of.product;
+  for (int64_t r = 0; r < rows; r++)
+    for (int64_t j = 0; j < columns; j++) of.check_element(r, j, {0, r});
+  of.check_surroundings();
+}
+
 template <class T>
 int check_all() {
   std::mt19937 random(7);
@@ -186,6 +204,8 @@ int check_all() {
     check_spans<T>({211, 257, 211}, transposed_left, Sum::onto, random);
     cases += 3;
   }
+  for (const int64_t rows : {1, 2, 13, 24, 64, 101})
+    for (const int64_t columns : {1, 16, 50, 130}) check_solve<T>(rows, columns, random), cases++;
   check_matrices<T>(random);
   return cases;
 }
