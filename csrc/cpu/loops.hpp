@@ -20,6 +20,12 @@ constexpr bool kSpecializes = true;
 constexpr int64_t kL2Block = 256 << 10;  // half of the smallest L2 that we care about (512 KiB, Zen 2 and 3)
 constexpr int64_t kL1Block = 16 << 10;   // half of a 32 KiB L1
 
+// begin .. end - 1, of rows, columns, panels ..
+struct Span {
+  int64_t begin, end;
+  LOWBIT_INLINE int64_t count() const { return end - begin; }
+};
+
 // Rows cut into tiles of at most `tile` rows whose heights differ by one at most: 32 rows in tiles of 6 are 6 6 5 5 5 5
 // and not 6 6 6 6 6 2, because a low tile has too few sums to hide the latency of an FMA.
 struct RowTiles {

@@ -56,7 +56,7 @@ struct AmxBackwardTile : BackwardScores<float> {
         part(part_rows<kParts>(kTileRows, larger(e, ev), arena)),
         grad_k_t(arena.matrix<float>(round_up(e, kTileRows), kBackwardKvTile)),
         grad_v_t(arena.matrix<float>(round_up(ev, kTileRows), kBackwardKvTile)),
-        buffer(arena.matrix<float>(kStep, round_up(larger(e, ev), kStep))),
+        buffer(arena.matrix<float>(kStep, larger(e, ev))),
         transposed(arena.matrix<float>(kBackwardKvTile, larger(e, ev))),
         last_rows(arena.matrix<float>(kTileRows, e)),
         places(args.group() * tiles * packed_bytes() <= kMostPackedBytes ? args.group() * tiles : 1),
@@ -84,27 +84,12 @@ template <int kParts>
 void pack_queries(const HeadView& head, int64_t first, int64_t rows, int64_t columns, Matrix<float> buffer,
                          PartRows by_row, PartRows by_column) {
   std::memset(by_column.data, 0, round_up(columns, kTileRows) * by_column.stride);
-  clear_rows(buffer, kStep);
   for (int64_t r = 0; r < rows; r += kStep) {
     const int64_t count = smaller(kStep, rows - r);
     widen_rows(head, first + r, count, columns, 1.0f, buffer);
     clear_rows(buffer.from(count), kStep - count);
-    for (int64_t i = 0; i < kStep; i++)
-      for (int64_t c = 0; c < columns; c += kStep)
-        cut_rounded<kParts>(load(buffer.row(i) + c), load(buffer.row(i) + c + 16),
-                            by_row.row(r + i) + c / kStep * by_row.step);
-    for (int64_t c = 0; c < columns; c += kTileRows) {
-      alignas(64) int32_t tiles[kParts][16 * 16];
-      for (int64_t i = 0; i < 16; i++) {
-        i32x16 pairs[kParts];
-        cut_rounded(load(buffer.row(2 * i) + c), load(buffer.row(2 * i + 1) + c), pairs);
-        unroll<kParts>([&](auto part) { store_i32(tiles[part] + 16 * i, pairs[part]); });
-      }
-      for (int64_t part = 0; part < kParts; part++)
-        transpose_16x16(reinterpret_cast<const float*>(tiles[part]), 16,
-                        reinterpret_cast<float*>(by_column.row(c) + part * by_column.part + r * 2),
-                        by_column.stride / 4);
-    }
+    cut_rows<kParts>(buffer, kStep, {0, columns}, by_row.from(r));
+    cut_columns<kParts>(buffer, columns, r / kStep, by_column);
   }
 }
 
@@ -150,16 +135,16 @@ void multiply_rows(PartRows a, const uint8_t* b, int64_t depth, const TilePlace&
                             .c = to,
                             .row_tiles = ceil_div(at.rows, kTileRows),
                             .panels = over(columns, 16),
-                            .steps = {0, static_cast<int>(steps)},
+                            .steps = {0, steps},
                             .sum = Sum::fresh});
 }
 
 template <int kParts>
 void multiply_keys(const ForwardCall& forward, const TilePlace& at, const Span* spans,
                           AmxBackwardTile<kParts>& tile) {
-  const Span all{0, static_cast<int>(round_up(at.cols, kStep))};
+  const Span all{0, round_up(at.cols, kStep)};
   const Span columns = spans ? steps_seen(tile.visible, at.rows) : all;
-  multiply_rows<kParts, Pairs::all>(tile.queries.q, tile.keys_t, tile.e, at, columns, tile.p);
+  multiply_rows<kParts, kScorePairs>(tile.queries.q, tile.keys_t, tile.e, at, columns, tile.p);
   scale_rows(tile.p, at.rows, columns, static_cast<float>(forward.scale));
 }
 
@@ -180,13 +165,7 @@ template <int kParts>
 void add_transposed(PartRows activations, int64_t channels, Matrix<float> scores, const TilePlace& at,
                            Span columns, uint8_t* pairs, Matrix<float> to) {
   const int64_t steps = steps_of(at.rows);
-  for (int64_t c = columns.begin; c < columns.end; c += 16)
-    for (int64_t r = 0; r < steps * kStep; r += 2) {
-      i32x16 cut[kParts];
-      cut_rounded(load(scores.row(r) + c), load(scores.row(r + 1) + c), cut);
-      uint8_t* tiles = pairs + (c / 16 * steps + r / kStep) * kParts * kTileBytes + r % kStep / 2 * kStepBytes;
-      unroll<kParts>([&](auto part) { store_i32(reinterpret_cast<int32_t*>(tiles + part * kTileBytes), cut[part]); });
-    }
+  pack_tiles<kParts>(scores, steps, columns, steps, pairs);
   activations.data += at.skipped * 2;
   multiply<kParts>({.a = activations,
                     .b = pairs,
@@ -194,7 +173,7 @@ void add_transposed(PartRows activations, int64_t channels, Matrix<float> scores
                     .c = to,
                     .row_tiles = ceil_div(channels, kTileRows),
                     .panels = over(columns, 16),
-                    .steps = {0, static_cast<int>(steps)},
+                    .steps = {0, steps},
                     .sum = Sum::onto});
 }
 
@@ -211,17 +190,14 @@ void add_grad_queries(const ForwardCall&, const TilePlace& at, AmxBackwardTile<k
                              Matrix<float> grad_q) {
   const Span columns = steps_seen(tile.visible, at.rows);
   clear_around(at, columns, tile.ds);
-  for (int64_t r = 0; r < round_up(at.rows, kTileRows); r++)
-    for (int64_t c = columns.begin; c < columns.end; c += kStep)
-      cut_rounded<kParts>(load(tile.ds.row(r) + c), load(tile.ds.row(r) + c + 16),
-                          tile.ds_rows.row(r) + c / kStep * tile.ds_rows.step);
+  cut_rows<kParts>(tile.ds, round_up(at.rows, kTileRows), columns, tile.ds_rows);
   const int64_t whole = at.rows / kTileRows * kTileRows;
   TileProduct product{.a = tile.ds_rows,
                       .b = tile.keys,
                       .b_steps = steps_of(kBackwardKvTile),
                       .c = grad_q,
                       .row_tiles = whole / kTileRows,
-                      .panels = {0, static_cast<int>(ceil_div(tile.e, 16))},
+                      .panels = {0, ceil_div(tile.e, 16)},
                       .steps = over(columns, kStep),
                       .sum = Sum::onto};
   multiply<kParts>(product);

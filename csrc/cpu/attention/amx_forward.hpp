@@ -124,7 +124,7 @@ void finish_block(const ForwardCall& args, const PackedKeys<kParts>& packed, Sco
                     .b_steps = steps_of(packed.most_keys),
                     .c = tile.out.from(block.at.skipped),
                     .row_tiles = ceil_div(block.at.rows, kTileRows),
-                    .panels = {0, static_cast<int>(ceil_div(packed.ev, 16))},
+                    .panels = {0, ceil_div(packed.ev, 16)},
                     .steps = over(block.columns, kStep),
                     .sum = Sum::onto});
   block.at.rows = 0;
@@ -157,18 +157,18 @@ void amx_forward_task(const ForwardCall& args, const Tilings& tilings, const Pac
       if (!find_visible(args, block, tile.programs, tile.visible)) continue;
       start_block(*next, block.at, tile.visible, packed.values(head, j));
       const int64_t share = ceil_div(last->at.rows, larger(1, next->column_steps() * steps));
-      multiply<kParts, Pairs::all>({.a = tile.q.from(block.at.skipped),
-                                    .b = packed.keys(head, j),
-                                    .b_steps = steps,
-                                    .c = next->scores,
-                                    .row_tiles = ceil_div(block.at.rows, kTileRows),
-                                    .panels = over(next->columns, 16),
-                                    .steps = {0, static_cast<int>(steps)},
-                                    .sum = Sum::fresh},
-                                   [&] {
-                                     modifying.fetch();
-                                     take_rows<kParts>(args, *last, share, tile);
-                                   });
+      multiply<kParts, kScorePairs>({.a = tile.q.from(block.at.skipped),
+                                     .b = packed.keys(head, j),
+                                     .b_steps = steps,
+                                     .c = next->scores,
+                                     .row_tiles = ceil_div(block.at.rows, kTileRows),
+                                     .panels = over(next->columns, 16),
+                                     .steps = {0, steps},
+                                     .sum = Sum::fresh},
+                                    [&] {
+                                      modifying.fetch();
+                                      take_rows<kParts>(args, *last, share, tile);
+                                    });
       if (tile.softmax.scale == 1 && args.scale != 1)
         scale_rows(next->scores, block.at.rows, next->columns, static_cast<float>(args.scale));
       modify_visible(args, block, tile.programs, tile.visible, next->scores);

@@ -56,7 +56,7 @@ struct BackwardScores {
   }
 };
 
-// A tile whose products are those of tile.hpp.
+// A tile whose products are those of cpu/tile_products.hpp.
 template <class T>
 struct BackwardTile : BackwardScores<T> {
   Matrix<T> q, grad_out;                          // q times scale
@@ -73,7 +73,7 @@ struct BackwardTile : BackwardScores<T> {
     keys_t = arena.matrix<T>(round_up(e, 16), kBackwardKvTile),
     values_t = arena.matrix<T>(round_up(ev, 16), kBackwardKvTile);
     grad_k = arena.matrix<T>(kBackwardKvTile, e), grad_v = arena.matrix<T>(kBackwardKvTile, ev);
-    seeing = arena.array<Span>(RowTiles(kBackwardKvTile, kFloatRows).count);
+    seeing = arena.array<Span>(product_tiles(kBackwardKvTile).count);
   }
 };
 
@@ -175,14 +175,14 @@ void clear_grad_keys(const TilePlace& at, BackwardTile<T>& tile) {
 // tile.p = scale * q k^T
 template <class T>
 void multiply_keys(const ForwardCall& forward, const TilePlace& at, const Span* spans, BackwardTile<T>& tile) {
-  multiply(rows_of(tile.q.from(at.skipped)), tile.keys_t, tile.p, at.rows, at.cols, forward.q.size(3),
+  multiply(tile.q.from(at.skipped), tile.keys_t, tile.p, {at.rows, at.cols, forward.q.size(3)},
            {.columns = spans});
 }
 
 // tile.ds = grad_out v^T
 template <class T>
 void multiply_values(const ForwardCall& forward, const TilePlace& at, BackwardTile<T>& tile) {
-  multiply(rows_of(tile.grad_out.from(at.skipped)), tile.values_t, tile.ds, at.rows, at.cols, forward.v.size(3),
+  multiply(tile.grad_out.from(at.skipped), tile.values_t, tile.ds, {at.rows, at.cols, forward.v.size(3)},
            {.columns = tile.visible.spans});
 }
 
@@ -240,16 +240,16 @@ void score_gradients(const BackwardCall& args, const TilePlace& at, Tile& tile) 
 template <class T>
 void add_grad_keys(const ForwardCall& args, const TilePlace& at, BackwardTile<T>& tile) {
   const Span* seeing = find_seeing(tile.visible, at.rows, at.cols, tile.seeing);
-  multiply(columns_of(tile.p), tile.grad_out.from(at.skipped), tile.grad_v, at.cols, args.v.size(3), at.rows,
+  multiply(transposed(tile.p), tile.grad_out.from(at.skipped), tile.grad_v, {at.cols, args.v.size(3), at.rows},
            {.sum = Sum::onto, .depth = seeing});
-  multiply(columns_of(tile.ds), tile.q.from(at.skipped), tile.grad_k, at.cols, args.q.size(3), at.rows,
+  multiply(transposed(tile.ds), tile.q.from(at.skipped), tile.grad_k, {at.cols, args.q.size(3), at.rows},
            {.sum = Sum::onto, .depth = seeing});
 }
 
 template <class T>
 void add_grad_queries(const ForwardCall& args, const TilePlace& at, const BackwardTile<T>& tile,
                       Matrix<T> grad_q) {
-  multiply(rows_of(tile.ds), tile.keys, grad_q, at.rows, args.q.size(3), at.cols,
+  multiply(tile.ds, tile.keys, grad_q, {at.rows, args.q.size(3), at.cols},
            {.sum = Sum::onto, .depth = tile.visible.spans});
 }
 

@@ -97,13 +97,13 @@ void forward_tile(const ForwardCall& args, const TilePlace& at, MemoryRows next_
     const int64_t rows = block.at.rows;
     const RunningSoftmax<T> softmax = tile.softmax.from(block.at.skipped);
     const Span* spans = tile.visible.spans;
-    multiply(rows_of(tile.q.from(block.at.skipped)), tile.keys, tile.scores, rows, at.cols, e,
-             {.columns = spans, .next = &modifying, .soon = &soon_keys});
+    multiply(tile.q.from(block.at.skipped), tile.keys, tile.scores, {rows, at.cols, e},
+             {.columns = spans, .ahead = {&modifying, &soon_keys}});
     modify_visible(args, block, tile.programs, tile.visible, tile.scores);
     softmax_rows(tile.scores, rows, tile.visible, softmax);
     if (args.dropout_p > 0) drop_probabilities(args, block.at, tile.scores, tile.factor);
-    multiply(rows_of(tile.scores), tile.values, softmax.out, rows, ev, at.cols,
-             {.sum = Sum::onto, .depth = spans, .soon = &soon_values});
+    multiply(tile.scores, tile.values, softmax.out, {rows, ev, at.cols},
+             {.sum = Sum::onto, .depth = spans, .ahead = {&soon_values}});
   }
 }
 

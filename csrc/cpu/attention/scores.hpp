@@ -5,7 +5,7 @@
 
 #include "core/random.hpp"
 #include "cpu/attention/call.hpp"
-#include "cpu/attention/tile.hpp"
+#include "cpu/attention/heads.hpp"
 #include "cpu/score_program/vm.hpp"
 
 namespace lowbit::cpu::LOWBIT_ISA_NAME {
@@ -104,11 +104,11 @@ Span shown_columns(const TensorView& mask, const TilePlace& at, int64_t heads, S
     for (int64_t r = 0; r < of_rows; r++) {
       const E* row = mask.as<const E>() + at.b * mask.stride[0] + (at.h + h) * mask.stride[1] +
                      (at.q0 + r) * mask.stride[2] + at.k0;
-      const auto hidden = [&](int c) { return c + 16 <= at.cols && all_at_most(load16(row + c), no); };
-      int begin = span.begin, end = span.end;
+      const auto hidden = [&](int64_t c) { return c + 16 <= at.cols && all_at_most(load16(row + c), no); };
+      int64_t begin = span.begin, end = span.end;
       while (begin < shown.begin && hidden(begin)) begin += 16;
       while (end > larger(shown.end, begin) && hidden(end - 16)) end -= 16;
-      shown = {static_cast<int>(smaller(shown.begin, begin)), static_cast<int>(larger(shown.end, end))};
+      shown = {smaller(shown.begin, begin), larger(shown.end, end)};
     }
   return shown;
 }
@@ -127,8 +127,8 @@ LOWBIT_INLINE Span shown_columns(const TensorView& mask, const TilePlace& at, in
 // Columns of a row that exist and that causality and a window allow.
 LOWBIT_INLINE Span visible_columns(const ForwardCall& args, const TilePlace& at, int64_t r) {
   const int64_t own = args.position + at.q0 + r - at.k0;
-  return {args.window > 0 ? static_cast<int>(smaller(at.cols, larger(0, own - args.window + 1))) : 0,
-          args.causal ? static_cast<int>(smaller(at.cols, larger(0, own + 1))) : at.cols};
+  return {args.window > 0 ? smaller(at.cols, larger(0, own - args.window + 1)) : 0,
+          args.causal ? smaller(at.cols, larger(0, own + 1)) : at.cols};
 }
 
 LOWBIT_INLINE HeadView keys_of(const ForwardCall& args, int64_t b, int64_t kv_head) {

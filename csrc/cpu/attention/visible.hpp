@@ -20,7 +20,7 @@ struct Visible {
   // f(row, span) for rows that see something.
   template <class F>
   LOWBIT_INLINE void for_each_row(int64_t rows, F&& f) const {
-    const RowTiles tiles(rows, kFloatRows);
+    const RowTiles tiles = product_tiles(rows);
     for (int64_t t = 0; t < tiles.count; t++) {
       const Span span = spans ? spans[t] : all;
       if (span.begin >= span.end) continue;
@@ -33,7 +33,7 @@ template <class T>
 LOWBIT_INLINE Visible<T> visible_memory(const ForwardCall& args, int64_t rows, int64_t cols,
                                         TileArena& arena) {
   Visible<T> visible;
-  visible.memory = arena.array<Span>(RowTiles(rows, kFloatRows).count);
+  visible.memory = arena.array<Span>(product_tiles(rows).count);
   if (args.mask_mod) visible.mask = arena.matrix<T>(rows, cols);
   return visible;
 }
@@ -70,7 +70,7 @@ LOWBIT_INLINE void run_program(ScoreMachine<T>& machine, const RowBlock& block, 
 template <class T>
 bool find_visible(const ForwardCall& args, const RowBlock& block, Programs<T>& programs, Visible<T>& visible) {
   const TilePlace& at = block.at;
-  visible.all = {0, static_cast<int>(round_up(at.cols, 16))}, visible.spans = nullptr;
+  visible.all = {0, round_up(at.cols, 16)}, visible.spans = nullptr;
   visible.masked = at.partial && programs.mask.call;
   if (!visible.masked && visible_columns(args, at, 0).end == at.cols &&
       visible_columns(args, at, at.rows - 1).begin == 0)
@@ -82,12 +82,12 @@ bool find_visible(const ForwardCall& args, const RowBlock& block, Programs<T>& p
       fill(visible.mask.row(r) + at.cols, visible.all.end - at.cols, kMinusInfinity<T>);
   }
   visible.spans = visible.memory;
-  const RowTiles tiles(at.rows, kFloatRows);
+  const RowTiles tiles = product_tiles(at.rows);
   bool any = false;
   for (int64_t t = 0; t < tiles.count; t++) {
     const int64_t first = tiles.begin(t), last = tiles.begin(t + 1);
     Span span{visible_columns(args, at, first).begin / 16 * 16,
-              static_cast<int>(round_up(visible_columns(args, at, last - 1).end, 16))};
+              round_up(visible_columns(args, at, last - 1).end, 16)};
     if (visible.masked) span = seen_span(visible.mask, first, last, span);
     visible.spans[t] = span;
     any |= span.begin < span.end;
@@ -99,7 +99,7 @@ bool find_visible(const ForwardCall& args, const RowBlock& block, Programs<T>& p
 template <class T>
 void clear_hidden(const Visible<T>& visible, int64_t rows, Matrix<T> scores) {
   if (!visible.spans) return;
-  const RowTiles tiles(rows, kFloatRows);
+  const RowTiles tiles = product_tiles(rows);
   for (int64_t t = 0; t < tiles.count; t++)
     for (int64_t r = tiles.begin(t); r < tiles.begin(t + 1); r++) {
       fill(scores.row(r), visible.spans[t].begin, T{0});
@@ -112,13 +112,13 @@ void clear_hidden(const Visible<T>& visible, int64_t rows, Matrix<T> scores) {
 template <class T>
 const Span* find_seeing(const Visible<T>& visible, int64_t rows, int64_t keys, Span* seeing) {
   if (!visible.spans) return nullptr;
-  const RowTiles tiles(rows, kFloatRows), key_tiles(keys, kFloatRows);
+  const RowTiles tiles = product_tiles(rows), key_tiles = product_tiles(keys);
   for (int64_t k = 0; k < key_tiles.count; k++) {
-    Span& span = seeing[k] = {static_cast<int>(rows), 0};
+    Span& span = seeing[k] = {rows, 0};
     for (int64_t t = 0; t < tiles.count; t++)
       if (visible.spans[t].begin < key_tiles.begin(k + 1) && visible.spans[t].end > key_tiles.begin(k)) {
-        span.begin = static_cast<int>(smaller(span.begin, tiles.begin(t)));
-        span.end = static_cast<int>(tiles.begin(t + 1));
+        span.begin = smaller(span.begin, tiles.begin(t));
+        span.end = tiles.begin(t + 1);
       }
   }
   return seeing;

@@ -2,6 +2,7 @@
 // The tiles that a task visits: those of which causality, a window, a block mask and a mask leave something.
 #pragma once
 
+#include "core/parallel.hpp"
 #include "cpu/attention/scores.hpp"
 
 namespace lowbit::cpu::LOWBIT_ISA_NAME {
@@ -49,7 +50,7 @@ struct Tilings {
  private:
   // Cuts the last columns off that a mask hides from all rows; false if it hides all. Most of a static cache is hidden.
   static bool cut_hidden(const TensorView& mask, TilePlace& at) {
-    const Span shown = shown_columns(mask, at, 1, {0, static_cast<int>(round_up(at.cols, 16))});
+    const Span shown = shown_columns(mask, at, 1, {0, round_up(at.cols, 16)});
     at.cols = static_cast<int>(smaller(at.cols, shown.end));
     return shown.begin < shown.end;
   }

@@ -8,6 +8,7 @@
 #include "cpu/decode/codes.hpp"
 #include "cpu/decode/floats.hpp"
 #include "cpu/score_program/vm.hpp"
+#include "core/parallel.hpp"
 #include "core/scratch.hpp"
 
 namespace lowbit::cpu::LOWBIT_ISA_NAME {
@@ -227,7 +228,7 @@ LOWBIT_INLINE SplitPlace shown_part(const DecodeArgs& args, SplitPlace at) {
                        .cols = static_cast<int>(at.count),
                        .skipped = 0,
                        .partial = false};
-  const Span all{0, static_cast<int>(round_up(at.count, 16))};
+  const Span all{0, round_up(at.count, 16)};
   const Span shown = shown_columns(args.mask, tile, at.heads * args.group(), all);
   at.first += shown.begin, at.count = larger(0, smaller(at.count, shown.end) - shown.begin);
   return at;

@@ -46,12 +46,6 @@ struct PackedWeight {
   const uint8_t* data;  // [panels][panel_bytes]
 };
 
-// begin .. end, of rows or panels.
-struct Span {
-  int64_t begin, end;
-  LOWBIT_INLINE int64_t count() const { return end - begin; }
-};
-
 // The range number `piece` of `count`, of which each has `length`.
 LOWBIT_INLINE Span piece_of(int64_t count, int64_t length, int64_t piece) {
   return {piece * length, smaller(count, (piece + 1) * length)};

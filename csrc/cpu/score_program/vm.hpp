@@ -8,6 +8,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "cpu/upcoming.hpp"
 #include "ops/score_program.hpp"
 
 // Where an instruction set adds nothing to another, that one's machine serves it.
@@ -40,12 +41,6 @@ struct ScoreMachine {
   bool fresh = true;
   int64_t b = 0, h = 0, q0 = 0, k0 = 0;
   int rows = 0, cols = 0;
-};
-
-// Rows of memory: of `bytes` bytes each, `stride` bytes apart.
-struct MemoryRows {
-  const char* at = nullptr;
-  int64_t count = 0, bytes = 0, stride = 0;
 };
 
 std::size_t machine_bytes(const ScorePlan& plan, int max_rows, int max_cols, std::size_t cell);

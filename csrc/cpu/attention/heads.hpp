@@ -1,15 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// Matrices of one tile, in the scratch memory of a thread: row-major, in float32 (or float64) whatever the tensors
-// hold, and the one product that attention is made of: c = a b, where b has its columns in vectors of 16 and an element
-// of a is broadcast.
+// Rows of a head as matrices of a tile, in the scratch memory of a thread: in float32 (or float64) whatever the tensors
+// hold, and back.
 #pragma once
 
-#include "core/parallel.hpp"
 #include "core/tensor_view.hpp"
-#include "cpu/loops.hpp"
-#include "core/arena.hpp"
-#include "cpu/score_program/vm.hpp"
-#include "cpu/simd/double.hpp"
+#include "cpu/tile_products.hpp"
 #include "ops/decode.hpp"
 
 namespace lowbit::cpu::LOWBIT_ISA_NAME {
@@ -39,34 +34,10 @@ LOWBIT_INLINE void with_elements(DType dtype, F&& f) {
   }
 }
 
-// Rows of 16 * odd elements: rows that are read one below the other then fall into different sets of L1.
-LOWBIT_INLINE constexpr int64_t row_stride(int64_t columns) { return (ceil_div(columns, 16) | 1) * 16; }
-
-template <class T>
-struct Matrix {
-  T* data = nullptr;
-  int64_t stride = 0;  // of a row, a multiple of 16
-  LOWBIT_INLINE T* row(int64_t r) const { return data + r * stride; }
-  LOWBIT_INLINE Matrix from(int64_t r) const { return {row(r), stride}; }
-};
-
-template <class T>
-void clear_rows(Matrix<T> m, int64_t rows) {
-  for (int64_t i = 0; i < rows * m.stride; i += 16) store(m.data + i, set1(T{0}));
-}
-
 template <class T>
 LOWBIT_INLINE void fill(T* to, int64_t count, T x) {
   for (int64_t i = 0; i < count; i++) to[i] = x;
 }
-
-// An arena that hands out matrices too.
-struct TileArena : Arena {
-  template <class T>
-  LOWBIT_INLINE Matrix<T> matrix(int64_t rows, int64_t columns) {
-    return {array<T>(rows * row_stride(columns)), row_stride(columns)};
-  }
-};
 
 // A head of a tensor [B, H, length, columns] with a dense last dimension, or of codes with their scales.
 struct HeadView {
@@ -205,112 +176,9 @@ void narrow_rows(Matrix<T> from, const T* factor, int64_t rows, int64_t columns,
   });
 }
 
-// An operand whose elements are broadcast: element (r, i) at data[r * row + i * step]. step 1: a matrix; row 1: a
-// transposed one.
-template <class T>
-struct Broadcast {
-  const T* data;
-  int64_t row, step;
-};
-template <class T>
-LOWBIT_INLINE Broadcast<T> rows_of(Matrix<T> m) { return {m.data, m.stride, 1}; }
-template <class T>
-LOWBIT_INLINE Broadcast<T> columns_of(Matrix<T> m) { return {m.data, 1, m.stride}; }
-
-enum class Sum { fresh, onto };  // c = a b, or c += a b
-
-template <class T, int kRows, int kVectors>
-LOWBIT_INLINE void multiply_tile(Broadcast<T> a, const T* b, int64_t b_stride, int64_t depth, T* c, int64_t c_stride,
-                                 Sum sum) {
-  using Vector = decltype(load(c));
-  Vector acc[kRows][kVectors];
-  unroll<kRows>([&](auto r) {
-    unroll<kVectors>([&](auto v) { acc[r][v] = sum == Sum::fresh ? set1(T{0}) : load(c + r * c_stride + v * 16); });
-  });
-  if (sum == Sum::onto)  // the next rows of c: with 4096 keys, gradients of k and v come from L3, and no stream tells
-                         // the hardware what is next
-    unroll<kRows>(
-        [&](auto r) { unroll<kVectors>([&](auto v) { __builtin_prefetch(c + (kRows + r) * c_stride + v * 16, 1); }); });
-  for (int64_t i = 0; i < depth; i++, b += b_stride) {
-    Vector w[kVectors];
-    unroll<kVectors>([&](auto v) { w[v] = load(b + v * 16); });
-    unroll<kRows>([&](auto r) {
-      const Vector x = set1(a.data[r * a.row + i * a.step]);
-      unroll<kVectors>([&](auto v) { acc[r][v] = fma(x, w[v], acc[r][v]); });
-    });
-  }
-  unroll<kRows>([&](auto r) { unroll<kVectors>([&](auto v) { store(c + r * c_stride + v * 16, acc[r][v]); }); });
-}
-
-// Columns begin .. end - 1, multiples of 16.
-struct Span {
-  int begin, end;
-};
-
-// Rows of memory that are needed next: products fetch them into L2 as they go, `each` with every tile. Without that,
-// packing keys and values waited for L3 two thirds of its time, 3 % of the forward at E = 64, and a bias [H, L, S] cost
-// twice as much.
-struct Upcoming {
-  MemoryRows rows{};
-  int64_t each = 0;
-  LOWBIT_INLINE void fetch() {
-    for (int64_t left = each; left > 0 && rows.count > 0; left--, rows.count--, rows.at += rows.stride)
-      for (int64_t i = 0; i < rows.bytes; i += 64) __builtin_prefetch(rows.at + i, 0, 2);
-  }
-};
-// Rows to fetch before a product of this size ends.
-LOWBIT_INLINE Upcoming fetched_by(MemoryRows rows, int64_t product_rows, int64_t product_columns) {
-  return {rows, ceil_div(rows.count,
-                         larger(1, ceil_div(product_rows, kFloatRows) * ceil_div(product_columns, 16 * kFloatPanels)))};
-}
 LOWBIT_INLINE MemoryRows head_rows(const HeadView& head, int64_t first, int64_t count, int64_t columns) {
   const int64_t size = static_cast<int64_t>(size_of(head.dtype));
   return {head.data + first * head.stride * size, count, columns * size, head.stride * size};
-}
-
-// The options of a product.
-struct Product {
-  Sum sum = Sum::fresh;
-  // Rows that see only a part of the columns: per tile of kFloatRows rows (RowTiles) the columns to compute, or the
-  // depth to add up.
-  const Span *columns = nullptr, *depth = nullptr;
-  Upcoming *next = nullptr, *soon = nullptr;
-};
-
-// c[r][j] for r < rows, j < columns rounded up to 16. A block of rows of a and the strip of b under 16 or 32 columns
-// stay in L1.
-template <class T>
-[[gnu::noinline]] void multiply(Broadcast<T> a, Matrix<T> b, Matrix<T> c, int64_t rows, int64_t columns, int64_t depth,
-                                const Product& product) {
-  const RowTiles tiles(rows, kFloatRows);
-  constexpr int64_t kMostTiles = 16;
-  const int64_t block =
-      smaller(kMostTiles, larger(1, kL1Block / (depth * static_cast<int64_t>(sizeof(T)) * kFloatRows)));
-  for (int64_t first = 0; first < tiles.count; first += block) {
-    const int64_t last = smaller(tiles.count, first + block);
-    int64_t begin[kMostTiles + 1];  // a division each: once, not for every strip
-    for (int64_t tile = first; tile <= last; tile++) begin[tile - first] = tiles.begin(tile);
-    for (int64_t j = 0; j < columns; j += 16 * kFloatPanels) {
-      const int vectors = static_cast<int>(smaller(kFloatPanels, ceil_div(columns - j, 16)));
-      for (int64_t tile = first; tile < last; tile++) {
-        if (product.columns && (j + 16 * vectors <= product.columns[tile].begin || j >= product.columns[tile].end))
-          continue;
-        const int64_t r = begin[tile - first];
-        const Span along = product.depth ? product.depth[tile] : Span{0, static_cast<int>(depth)};
-        const Broadcast<T> rows_of_a{a.data + r * a.row + along.begin * a.step, a.row, a.step};
-        const int64_t length = smaller(along.end, depth) - along.begin;
-        if (length <= 0 && product.sum == Sum::onto) continue;
-        if (product.next) product.next->fetch();
-        if (product.soon) product.soon->fetch();
-        with_count<kFloatRows>(static_cast<int>(begin[tile - first + 1] - r), [&](auto kRows) {
-          with_count<kFloatPanels>(vectors, [&](auto kVectors) {
-            multiply_tile<T, kRows, kVectors>(rows_of_a, b.row(along.begin) + j, b.stride, length, c.row(r) + j,
-                                              c.stride, product.sum);
-          });
-        });
-      }
-    }
-  }
 }
 
 }  // namespace
