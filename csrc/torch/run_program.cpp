@@ -36,8 +36,8 @@ class KeptPrograms {
   std::shared_ptr<KeptProgram> get(int64_t number) {
     const std::lock_guard lock(mutex_);
     const auto found = programs_.find(number);
-    check(found != programs_.end(), ErrorKind::value, kRunProgram, ": program must be kept in this process, got number ",
-          number);
+    check(found != programs_.end(), ErrorKind::value, kRunProgram,
+          ": program must be kept in this process, got number ", number);
     return found->second;
   }
   void forget(int64_t number) {

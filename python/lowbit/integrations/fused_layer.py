@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from operator import is_
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lowbit.integrations.decoder_pieces import FOUR_NORMS, HALVES, TWO_NORMS
 from lowbit.integrations.fused_attention import FusedAttention
+from lowbit.integrations.growing_cache import growing_layers
 from lowbit.integrations.layer_program import LayerProgram
 from lowbit.integrations.lowbit_attention import lowbit_attention, weights_are_recorded
 from lowbit.quant.fused import Fused, has_own_tensors, hooked, is_inference, probe_of
@@ -32,12 +34,16 @@ _HIDDEN = (2, 3)  # batch and tokens of the probe
 class FusedDecoderLayer(Fused):
     """A decoder layer as one call of the op, or as a part of one; made in place by `lowbit.fuse`."""
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # On joined layers no hooks wait: torch's own way to `forward` takes as long as all else here.
+        joined = _running.layers
+        if joined is None or len(args) != 1:
+            return super().__call__(*args, **kwargs)
+        return joined.call(self, args[0], kwargs)
+
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         if args or _is_compiling():
             return super().forward(hidden_states, *args, **kwargs)
-        joined = _running.layers
-        if joined is not None:
-            return joined.call(self, hidden_states, kwargs)
         y = in_one_call((self,), (0,), self.facts, hidden_states, (kwargs,))
         return super().forward(hidden_states, **kwargs) if y is None else y
 
@@ -116,55 +122,48 @@ def in_one_call(
         program = facts["kept"] = LayerProgram(layers, kinds, x.dtype)
     if not program.fit or not (program.merged or x.numel() == x.shape[-1]):
         return None
-    inputs = _inputs(x, kinds, calls)
-    cache = calls[0].get("past_key_values")
-    if inputs is None or not all(layer.facts["attention"].can_write_to(cache) for layer in layers):
+    inputs, cache, length = _inputs(x, kinds, calls), calls[0].get("past_key_values"), x.shape[1]
+    attentions = [layer._modules["self_attn"] for layer in layers]
+    grown = attentions if cache is None else growing_layers(cache, [attention.layer_idx for attention in attentions])
+    if inputs is None or grown is None:
         return None
-    grown, states, starts = [], [], {}
-    for layer, kind in zip(layers, kinds, strict=True):
-        place = layer._modules["self_attn"].place_in(cache, x)
+    states, starts = [], {}
+    for attention, layer, kind in zip(attentions, grown, kinds, strict=True):
+        place = attention.new_place(x) if cache is None else attention.place_behind(layer, x)
         if place is None:
             return None
-        grown.append(place[0])
-        states += place[1:3]
-        start = place[3]
+        keys, values, start = place
+        states += (keys, values)
         if starts.setdefault(kind, start) != start:
             return None
     in_order = [starts[kind] for kind in range(len(starts))]
-    if x.shape[1] > 1 and any(start and _is_missing(inputs[3 * (i + 1)]) for i, start in enumerate(in_order)):
+    if length > 1 and any(start and inputs[3 * i + 3] is _MISSING for i, start in enumerate(in_order)):
         return None
     y = program.run(states, inputs, in_order)
     if cache is not None:
         for layer in grown:
-            layer.extend(x.shape[1])
+            layer.extend(length)
     return y
 
 
 def _inputs(x: Tensor, kinds: Sequence[int], calls: Sequence[dict[str, Any]]) -> list[Tensor] | None:
     """The inputs of the program, or None where the layers have arguments that it does not know."""
-    inputs, of_kinds = [x if x.is_contiguous() else x.contiguous()], {}
+    inputs, firsts = [x if x.is_contiguous() else x.contiguous()], {}
     cache = calls[0].get("past_key_values")
     for kind, call in zip(kinds, calls, strict=True):
+        first = firsts.get(kind)
+        if first is not None:
+            if call.keys() != first.keys() or not all(map(is_, call.values(), first.values())):
+                return None
+            continue
+        firsts[kind] = call
         mask, embeddings = call.get("attention_mask"), call.get("position_embeddings")
-        if kind in of_kinds:
-            first_mask, first_embeddings = of_kinds[kind]
-            if mask is not first_mask or embeddings is not first_embeddings:
-                return None
-        else:
-            if embeddings is None or embeddings[0].dim() != 3 or (mask is not None and mask.dim() != 4):
-                return None
-            of_kinds[kind] = mask, embeddings
-            inputs += (*embeddings, _MISSING if mask is None else mask)
-        if call.get("past_key_values") is not cache:
+        if embeddings is None or embeddings[0].dim() != 3 or (mask is not None and mask.dim() != 4):
             return None
-        for name in call.keys() - _READ:
-            if call[name] is not None:
-                return None
+        if call.get("past_key_values") is not cache or any(call[name] is not None for name in call.keys() - _READ):
+            return None
+        inputs += (*embeddings, _MISSING if mask is None else mask)
     return inputs
-
-
-def _is_missing(mask: Tensor) -> bool:
-    return mask is _MISSING
 
 
 def _calls_lowbit_attention(attention: nn.Module) -> bool:
