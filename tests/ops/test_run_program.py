@@ -23,6 +23,7 @@ from lowbit.ops.program import Program
 from lowbit.ops.rms_norm import rms_norm
 from lowbit.ops.rope_append import rope_append
 from lowbit.ops.run_program import KeptProgram, run_program
+from lowbit.score.program import ProgramBuilder
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 EPS = 1e-5
@@ -57,6 +58,12 @@ def layer(i: int, config: Any, dtype: torch.dtype, norms: int, biases: bool, hea
     }
 
 
+def softcap(cap: float) -> tuple[int, ...]:
+    program = ProgramBuilder()
+    capped = program.op("tanh", program.op("mul", program.op("score"), program.constant(1 / cap)))
+    return tuple(program.finish(program.op("mul", capped, program.constant(cap))))
+
+
 def facts(x: Tensor, **more: Any) -> dict[str, Any]:
     """The arguments that all layers share."""
     _, length, _ = x.shape
@@ -68,9 +75,9 @@ def facts(x: Tensor, **more: Any) -> dict[str, Any]:
     return call | more
 
 
-def program_of(layers: list[dict[str, Any]], call: dict[str, Any]) -> Program:
-    program = Program()
-    x, cos, sin, mask = map(Program.input, range(4))
+def program_of(layers: list[dict[str, Any]], *calls: dict[str, Any]) -> Program:
+    """The numbers of layer i are those of call i, or of the last one; each call is a kind of layer."""
+    program, x = Program(), Program.input(0)
 
     def product(of: lowbit.QuantLinear, x: int, **more: int) -> int:
         bias = None if of.bias is None else of.bias.detach()
@@ -80,6 +87,9 @@ def program_of(layers: list[dict[str, Any]], call: dict[str, Any]) -> Program:
         return program.rms_norm(x, program.constant(weight), EPS, call["offset"], **add)
 
     for i, one in enumerate(layers):
+        kind = min(i, len(calls) - 1)
+        call = calls[kind]
+        cos, sin, mask = (Program.input(1 + 3 * kind + j) for j in range(3))
         *projections, o, gate, up, down = one["linears"]
         norms, four = one["norms"], len(one["norms"]) == 4
         keys, values = Program.state(2 * i), Program.state(2 * i + 1)
@@ -92,8 +102,8 @@ def program_of(layers: list[dict[str, Any]], call: dict[str, Any]) -> Program:
                 product(of, first, into=qkv, first_column=at)
                 at += of.out_features
         of_heads = [program.constant(norm) for norm in one["head_norms"]]
-        query = program.rope_append(qkv, cos, sin, keys, values, 0, *of_heads, *([EPS, 0.0] if of_heads else []))
-        out = program.attention(query, keys, values, 0, call["scale"], mask, causal=call["causal"], score_mod=call["score_mod"])
+        query = program.rope_append(qkv, cos, sin, keys, values, kind, *of_heads, *([EPS, 0.0] if of_heads else []))
+        out = program.attention(query, keys, values, kind, call["scale"], mask, causal=call["causal"], score_mod=call["score_mod"])
         h = norm(norms[1], product(o, out), add=x) if four else product(o, out, add=x)
         second = norm(norms[len(norms) // 2], h)
         gated = product(up, second, mul=product(gate, second, activation=call["activation"]))
@@ -101,13 +111,14 @@ def program_of(layers: list[dict[str, Any]], call: dict[str, Any]) -> Program:
     return program
 
 
-def arguments(layers: list[dict[str, Any]], call: dict[str, Any]) -> dict[str, Any]:
-    program = program_of(layers, call)
-    mask = torch.empty(0) if call["mask"] is None else call["mask"]
+def arguments(layers: list[dict[str, Any]], *calls: dict[str, Any]) -> dict[str, Any]:
+    program = program_of(layers, *calls)
+    masks = [torch.empty(0) if call["mask"] is None else call["mask"] for call in calls]
+    of_kinds = [tensor for call, mask in zip(calls, masks, strict=True) for tensor in (call["cos"], call["sin"], mask)]
     return {
         "program": program.code, "constants": program.constants,
         "states": [state for one in layers for state in (one["keys"], one["values"])],
-        "inputs": [call["x"], call["cos"], call["sin"], mask], "starts": [call["start"]],
+        "inputs": [calls[0]["x"], *of_kinds], "starts": [call["start"] for call in calls],
     }  # fmt: skip
 
 
@@ -203,6 +214,19 @@ def wide(layers: list[dict[str, Any]], call: dict[str, Any]) -> Tensor:
         second = norm(h, one["norms"][1], call["offset"])
         x = h + products[4](activation_functions[call["activation"]](products[2](second)) * products[3](second))
     return x
+
+
+def test_layers_of_two_kinds() -> None:
+    """Each with a mask, rotary embedding, number of tokens in its cache, activation, offset and score_mod of its own."""
+    layers = [layer(i, FORMATS["int8"], torch.float32, 4, False, True, 2) for i in range(2)]
+    others, x = copied(layers), torch.randn(2, 3, HIDDEN)
+    one = facts(x, start=4, mask=MASK, score_mod=softcap(5.0))
+    angle = torch.linspace(1, 2, 3 * SIZE).view(1, 3, SIZE)
+    two = facts(x, start=2, mask=MASK[..., :5], activation=3, offset=1.0, cos=angle.cos(), sin=angle.sin(), scale=0.5)
+    wanted = one_by_one(others[1:], two | {"x": one_by_one(others[:1], one)})
+    assert torch.equal(run_program(**arguments(layers, one, two)), wanted)
+    for layer_, other in zip(layers, others, strict=True):
+        assert torch.equal(layer_["keys"], other["keys"]) and torch.equal(layer_["values"], other["values"])
 
 
 @pytest.mark.parametrize("head_norms", [False, True])

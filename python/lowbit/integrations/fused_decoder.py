@@ -38,6 +38,12 @@ class FusedDecoder(Fused):
         return same and fused and not config.output_hidden_states and not hooked(now, modules)
 
 
+def has_fused_layers(module: nn.Module) -> bool:
+    """Whether the module has a list of layers, all of which were fused."""
+    layers = list(module._modules.get("layers", nn.ModuleList()).children())
+    return len(layers) > 1 and all(isinstance(layer, FusedDecoderLayer) for layer in layers)
+
+
 def fuse_decoder(module: nn.Module) -> str:
     """Fuse ``module``, whose ``layers`` were fused, or return why it stays as it is.
 

@@ -13,13 +13,12 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lowbit.integrations.decoder_pieces import FOUR_NORMS, HALVES, TWO_NORMS
-from lowbit.integrations.fused_attention import FusedAttention
 from lowbit.integrations.growing_cache import growing_layers
+from lowbit.integrations.half_steps import HALF_STEPS
 from lowbit.integrations.layer_program import LayerProgram
 from lowbit.integrations.lowbit_attention import lowbit_attention, weights_are_recorded
 from lowbit.quant.fused import Fused, has_own_tensors, hooked, is_inference, probe_of
 from lowbit.quant.fused_norm import FusedRMSNorm
-from lowbit.quant.gated_mlp import FusedGatedMLP
 
 _OPTIONS = {"scaling", "softcap", "sliding_window"}  # of attention; the window is in the mask
 _READ = {"attention_mask", "position_embeddings", "past_key_values"}
@@ -120,7 +119,7 @@ def in_one_call(
     program = facts["kept"]
     if not program.serves(x.dtype):
         program = facts["kept"] = LayerProgram(layers, kinds, x.dtype)
-    if not program.fit or not (program.merged or x.numel() == x.shape[-1]):
+    if program.run is None or not (program.merged or x.numel() == x.shape[-1]):
         return None
     inputs, cache, length = _inputs(x, kinds, calls), calls[0].get("past_key_values"), x.shape[1]
     attentions = [layer._modules["self_attn"] for layer in layers]
@@ -197,9 +196,10 @@ def fuse_decoder_layer(module: nn.Module) -> str:
 def _problem(module: nn.Module) -> str:
     children = module._modules
     names = FOUR_NORMS if FOUR_NORMS[-1] in children else TWO_NORMS
-    wanted = {"self_attn": FusedAttention, "mlp": FusedGatedMLP} | dict.fromkeys(names, FusedRMSNorm)
-    for name, piece in wanted.items():
-        if not isinstance(children.get(name), piece):
+    wanted: dict[str, tuple[type[Fused], ...]] = dict.fromkeys(HALVES, tuple(HALF_STEPS))
+    wanted |= dict.fromkeys(names, (FusedRMSNorm,))
+    for name, pieces in wanted.items():
+        if not isinstance(children.get(name), pieces):
             return f"its {name} is not fused"
     if set(children) != set(wanted) or has_own_tensors(module):
         return f"it has {', '.join(sorted(set(children) - set(wanted))) or 'parameters of its own'}"
