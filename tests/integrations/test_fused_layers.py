@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from decoders import MODELS, answer, calls_of_layers, logits, made, prompt, transformers
-from torch import nn
+from torch import Tensor, nn
 
 import lowbit
 
@@ -87,6 +87,34 @@ def test_a_model_that_uses_what_each_layer_returns_is_left() -> None:
     wanted = logits(model, prompt())
     assert "model" in lowbit.fuse(model).left
     torch.testing.assert_close(logits(model, prompt()), wanted, rtol=1e-4, atol=1e-4)
+
+
+class SomeLayers(transformers.LlamaModel):
+    """It calls another number of its layers, or in another order, for long prompts."""
+
+    order = slice(0, 1)
+
+    def forward(self, input_ids: Tensor | None = None, **kwargs: Any) -> Any:
+        if input_ids is None or input_ids.shape[1] < 20:
+            return super().forward(input_ids, **kwargs)
+        x = self.embed_tokens(input_ids)
+        embeddings = self.rotary_emb(x, torch.arange(x.shape[1])[None])
+        for layer in list(self.layers)[self.order]:
+            x = layer(x, attention_mask=None, position_embeddings=embeddings)
+        return transformers.modeling_outputs.BaseModelOutputWithPast(last_hidden_state=self.norm(x))
+
+
+@pytest.mark.parametrize("order", [slice(0, 1), slice(None, None, -1)], ids=["fewer", "backwards"])
+def test_a_model_that_does_not_call_its_layers_in_turn_is_an_error(order: slice) -> None:
+    model = made("llama")
+    model.model.__class__, model.model.order = SomeLayers, order
+    assert "model" in lowbit.fuse(model)
+    wanted = logits(model, prompt())
+    with pytest.raises(RuntimeError, match="does not hand the result of each layer to the next"):
+        logits(model, prompt(1, 20))
+    assert torch.equal(logits(model, prompt()), wanted)
+    model.train()  # each layer is called by itself
+    assert logits(model, prompt(1, 20)).isfinite().all()
 
 
 def test_a_call_that_fails_leaves_no_trace() -> None:

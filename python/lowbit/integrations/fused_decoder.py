@@ -24,7 +24,8 @@ class FusedDecoder(Fused):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         facts = self.facts
         layers = facts["layers"]
-        if torch.compiler.is_compiling() or kwargs.get("output_hidden_states") or not self._hands_on(layers):
+        own = self.training or torch.compiler.is_compiling() or kwargs.get("output_hidden_states")
+        if own or not self._hands_on(layers):  # in training, models may leave layers out
             return super().forward(*args, **kwargs)
         with JoinedLayers(layers, facts["kinds"], facts):
             return super().forward(*args, **kwargs)

@@ -23,6 +23,7 @@ from lowbit.quant.fused_norm import FusedRMSNorm
 _OPTIONS = {"scaling", "softcap", "sliding_window"}  # of attention; the window is in the mask
 _READ = {"attention_mask", "position_embeddings", "past_key_values"}
 _READ |= {"position_ids", "use_cache", "cache_position"}  # these nothing inside a layer reads
+_NOT_HANDED_ON = "fuse: the model does not hand the result of each layer to the next, as it did when it was fused"
 _MISSING = torch.empty(0, device="cpu")
 """Stands for a mask that is not given."""
 _is_compiling = torch.compiler.is_compiling
@@ -64,14 +65,16 @@ class JoinedLayers:
     def __enter__(self) -> None:
         self._outer, _running.layers = _running.layers, self
 
-    def __exit__(self, *_: Any) -> None:
+    def __exit__(self, error: type[BaseException] | None, *_: Any) -> None:
         _running.layers = self._outer
+        if error is None and self.calls:
+            raise RuntimeError(_NOT_HANDED_ON)
 
     def call(self, layer: FusedDecoderLayer, x: Tensor, kwargs: dict[str, Any]) -> Tensor:
         """The result of a layer: x, for the next one to be given, or that of all."""
         calls, layers = self.calls, self.layers
         if layer is not layers[len(calls)] or (calls and x is not self.x):
-            raise RuntimeError("fuse: the model does not hand the result of each layer to the next as it did")
+            raise RuntimeError(_NOT_HANDED_ON)
         self.x = x
         calls.append(kwargs)
         if len(calls) < len(layers):

@@ -24,7 +24,7 @@ from lowbit.quant.unchanged import Unchanged
 
 
 class Steps(Unchanged):
-    """A program while it is written. What its steps were made of is noted."""
+    """A program while it is written; the modules that its steps are made of are noted."""
 
     def __init__(self) -> None:
         super().__init__()
