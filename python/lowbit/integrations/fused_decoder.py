@@ -41,7 +41,7 @@ class FusedDecoder(Fused):
 
 def has_fused_layers(module: nn.Module) -> bool:
     """Whether the module has a list of layers, all of which were fused."""
-    layers = list(module._modules.get("layers", nn.ModuleList()).children())
+    layers = list(module._modules.get("layers", nn.ModuleList())._modules.values())  # one may be there twice
     return len(layers) > 1 and all(isinstance(layer, FusedDecoderLayer) for layer in layers)
 
 
@@ -52,6 +52,8 @@ def fuse_decoder(module: nn.Module) -> str:
     layer returns something of its own. Layers that get the same mask and rotary embedding there are of one kind.
     """
     layers = tuple(module.layers)
+    if len({layer.self_attn.layer_idx for layer in layers}) < len(layers):
+        return "two of its layers write to one layer of the cache (layer_idx)"
     kinds = _kinds_if_only_handing_on(module, layers)
     if kinds is None:
         return "it does not hand one cache and the result of each layer to the next"

@@ -127,7 +127,7 @@ def in_one_call(
     inputs, cache, length = _inputs(x, kinds, calls), calls[0].get("past_key_values"), x.shape[1]
     attentions = [layer._modules["self_attn"] for layer in layers]
     grown = attentions if cache is None else growing_layers(cache, [attention.layer_idx for attention in attentions])
-    if inputs is None or grown is None:
+    if inputs is None or grown is None or len(set(map(id, grown))) < len(grown):  # one would write behind another
         return None
     states, starts = [], {}
     for attention, layer, kind in zip(attentions, grown, kinds, strict=True):
