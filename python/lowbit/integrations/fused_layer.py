@@ -50,7 +50,7 @@ class FusedDecoderLayer(Fused):
 
 class JoinedLayers:
     """The layers of a model that hands the result of each to the next, in one call: while it is entered, a layer notes
-    its arguments and returns its input, and the last one computes them all. In this thread alone.
+    its arguments, and the last one computes them all. In this thread alone.
 
     Args:
         layers: in the order of their calls.
@@ -71,15 +71,17 @@ class JoinedLayers:
             raise RuntimeError(_NOT_HANDED_ON)
 
     def call(self, layer: FusedDecoderLayer, x: Tensor, kwargs: dict[str, Any]) -> Tensor:
-        """The result of a layer: x, for the next one to be given, or that of all."""
+        """The result of a layer: a tensor without data, for the next one to be given, or that of all. A layer that
+        another thread turns back meanwhile fails with it, before it writes to a cache."""
         calls, layers = self.calls, self.layers
-        if layer is not layers[len(calls)] or (calls and x is not self.x):
+        if layer is not layers[len(calls)] or (calls and x is not self.between):
             raise RuntimeError(_NOT_HANDED_ON)
-        self.x = x
+        if not calls:
+            self.x, self.between = x, torch.empty_like(x, device="meta")
         calls.append(kwargs)
         if len(calls) < len(layers):
-            return x
-        self.calls = []
+            return self.between
+        x, self.calls = self.x, []
         with _Apart():
             y = in_one_call(layers, self.kinds, self.facts, x, calls)
             if y is None:
