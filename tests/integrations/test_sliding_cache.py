@@ -205,4 +205,4 @@ def test_fused_layers_with_windows_are_in_one_call(name: str, monkeypatch: pytes
         for length in (9, 1, 3, 1, 40, 1):  # behind the window chunks need the mask
             ids = prompt(2, length)
             torch.testing.assert_close(logits(model, ids, past_key_values=cache), logits(plain, ids, past_key_values=other), rtol=1e-4, atol=1e-4)
-    assert counts == ([2] if name == "mistral" else [1, 1]) * 6
+    assert counts == [2] * 6

@@ -87,16 +87,21 @@ class FusedAttention(Fused):
         """The tensors that the keys and values of the new tokens ``x [B, L, ...]`` are written to: the layer of the
         cache, which counts them by `extend`; its keys and values; their first place in these. Without a cache, new
         memory. None: they can only join this cache by its ``update``."""
-        (batch, length), heads, size = x.shape[:2], self.facts["kv_heads"], self.head_dim
         if cache is None:
-            return None, *x.new_empty(2, batch, heads, length, size), 0
+            return None, *self.new_place(x)
         layer = growing_layer(cache, self.layer_idx)
-        room = None if layer is None else layer.room_for(length, (batch, heads, size), x)
+        room = None if layer is None else self.place_behind(layer, x)
         return None if room is None else (layer, *room)
 
-    def can_write_to(self, cache: Any) -> bool:
-        """Whether `place_in` finds a place in the layer that this cache has for it."""
-        return cache is None or growing_layer(cache, self.layer_idx) is not None
+    def new_place(self, x: Tensor) -> tuple[Tensor, Tensor, int]:
+        """New memory for keys and values of ``x [B, L, ...]``, and their first place in it."""
+        batch, length = x.shape[:2]
+        return *x.new_empty(2, batch, self.facts["kv_heads"], length, self.head_dim), 0
+
+    def place_behind(self, layer: GrowingLayer | GrowingSlidingLayer, x: Tensor) -> tuple[Tensor, Tensor, int] | None:
+        """Keys and values of this layer of a cache, and the place of new ones in them; None where it has none."""
+        batch, length = x.shape[:2]
+        return layer.room_for(length, (batch, self.facts["kv_heads"], self.head_dim), x)
 
     def norm_args(self) -> tuple[Any, ...]:
         """The norms of heads, as `rope_append` takes them."""

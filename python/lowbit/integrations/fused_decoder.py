@@ -4,30 +4,30 @@
 from __future__ import annotations
 
 import copy
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from operator import is_
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lowbit.integrations.fused_layer import FusedDecoderLayer, in_one_call
-from lowbit.integrations.layer_weights import LayerWeights
+from lowbit.integrations.fused_layer import FusedDecoderLayer, JoinedLayers
+from lowbit.integrations.layer_program import LayerProgram
 from lowbit.quant.fused import Fused, hooked, probe_of
 
 _SHARED = ("attention_mask", "position_embeddings", "past_key_values")
 
 
 class FusedDecoder(Fused):
-    """A model of fused layers; made in place by `lowbit.fuse`. In its forward the list of layers has one item, the call
-    of all layers."""
+    """A model of fused layers; made in place by `lowbit.fuse`. In its forward, the last layer computes all of them."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        layers = self.facts["layers"]
-        if torch.compiler.is_compiling() or kwargs.get("output_hidden_states") or not self._hands_on(layers):
+        facts = self.facts
+        layers = facts["layers"]
+        own = self.training or torch.compiler.is_compiling() or kwargs.get("output_hidden_states")
+        if own or not self._hands_on(layers):  # in training, models may leave layers out
             return super().forward(*args, **kwargs)
-        with _Pass(self._modules["layers"], AllLayers(self.facts)):
+        with JoinedLayers(layers, facts["kinds"], facts):
             return super().forward(*args, **kwargs)
 
     def _hands_on(self, layers: tuple[FusedDecoderLayer, ...]) -> bool:
@@ -35,84 +35,34 @@ class FusedDecoder(Fused):
         now, config = self._modules["layers"], self.config
         modules = now._modules
         same = len(modules) == len(layers) == config.num_hidden_layers and all(map(is_, modules.values(), layers))
-        fused = isinstance(now, FusedLayers) and isinstance(layers[0], FusedDecoderLayer)  # the one with their facts
+        fused = all([isinstance(layer, FusedDecoderLayer) for layer in layers])
         return same and fused and not config.output_hidden_states and not hooked(now, modules)
 
 
-class AllLayers:
-    """The layers behind one another, in one call where that is possible."""
-
-    def __init__(self, facts: dict[str, Any]) -> None:
-        self.layers: tuple[FusedDecoderLayer, ...] = facts["layers"]
-        self.facts = facts
-
-    def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        y = None if args else in_one_call(self.layers, self.facts, hidden_states, **kwargs)
-        if y is None:
-            y = hidden_states
-            for layer in self.layers:
-                y = layer(y, *args, **kwargs)
-        return y
-
-
-class FusedLayers(Fused):
-    """The list of the layers of a `FusedDecoder`."""
-
-    def __iter__(self) -> Iterator[Any]:
-        return super().__iter__() if _running.list is not self else iter((_running.item,))
-
-    def __getitem__(self, index: int | slice) -> Any:
-        if not isinstance(index, slice):
-            return super().__getitem__(index)
-        if _running.list is self:
-            return (_running.item,)
-        return self.unfused(list(self._modules.values())[index])
-
-
-class _Running(threading.local):
-    """The pass that this thread is in."""
-
-    list: FusedLayers | None = None
-    item: Callable[..., Any] | None = None
-
-
-_running = _Running()
-
-
-class _Pass:
-    """While it is entered, iterating over ``layers``, or a slice of it, gives ``item`` alone, in this thread."""
-
-    def __init__(self, layers: FusedLayers, item: Callable[..., Any]) -> None:
-        self.now = layers, item
-
-    def __enter__(self) -> None:
-        self.before = _running.list, _running.item
-        _running.list, _running.item = self.now
-
-    def __exit__(self, *_: Any) -> None:
-        _running.list, _running.item = self.before
+def has_fused_layers(module: nn.Module) -> bool:
+    """Whether the module has a list of layers, all of which were fused."""
+    layers = list(module._modules.get("layers", nn.ModuleList())._modules.values())  # one may be there twice
+    return len(layers) > 1 and all(isinstance(layer, FusedDecoderLayer) for layer in layers)
 
 
 def fuse_decoder(module: nn.Module) -> str:
     """Fuse ``module``, whose ``layers`` were fused, or return why it stays as it is.
 
-    Whether it only hands the result of each layer to the next, with the same mask, rotary embedding and cache, is found
-    out by calls in which each layer returns something of its own.
+    Whether it only hands the result of each layer to the next, with the same cache, is found out by calls in which each
+    layer returns something of its own. Layers that get the same mask and rotary embedding there are of one kind.
     """
     layers = tuple(module.layers)
-    if any(layer.facts["same"] != layers[0].facts["same"] for layer in layers):
-        return "its layers differ in eps, scale or activation"
     if len({layer.self_attn.layer_idx for layer in layers}) < len(layers):
         return "two of its layers write to one layer of the cache (layer_idx)"
-    if not _only_hands_on(module, layers):
-        return "it does not hand one mask, rotary embedding and cache through all layers"
-    FusedLayers.take(module.layers, {})
-    FusedDecoder.take(module, {"layers": layers, "kept": LayerWeights()})
+    kinds = _kinds_if_only_handing_on(module, layers)
+    if kinds is None:
+        return "it does not hand one cache and the result of each layer to the next"
+    FusedDecoder.take(module, {"layers": layers, "kinds": kinds, "kept": LayerProgram()})
     return ""
 
 
 @torch.no_grad()
-def _only_hands_on(module: nn.Module, layers: tuple[nn.Module, ...]) -> bool:
+def _kinds_if_only_handing_on(module: nn.Module, layers: tuple[nn.Module, ...]) -> tuple[int, ...] | None:
     """The probe has padding: without, models have no mask, not even where their layers have windows."""
     hidden = layers[0].input_layernorm.weight.numel()
     generator = torch.Generator("cpu").manual_seed(0)
@@ -120,18 +70,20 @@ def _only_hands_on(module: nn.Module, layers: tuple[nn.Module, ...]) -> bool:
     first, second = others[: len(layers) - 1], others[len(layers) - 1 :]
     results, calls = _called(module, x, layers, [*first, last])
     again, _ = _called(module, x, layers, [*second, last])
-    alone, call_of_all = _called_as_one(module, x, last)
-    if len(calls) != len(layers) or len(call_of_all) != 1 or not results.equal(again) or not results.equal(alone):
-        return False
-    handed = [call_of_all[0][1], *first]
-    return all(
-        called is layer and given.equal(of) and None not in shared and all(map(is_, shared, calls[0][2]))
-        for (called, given, shared), layer, of in zip(calls, layers, handed, strict=True)
-    )
+    if len(calls) != len(layers) or not results.numel() or not results.equal(again):
+        return None
+    handed, cache = [calls[0][1], *first], calls[0][2][2]
+    numbers: dict[tuple[int, int], int] = {}
+    kinds = []
+    for (called, given, shared), layer, of in zip(calls, layers, handed, strict=True):
+        if called is not layer or not given.equal(of) or None in shared or shared[2] is not cache:
+            return None
+        kinds.append(numbers.setdefault((id(shared[0]), id(shared[1])), len(numbers)))  # held by `calls`
+    return tuple(kinds)
 
 
 _Call = tuple[Any, Tensor, tuple[Any, ...]]
-"""The layer that was called, its input, and the arguments that all layers share."""
+"""The layer that was called, its input, and its mask, rotary embedding and cache."""
 
 
 def _called(
@@ -145,27 +97,18 @@ def _called(
     return _result(probe, x), calls
 
 
-def _called_as_one(module: nn.Module, x: Tensor, result: Tensor) -> tuple[Tensor, list[_Call]]:
-    """The same where the list of layers is one item."""
-    calls: list[_Call] = []
-    probe = _probe_of(module)
-    with _Pass(probe.layers, _stand_in(None, result, calls)):
-        return _result(probe, x), calls
-
-
 def _probe_of(module: nn.Module) -> nn.Module:
     """A copy of the model with pieces and a configuration of its own, set to lowbit's attention."""
     children = {name: probe_of(child) for name, child in module._modules.items() if child is not None}
     layers = {name: probe_of(layer) for name, layer in module.layers._modules.items()}
     children["layers"] = probe_of(module.layers, **layers)
-    FusedLayers.take(children["layers"], {})
     probe = probe_of(module, **children)
     probe.config = copy.deepcopy(module.config)
     probe.config._attn_implementation = "lowbit"
     return probe
 
 
-def _stand_in(layer: nn.Module | None, result: Tensor, calls: list[_Call]) -> Callable[..., Tensor]:
+def _stand_in(layer: nn.Module, result: Tensor, calls: list[_Call]) -> Callable[..., Tensor]:
     def forward(hidden_states: Tensor, **kwargs: Any) -> Tensor:
         calls.append((layer, hidden_states, tuple(kwargs.get(name) for name in _SHARED)))
         return result

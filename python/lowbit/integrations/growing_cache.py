@@ -9,6 +9,7 @@ layer has room behind its last token, and a new one is written there.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -85,14 +86,19 @@ class _Growing:
         if not self.is_initialized:
             self.lazy_initialization(like, like)
         held = self._held()
+        keys, values = self._rooms
+        total, in_rooms = held + length, self._states[0] is _IN_ROOM is self._states[1]
+        if in_rooms and keys.still_takes(total, shape, like) and values.still_takes(total, shape, like):
+            seen = self._seen(held)
+            return keys.behind(held - seen), values.behind(held - seen), seen
         batch, heads, size = shape
         wanted = batch, heads, held + length, size
         for room, states in zip(self._rooms, self._states, strict=True):
             if held and (room.states if states is _IN_ROOM else states).dtype is not like.dtype:
                 return None
             room.make(states, held, wanted, like)
+        keys.served = values.served = shape, like.dtype, like.device
         seen = self._seen(held)
-        keys, values = self._rooms
         return keys.behind(held - seen), values.behind(held - seen), seen
 
     def extend(self, length: int) -> int:
@@ -181,6 +187,8 @@ class _Room:
         self.begin = 0
         """The first of the layer's tokens, as long as this room is its own; there are `total` of them."""
         self.total = 0
+        self.served: tuple[Any, ...] | None = None
+        """The request that ``states`` were last made or found to serve."""
         self._view: Tensor | None = None
 
     @property
@@ -195,7 +203,7 @@ class _Room:
         length = held.shape[-2] if held.numel() else 0
         total = length + new.shape[-2]
         if length and held.dtype != new.dtype:
-            self.states, self.begin = torch.cat([held, new], dim=-2), 0
+            self.states, self.begin, self.served = torch.cat([held, new], dim=-2), 0, None
         else:
             self.make(held, length, (*new.shape[:-2], total, new.shape[-1]), new)
             self.behind(length).narrow(-2, 0, total - length).copy_(new)
@@ -212,6 +220,7 @@ class _Room:
         *batch, total, size = shape
         more = 0 if self.longest is not None and total > self.longest else max(LEAST_ROOM, total // 4)
         self.states, self.begin, self._view = like.new_empty((*batch, total + more, size)), 0, None
+        self.served = None
         if length:
             self.states.narrow(-2, 0, length).copy_(held)
 
@@ -239,6 +248,15 @@ class _Room:
             self.begin += (held.storage_offset() - before.storage_offset()) // max(1, held.stride(-2))
             self.total, self._view = held.shape[-2], held
 
+    def still_takes(self, total: int, shape: tuple[int, ...], like: Tensor) -> bool:
+        """`_takes` where the same was asked for before."""
+        served, states = self.served, self.states
+        return (
+            served is not None and served[0] == shape and served[1] is like.dtype and served[2] == like.device
+            and self.begin + total <= states.size(-2)
+            and (torch.is_inference_mode_enabled() or not states.is_inference())
+        )  # fmt: skip
+
     def _takes(self, shape: tuple[int, ...], like: Tensor) -> bool:
         states = self.states
         if states.is_inference() and not torch.is_inference_mode_enabled():  # torch would refuse to write to it
@@ -254,6 +272,17 @@ def growing_layer(cache: Any, index: int | None) -> GrowingLayer | GrowingSlidin
         return None
     layer = cache.layers[index]
     return layer if type(layer) in (GrowingLayer, GrowingSlidingLayer) else None
+
+
+def growing_layers(cache: Any, indices: Sequence[int]) -> list[GrowingLayer | GrowingSlidingLayer] | None:
+    """The layers of a cache at ``indices``, if all of them are such."""
+    if type(cache) is not DynamicCache or cache.offloading:
+        return None
+    held = cache.layers
+    if max(indices) >= len(held):
+        return None
+    found = [held[index] for index in indices]
+    return found if {GrowingLayer, GrowingSlidingLayer}.issuperset(map(type, found)) else None
 
 
 def grow_caches_in_place(implementation: str) -> None:
