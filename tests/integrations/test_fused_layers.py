@@ -69,6 +69,23 @@ def test_hidden_states_that_a_model_collects_itself() -> None:
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
 
 
+def test_hidden_states_that_transformers_records() -> None:
+    """It finds what a model can record by the text of its class."""
+    model, other = made("llama"), made("llama")
+    assert "model" in lowbit.fuse(model)
+    for _ in range(2):
+        got, wanted = (logits_and_hidden_states(each) for each in (model, other))
+        assert len(got) == len(wanted) == 4
+        for one, its in zip(got, wanted, strict=True):
+            torch.testing.assert_close(one, its, rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def logits_and_hidden_states(model: nn.Module) -> list[Tensor]:
+    said = model(prompt(), output_hidden_states=True)
+    return [said.logits, *said.hidden_states]
+
+
 class TwoResults(transformers.LlamaModel):
     """Its result is made of those of all layers."""
 

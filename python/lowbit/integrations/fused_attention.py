@@ -14,7 +14,7 @@ from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lowbit.integrations.decoder_pieces import APART, HEAD_NORMS, PACKED
-from lowbit.integrations.growing_cache import GrowingLayer, GrowingSlidingLayer, growing_layer
+from lowbit.integrations.growing_cache import GrowingLayer, GrowingSlidingLayer, growing_layer, new_tokens
 from lowbit.ops.rope_append import rope_append
 from lowbit.quant.fused import Fused, has_own_tensors, hooked, is_inference, probe_of
 from lowbit.quant.fused_norm import norm_facts, said_eps
@@ -87,21 +87,12 @@ class FusedAttention(Fused):
         """The tensors that the keys and values of the new tokens ``x [B, L, ...]`` are written to: the layer of the
         cache, which counts them by `extend`; its keys and values; their first place in these. Without a cache, new
         memory. None: they can only join this cache by its ``update``."""
+        batch, length, heads = *x.shape[:2], self.facts["kv_heads"]
         if cache is None:
-            return None, *self.new_place(x)
+            return None, *x.new_empty(2, batch, heads, length, self.head_dim), 0
         layer = growing_layer(cache, self.layer_idx)
-        room = None if layer is None else self.place_behind(layer, x)
+        room = None if layer is None else layer.room_for(length, new_tokens(batch, heads, self.head_dim, x), x)
         return None if room is None else (layer, *room)
-
-    def new_place(self, x: Tensor) -> tuple[Tensor, Tensor, int]:
-        """New memory for keys and values of ``x [B, L, ...]``, and their first place in it."""
-        batch, length = x.shape[:2]
-        return *x.new_empty(2, batch, self.facts["kv_heads"], length, self.head_dim), 0
-
-    def place_behind(self, layer: GrowingLayer | GrowingSlidingLayer, x: Tensor) -> tuple[Tensor, Tensor, int] | None:
-        """Keys and values of this layer of a cache, and the place of new ones in them; None where it has none."""
-        batch, length = x.shape[:2]
-        return layer.room_for(length, (batch, self.facts["kv_heads"], self.head_dim), x)
 
     def norm_args(self) -> tuple[Any, ...]:
         """The norms of heads, as `rope_append` takes them."""

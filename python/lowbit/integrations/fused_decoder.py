@@ -4,17 +4,22 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
+from itertools import repeat
 from operator import is_
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lowbit.integrations.fused_layer import FusedDecoderLayer, JoinedLayers
+from lowbit.integrations.fused_layer import FusedDecoderLayer, in_one_call
 from lowbit.integrations.layer_program import LayerProgram
-from lowbit.quant.fused import Fused, hooked, probe_of
+from lowbit.quant.fused import Fused, probe_of
 
+_is_compiling = torch.compiler.is_compiling
+_RECORDED = ("output_hidden_states", "output_attentions")
+_NOT_HANDED_ON = "fuse: the model does not hand the result of each layer to the next, as it did when it was fused"
 _SHARED = ("attention_mask", "position_embeddings", "past_key_values")
 
 
@@ -24,19 +29,75 @@ class FusedDecoder(Fused):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         facts = self.facts
         layers = facts["layers"]
-        own = self.training or torch.compiler.is_compiling() or kwargs.get("output_hidden_states")
+        own = self.training or _is_compiling() or any(kwargs.get(name) for name in _RECORDED)
         if own or not self._hands_on(layers):  # in training, models may leave layers out
             return super().forward(*args, **kwargs)
-        with JoinedLayers(layers, facts["kinds"], facts):
-            return super().forward(*args, **kwargs)
+        joined = JoinedLayers(layers, facts)
+        result = super(FusedDecoder, _with_layers(self, joined.stand_ins())).forward(*args, **kwargs)
+        joined.end()
+        return result
 
     def _hands_on(self, layers: tuple[FusedDecoderLayer, ...]) -> bool:
-        """Whether a call goes through the layers as it did when they were fused, and nothing waits between them."""
-        now, config = self._modules["layers"], self.config
-        modules = now._modules
+        """Whether a call goes through the layers as it did when they were fused, and records nothing of them."""
+        modules, config = self._modules["layers"]._modules, self.config
         same = len(modules) == len(layers) == config.num_hidden_layers and all(map(is_, modules.values(), layers))
-        fused = all([isinstance(layer, FusedDecoderLayer) for layer in layers])
-        return same and fused and not config.output_hidden_states and not hooked(now, modules)
+        return same and not any(getattr(config, name, False) for name in _RECORDED)
+
+
+def _with_layers(module: nn.Module, layers: tuple[Callable[..., Any], ...]) -> nn.Module:
+    """The module for one call, with other layers: what the module itself has, other threads and hooks see."""
+    cls = type(module)
+    twin = cls.__new__(cls)
+    twin.__dict__.update(module.__dict__, _modules=module._modules | {"layers": layers})
+    return twin
+
+
+class _StandIn(functools.partial):
+    """A function that is called for a layer, with the layer as its first argument; else it is as the layer."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.args[0], name)
+
+
+class JoinedLayers:
+    """The layers of a model that hands the result of each to the next, in one call: a stand-in of each notes its
+    arguments, and the last one computes them all.
+
+    Args:
+        layers: in the order of their calls.
+        facts: of the model, as `in_one_call` needs them.
+    """
+
+    def __init__(self, layers: Sequence[FusedDecoderLayer], facts: dict[str, Any]) -> None:
+        self.layers, self.facts = layers, facts
+        self.calls: list[dict[str, Any]] = []
+
+    def stand_ins(self) -> tuple[_StandIn, ...]:
+        """What the model calls."""
+        return tuple(map(_StandIn, repeat(self._call), self.layers))
+
+    def end(self) -> None:
+        """Refuse a call of some of the layers."""
+        if self.calls:
+            raise RuntimeError(_NOT_HANDED_ON)
+
+    def _call(self, layer: FusedDecoderLayer, x: Tensor, /, **kwargs: Any) -> Tensor:
+        """The result of a layer: a tensor without data, for the next one to be given, or that of all."""
+        calls, layers = self.calls, self.layers
+        if layer is not layers[len(calls)] or (calls and x is not self.between):
+            raise RuntimeError(_NOT_HANDED_ON)
+        if not calls:
+            self.x, self.between = x, torch.empty_like(x, device="meta")
+        calls.append(kwargs)
+        if len(calls) < len(layers):
+            return self.between
+        x, self.calls = self.x, []
+        y = in_one_call(layers, self.facts, x, calls)
+        if y is None:
+            y = x
+            for each, its in zip(layers, calls, strict=True):
+                y = each(y, **its)
+        return y
 
 
 def has_fused_layers(module: nn.Module) -> bool:
@@ -57,7 +118,8 @@ def fuse_decoder(module: nn.Module) -> str:
     kinds = _kinds_if_only_handing_on(module, layers)
     if kinds is None:
         return "it does not hand one cache and the result of each layer to the next"
-    FusedDecoder.take(module, {"layers": layers, "kinds": kinds, "kept": LayerProgram()})
+    attention = layers[0].self_attn
+    FusedDecoder.take(module, {"layers": layers, "kinds": kinds, "attention": attention, "kept": LayerProgram()})
     return ""
 
 
@@ -91,29 +153,26 @@ def _called(
 ) -> tuple[Tensor, list[_Call]]:
     """The result of the module, and its calls of the layers, each of which returns its entry of ``results``."""
     calls: list[_Call] = []
-    probe = _probe_of(module)
-    for at, layer, result in zip(probe.layers._modules.values(), layers, results, strict=True):
-        at.forward = _stand_in(layer, result, calls)
-    return _result(probe, x), calls
+    of_layers = dict(zip(layers, results, strict=True))
+
+    def call(layer: nn.Module, x: Tensor, /, **kwargs: Any) -> Tensor:
+        calls.append((layer, x, tuple(kwargs.get(name) for name in _SHARED)))
+        return of_layers[layer]
+
+    probe = _probe_of(module, tuple(map(_StandIn, repeat(call), layers)))
+    before = dict(probe.__dict__)
+    result = _result(probe, x)
+    kept = before.keys() == probe.__dict__.keys() and all(map(is_, before.values(), probe.__dict__.values()))
+    return (result if kept else x.new_empty(0)), calls  # a call of `_with_layers` would forget what it writes
 
 
-def _probe_of(module: nn.Module) -> nn.Module:
+def _probe_of(module: nn.Module, layers: tuple[_StandIn, ...]) -> nn.Module:
     """A copy of the model with pieces and a configuration of its own, set to lowbit's attention."""
     children = {name: probe_of(child) for name, child in module._modules.items() if child is not None}
-    layers = {name: probe_of(layer) for name, layer in module.layers._modules.items()}
-    children["layers"] = probe_of(module.layers, **layers)
-    probe = probe_of(module, **children)
+    probe = _with_layers(probe_of(module, **children), layers)
     probe.config = copy.deepcopy(module.config)
     probe.config._attn_implementation = "lowbit"
     return probe
-
-
-def _stand_in(layer: nn.Module, result: Tensor, calls: list[_Call]) -> Callable[..., Tensor]:
-    def forward(hidden_states: Tensor, **kwargs: Any) -> Tensor:
-        calls.append((layer, hidden_states, tuple(kwargs.get(name) for name in _SHARED)))
-        return result
-
-    return forward
 
 
 def _result(probe: nn.Module, x: Tensor) -> Tensor:

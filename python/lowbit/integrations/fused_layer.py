@@ -3,9 +3,8 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
-from operator import is_
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -13,7 +12,6 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lowbit.integrations.decoder_pieces import FOUR_NORMS, HALVES, TWO_NORMS
-from lowbit.integrations.growing_cache import growing_layers
 from lowbit.integrations.half_steps import HALF_STEPS
 from lowbit.integrations.layer_program import LayerProgram
 from lowbit.integrations.lowbit_attention import lowbit_attention, weights_are_recorded
@@ -23,7 +21,6 @@ from lowbit.quant.fused_norm import FusedRMSNorm
 _OPTIONS = {"scaling", "softcap", "sliding_window"}  # of attention; the window is in the mask
 _READ = {"attention_mask", "position_embeddings", "past_key_values"}
 _READ |= {"position_ids", "use_cache", "cache_position"}  # these nothing inside a layer reads
-_NOT_HANDED_ON = "fuse: the model does not hand the result of each layer to the next, as it did when it was fused"
 _MISSING = torch.empty(0, device="cpu")
 """Stands for a mask that is not given."""
 _is_compiling = torch.compiler.is_compiling
@@ -34,133 +31,55 @@ _HIDDEN = (2, 3)  # batch and tokens of the probe
 class FusedDecoderLayer(Fused):
     """A decoder layer as one call of the op, or as a part of one; made in place by `lowbit.fuse`."""
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # On joined layers no hooks wait: torch's own way to `forward` takes as long as all else here.
-        joined = _running.layers
-        if joined is None or len(args) != 1:
-            return super().__call__(*args, **kwargs)
-        return joined.call(self, args[0], kwargs)
-
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         if args or _is_compiling():
             return super().forward(hidden_states, *args, **kwargs)
-        y = in_one_call((self,), (0,), self.facts, hidden_states, (kwargs,))
+        y = in_one_call((self,), self.facts, hidden_states, (kwargs,))
         return super().forward(hidden_states, **kwargs) if y is None else y
 
 
-class JoinedLayers:
-    """The layers of a model that hands the result of each to the next, in one call: while it is entered, a layer notes
-    its arguments, and the last one computes them all. In this thread alone.
+def in_one_call(
+    layers: Sequence[FusedDecoderLayer], facts: dict[str, Any], x: Tensor, calls: Sequence[dict[str, Any]]
+) -> Tensor | None:
+    """The result of layers, each with the arguments of its call; None where they have to be called one by one.
 
     Args:
         layers: in the order of their calls.
-        kinds: a number for each; layers of one get the same mask and rotary embedding.
-        facts: of the model, which keeps the program.
+        facts: of the layer or the model that always has these layers. ``kinds`` has a number for each; layers of one
+            get the same mask and rotary embedding. ``kept`` is their program.
+        x: input of the first.
+        calls: the other arguments of each.
     """
-
-    def __init__(self, layers: Sequence[FusedDecoderLayer], kinds: Sequence[int], facts: dict[str, Any]) -> None:
-        self.layers, self.kinds, self.facts = layers, kinds, facts
-        self.calls: list[dict[str, Any]] = []
-
-    def __enter__(self) -> None:
-        self._outer, _running.layers = _running.layers, self
-
-    def __exit__(self, error: type[BaseException] | None, *_: Any) -> None:
-        _running.layers = self._outer
-        if error is None and self.calls:
-            raise RuntimeError(_NOT_HANDED_ON)
-
-    def call(self, layer: FusedDecoderLayer, x: Tensor, kwargs: dict[str, Any]) -> Tensor:
-        """The result of a layer: a tensor without data, for the next one to be given, or that of all. A layer that
-        another thread turns back meanwhile fails with it, before it writes to a cache."""
-        calls, layers = self.calls, self.layers
-        if layer is not layers[len(calls)] or (calls and x is not self.between):
-            raise RuntimeError(_NOT_HANDED_ON)
-        if not calls:
-            self.x, self.between = x, torch.empty_like(x, device="meta")
-        calls.append(kwargs)
-        if len(calls) < len(layers):
-            return self.between
-        x, self.calls = self.x, []
-        with _Apart():
-            y = in_one_call(layers, self.kinds, self.facts, x, calls)
-            if y is None:
-                y = x
-                for layer, kwargs in zip(layers, calls, strict=True):
-                    y = layer(y, **kwargs)
-        return y
-
-
-class _Running(threading.local):
-    """The layers that this thread calls as one."""
-
-    layers: JoinedLayers | None = None
-
-
-class _Apart:
-    """While it is entered, each layer is a call of its own."""
-
-    def __enter__(self) -> None:
-        self._outer, _running.layers = _running.layers, None
-
-    def __exit__(self, *_: Any) -> None:
-        _running.layers = self._outer
-
-
-_running = _Running()
-
-
-def in_one_call(
-    layers: Sequence[FusedDecoderLayer],
-    kinds: Sequence[int],
-    facts: dict[str, Any],
-    x: Tensor,
-    calls: Sequence[dict[str, Any]],
-) -> Tensor | None:
-    """The result of layers, each with the arguments of its call; None where they have to be called one by one.
-    ``facts``, of the layer or the model that always has these layers, keeps their program."""
-    if not is_inference(x) or not _calls_lowbit_attention(layers[0].facts["attention"]):
+    if not is_inference(x) or not _calls_lowbit_attention(facts["attention"]):
         return None
-    program = facts["kept"]
+    program, kinds = facts["kept"], facts["kinds"]
     if not program.serves(x.dtype):
         program = facts["kept"] = LayerProgram(layers, kinds, x.dtype)
     if program.run is None or not (program.merged or x.numel() == x.shape[-1]):
         return None
-    inputs, cache, length = _inputs(x, kinds, calls), calls[0].get("past_key_values"), x.shape[1]
-    attentions = [layer._modules["self_attn"] for layer in layers]
-    grown = attentions if cache is None else growing_layers(cache, [attention.layer_idx for attention in attentions])
-    if inputs is None or grown is None or len(set(map(id, grown))) < len(grown):  # one would write behind another
+    inputs, cache = _inputs(x, kinds, calls), calls[0].get("past_key_values")
+    places = None if inputs is None else program.places(x, cache)
+    if places is None:
         return None
-    states, starts = [], {}
-    for attention, layer, kind in zip(attentions, grown, kinds, strict=True):
-        place = attention.new_place(x) if cache is None else attention.place_behind(layer, x)
-        if place is None:
-            return None
-        keys, values, start = place
-        states += (keys, values)
-        if starts.setdefault(kind, start) != start:
-            return None
-    in_order = [starts[kind] for kind in range(len(starts))]
-    if length > 1 and any(start and inputs[3 * i + 3] is _MISSING for i, start in enumerate(in_order)):
+    grown, states, starts = places
+    length = x.shape[1]
+    if length > 1 and any(start and inputs[3 * kind + 3] is _MISSING for kind, start in enumerate(starts)):
         return None
-    y = program.run(states, inputs, in_order)
-    if cache is not None:
-        for layer in grown:
-            layer.extend(length)
+    y = program.run(states, inputs, starts)
+    for layer in grown:
+        layer.extend(length)
     return y
 
 
 def _inputs(x: Tensor, kinds: Sequence[int], calls: Sequence[dict[str, Any]]) -> list[Tensor] | None:
     """The inputs of the program, or None where the layers have arguments that it does not know."""
-    inputs, firsts = [x if x.is_contiguous() else x.contiguous()], {}
-    cache = calls[0].get("past_key_values")
-    for kind, call in zip(kinds, calls, strict=True):
-        first = firsts.get(kind)
-        if first is not None:
-            if call.keys() != first.keys() or not all(map(is_, call.values(), first.values())):
-                return None
-            continue
-        firsts[kind] = call
+    first_calls = dict(zip(reversed(kinds), reversed(calls), strict=True))  # the first of each kind is the last here
+    objects = map(tuple, map(map, repeat(id), map(dict.values, calls)))
+    if len(set(zip(kinds, map(tuple, calls), objects, strict=True))) > len(first_calls):  # in C: one for each layer
+        return None
+    inputs, cache = [x if x.is_contiguous() else x.contiguous()], calls[0].get("past_key_values")
+    for kind in range(len(first_calls)):
+        call = first_calls[kind]
         mask, embeddings = call.get("attention_mask"), call.get("position_embeddings")
         if embeddings is None or embeddings[0].dim() != 3 or (mask is not None and mask.dim() != 4):
             return None
@@ -191,6 +110,7 @@ def fuse_decoder_layer(module: nn.Module) -> str:
         {
             "children": [(name, module._modules[name]) for name in (*HALVES, *names)],
             "attention": module.self_attn,
+            "kinds": (0,),
             "kept": LayerProgram(),
             "norms": names,
         },

@@ -10,15 +10,21 @@ of the next.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain, repeat
+from operator import attrgetter, is_
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lowbit.integrations.decoder_pieces import HALVES
+from lowbit.integrations.growing_cache import GrowingLayer, GrowingSlidingLayer, growing_layers, new_tokens
 from lowbit.integrations.half_steps import HALF_STEPS, Steps
 from lowbit.ops.program import Program
 from lowbit.ops.run_program import KeptProgram
-from lowbit.quant.fused import Fused, hooked
+from lowbit.quant.fused import Fused, has_hooks, hooked
+
+_dtype_of = attrgetter("dtype")
 
 
 class LayerProgram(Steps):
@@ -26,7 +32,7 @@ class LayerProgram(Steps):
     layer: one of them may hold it.
 
     Its inputs are x, then cos, sin and mask of each kind of layer; its states the keys and values of each layer; its
-    starts the tokens in the caches of each kind.
+    starts the tokens in the caches of each kind. Several layers are not called when it runs, one layer was.
 
     Args:
         layers: fused ones.
@@ -40,17 +46,52 @@ class LayerProgram(Steps):
         super().__init__()
         self.dtype = dtype
         self.norms: list[Tensor] = []
+        self._kinds = kinds
+        self._indices: list[int | None] = []
+        """Of the layers of the cache."""
+        self._heads: list[tuple[int, int]] = []
+        """Number and size of those of keys in each layer."""
         x: int | None = Program.input(0)
         for i, (layer, kind) in enumerate(zip(layers, kinds, strict=True)):
+            if len(layers) > 1 and has_hooks(layer):
+                x = None
             x = None if x is None else self._layer(layer, i, kind, x)
+            if len(layers) > 1:
+                self.note_module(layer)
         self.run = KeptProgram(self.program) if layers and x is not None else None
 
     def serves(self, dtype: torch.dtype) -> bool:
         """Whether there is a program for activations of this dtype, of the layers as they are now."""
         return (
             self.run is not None and self.dtype is dtype and self.holds()
-            and all([norm.dtype is dtype for norm in self.norms])  # `.to()` may leave a parameter the same object
+            and all(map(is_, map(_dtype_of, self.norms), repeat(dtype)))  # `.to()` may leave a parameter the same object
         )  # fmt: skip
+
+    def places(
+        self, x: Tensor, cache: Any
+    ) -> tuple[Sequence[GrowingLayer | GrowingSlidingLayer], list[Tensor], list[int]] | None:
+        """Where keys and values of the new tokens ``x [B, L, k]`` are written: the layers of the cache, which count
+        them by `extend`; the states and starts of the program. Without a cache, new memory. None: they can only join
+        this cache by its ``update``."""
+        batch, length = x.shape[:2]
+        if cache is None:
+            new = [x.new_empty(2, batch, heads, length, size).unbind() for heads, size in self._heads]
+            return (), [*chain.from_iterable(new)], [0] * len(set(self._kinds))
+        grown = growing_layers(cache, self._indices)
+        if grown is None or len(set(map(id, grown))) < len(grown):  # one would write behind another
+            return None
+        new = {heads: new_tokens(batch, *heads, x) for heads in set(self._heads)}
+        states: list[Tensor] = []
+        starts: dict[int, int] = {}
+        for layer, kind, heads in zip(grown, self._kinds, self._heads, strict=True):
+            place = layer.room_for(length, new[heads], x)
+            if place is None:
+                return None
+            keys, values, start = place
+            states += (keys, values)
+            if starts.setdefault(kind, start) != start:
+                return None
+        return grown, states, [starts[kind] for kind in range(len(starts))]
 
     def _layer(self, layer: Fused, i: int, kind: int, x: int) -> int | None:
         """Write the steps of a layer and return its result; None if it is not as it was fused."""
@@ -67,6 +108,10 @@ class LayerProgram(Steps):
         self.norms += (norm.weight for norm in norms)
         self.note(modules, *modules)
         self.note(layer.__dict__, "training")
+        attention = modules["self_attn"]
+        self.note(attention.__dict__, "layer_idx")
+        self._indices.append(attention.layer_idx)
+        self._heads.append((attention.facts["kv_heads"], attention.head_dim))
         count = len(norms) // len(HALVES)
         for j, name in enumerate(HALVES):
             before, *behind = norms[count * j : count * (j + 1)]
