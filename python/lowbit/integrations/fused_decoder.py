@@ -70,33 +70,36 @@ class JoinedLayers:
 
     def __init__(self, layers: Sequence[FusedDecoderLayer], facts: dict[str, Any]) -> None:
         self.layers, self.facts = layers, facts
-        self.calls: list[dict[str, Any]] = []
+        self._calls: list[tuple[FusedDecoderLayer, Tensor, dict[str, Any]]] = []
 
     def stand_ins(self) -> tuple[_StandIn, ...]:
-        """What the model calls."""
+        """The model calls these in the place of its layers."""
         return tuple(map(_StandIn, repeat(self._call), self.layers))
 
     def end(self) -> None:
         """Refuse a call of some of the layers."""
-        if self.calls:
+        if self._calls:
             raise RuntimeError(_NOT_HANDED_ON)
 
     def _call(self, layer: FusedDecoderLayer, x: Tensor, /, **kwargs: Any) -> Tensor:
         """The result of a layer: a tensor without data, for the next one to be given, or that of all."""
-        calls, layers = self.calls, self.layers
-        if layer is not layers[len(calls)] or (calls and x is not self.between):
-            raise RuntimeError(_NOT_HANDED_ON)
+        calls = self._calls
         if not calls:
-            self.x, self.between = x, torch.empty_like(x, device="meta")
-        calls.append(kwargs)
-        if len(calls) < len(layers):
-            return self.between
-        x, self.calls = self.x, []
-        y = in_one_call(layers, self.facts, x, calls)
+            self._between = torch.empty_like(x, device="meta")
+        calls.append((layer, x, kwargs))
+        return self._between if len(calls) < len(self.layers) else self._result()
+
+    def _result(self) -> Tensor:
+        layers, between = self.layers, repeat(self._between)
+        called, given, calls = zip(*self._calls, strict=True)
+        self._calls = []
+        if not (all(map(is_, called, layers)) and all(map(is_, given[1:], between))):
+            raise RuntimeError(_NOT_HANDED_ON)
+        y = in_one_call(layers, self.facts, given[0], calls)
         if y is None:
-            y = x
-            for each, its in zip(layers, calls, strict=True):
-                y = each(y, **its)
+            y = given[0]
+            for layer, kwargs in zip(layers, calls, strict=True):
+                y = layer(y, **kwargs)
         return y
 
 

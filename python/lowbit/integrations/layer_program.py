@@ -75,23 +75,20 @@ class LayerProgram(Steps):
         this cache by its ``update``."""
         batch, length = x.shape[:2]
         if cache is None:
-            new = [x.new_empty(2, batch, heads, length, size).unbind() for heads, size in self._heads]
-            return (), [*chain.from_iterable(new)], [0] * len(set(self._kinds))
+            made = [x.new_empty(2, batch, heads, length, size).unbind() for heads, size in self._heads]
+            return (), [*chain.from_iterable(made)], [0] * len(set(self._kinds))
         grown = growing_layers(cache, self._indices)
         if grown is None or len(set(map(id, grown))) < len(grown):  # one would write behind another
             return None
         new = {heads: new_tokens(batch, *heads, x) for heads in set(self._heads)}
-        states: list[Tensor] = []
-        starts: dict[int, int] = {}
-        for layer, kind, heads in zip(grown, self._kinds, self._heads, strict=True):
-            place = layer.room_for(length, new[heads], x)
-            if place is None:
-                return None
-            keys, values, start = place
-            states += (keys, values)
-            if starts.setdefault(kind, start) != start:
-                return None
-        return grown, states, [starts[kind] for kind in range(len(starts))]
+        found = [layer.room_for(length, new[heads], x) for layer, heads in zip(grown, self._heads, strict=True)]
+        if None in found:
+            return None
+        keys, values, starts = zip(*found, strict=True)
+        of_kinds = dict(zip(self._kinds, starts, strict=True))
+        if starts != tuple(map(of_kinds.get, self._kinds)):
+            return None
+        return grown, [*chain.from_iterable(zip(keys, values, strict=True))], list(of_kinds.values())
 
     def _layer(self, layer: Fused, i: int, kind: int, x: int) -> int | None:
         """Write the steps of a layer and return its result; None if it is not as it was fused."""

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from lowbit import _C
 from lowbit.ops import program as codes
-from lowbit.ops.program import Program
 from lowbit.ops.derivatives import is_differentiated, refuse_derivatives
+from lowbit.ops.program import Program
 from lowbit.ops.registration import function_of, register
 
 register()
