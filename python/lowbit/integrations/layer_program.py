@@ -64,7 +64,7 @@ class LayerProgram(Steps):
         """Whether there is a program for activations of this dtype, of the layers as they are now."""
         return (
             self.run is not None and self.dtype is dtype and self.holds()
-            and all(map(is_, map(_dtype_of, self.norms), repeat(dtype)))  # `.to()` may leave a parameter the same object
+            and all(map(is_, map(_dtype_of, self.norms), repeat(dtype)))  # `.to()` may keep the object
         )  # fmt: skip
 
     def places(
