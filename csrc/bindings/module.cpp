@@ -11,6 +11,7 @@ PYBIND11_MODULE(_C, m) {
   lowbit::register_optim(m);
   lowbit::register_score_program(m);
   lowbit::register_traced(m);
+  lowbit::register_entries(m);
   lowbit::register_diagnostics(m);
   lowbit::register_cuda(m);
   lowbit::register_onednn(m);

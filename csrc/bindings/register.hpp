@@ -21,6 +21,7 @@ void register_blocks(pybind11::module_& m);
 void register_optim(pybind11::module_& m);
 void register_score_program(pybind11::module_& m);
 void register_traced(pybind11::module_& m);
+void register_entries(pybind11::module_& m);
 void register_diagnostics(pybind11::module_& m);
 void register_cuda(pybind11::module_& m);
 void register_onednn(pybind11::module_& m);

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// The checks of an op for a call that has no data, which its fake kernel makes.
+// The checks of an op for a call that has no data, which its fake kernel makes, and the numbers of kept programs.
 #include <pybind11/stl.h>
 
 #include "bindings/register.hpp"
+#include "torch/kept_programs.hpp"
 #include "torch/registration.hpp"
 
 namespace lowbit {
@@ -54,6 +55,8 @@ void register_traced(py::module_& m) {
 Args:
     op: a name of ``register_torch``, without "lowbit::".
     arguments: in the order of the schema; a tensor is ``(dtype, shape)``, as ``("float32", [3, 64])``, or None.)");
+  m.def("new_program_number", torch::new_program_number, "Return a number under which run_program keeps a program.");
+  m.def("forget_program", torch::forget_program, py::arg("number"), "Free what run_program keeps under the number.");
 }
 
 }  // namespace lowbit

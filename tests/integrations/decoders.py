@@ -15,8 +15,7 @@ import lowbit
 
 transformers = pytest.importorskip("transformers")
 
-from lowbit.integrations import fused_layer  # noqa: E402
-from lowbit.ops.decoder_layers import decoder_layers  # noqa: E402
+from lowbit.ops.run_program import KeptProgram  # noqa: E402
 
 SIZES = dict(
     vocab_size=97, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
@@ -81,10 +80,12 @@ def calls_of_layers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """How many layers each call of the op took."""
     counts: list[int] = []
 
-    def counted(*args: Any) -> Tensor:
-        counts.append(len(args[3]))
-        return decoder_layers(*args)
+    run = KeptProgram.__call__
+
+    def counted(self: KeptProgram, states: Any, inputs: Any, starts: Any) -> Tensor:
+        counts.append(len(states) // 2)
+        return run(self, states, inputs, starts)
 
     with monkeypatch.context() as patch:
-        patch.setattr(fused_layer, "decoder_layers", counted)
+        patch.setattr(KeptProgram, "__call__", counted)
         yield counts

@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 import torch
 from decoders import MODELS, answer, calls_of_layers, logits, made, prompt, transformers
-from torch import nn
+from torch import Tensor, nn
 
 import lowbit
 
-ONE_CALL = {"llama": [2], "llama_biased": [2], "qwen2": [2], "qwen3": [2], "gemma2": [1, 1], "gemma3": [1, 1], "mistral": [2]}
-"""Layers in each call of a token; some of Gemma's have windows, and so another mask than the others."""
+ONE_CALL = {"llama", "llama_biased", "qwen2", "qwen3", "gemma2", "gemma3", "mistral"}
+"""Models whose two layers are one call for each token; one of Gemma's has a window, and so another mask than the other,
+and in Gemma 3 another rotary embedding."""
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -26,12 +27,10 @@ def test_layers_in_one_call(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     report = lowbit.fuse(model)
     with calls_of_layers(monkeypatch) as counts:
         answer(model, prompt(), max_new_tokens=4)
-    assert counts == ONE_CALL.get(name, []) * 4
-    assert ("model" in report) == (ONE_CALL.get(name) != [1, 1] and name in ONE_CALL)
+    assert counts == ([2] * 4 if name in ONE_CALL else [])
+    assert ("model" in report) == (name in ONE_CALL)
     if name == "granite":
-        assert report.left["model.layers.0"] == "it does not join its pieces as decoder_layers does"
-    if name == "gemma2":
-        assert report.left["model"] == "it does not hand one mask, rotary embedding and cache through all layers"
+        assert report.left["model.layers.0"] == "it does not join its pieces as a decoder layer does"
 
 
 def test_the_list_of_layers_is_what_it_was_outside_of_a_call() -> None:
@@ -41,7 +40,7 @@ def test_the_list_of_layers_is_what_it_was_outside_of_a_call() -> None:
     seen = []
     model.model.layers[0].mlp.register_forward_pre_hook(lambda *_: seen.append(len(list(model.model.layers))))
     logits(model, prompt())
-    assert seen == [1]  # inside of one
+    assert seen == [2]  # inside of one too
     assert list(model.model.layers) == layers and model.model.layers[1] is layers[1] and len(model.model.layers) == 2
     part = model.model.layers[1:]
     assert type(part) is nn.ModuleList and list(part) == layers[1:]
@@ -70,6 +69,23 @@ def test_hidden_states_that_a_model_collects_itself() -> None:
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
 
 
+def test_hidden_states_that_transformers_records() -> None:
+    """It finds what a model can record by the text of its class."""
+    model, other = made("llama"), made("llama")
+    assert "model" in lowbit.fuse(model)
+    for _ in range(2):
+        got, wanted = (logits_and_hidden_states(each) for each in (model, other))
+        assert len(got) == len(wanted) == 4
+        for one, its in zip(got, wanted, strict=True):
+            torch.testing.assert_close(one, its, rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def logits_and_hidden_states(model: nn.Module) -> list[Tensor]:
+    said = model(prompt(), output_hidden_states=True)
+    return [said.logits, *said.hidden_states]
+
+
 class TwoResults(transformers.LlamaModel):
     """Its result is made of those of all layers."""
 
@@ -89,6 +105,34 @@ def test_a_model_that_uses_what_each_layer_returns_is_left() -> None:
     wanted = logits(model, prompt())
     assert "model" in lowbit.fuse(model).left
     torch.testing.assert_close(logits(model, prompt()), wanted, rtol=1e-4, atol=1e-4)
+
+
+class SomeLayers(transformers.LlamaModel):
+    """It calls another number of its layers, or in another order, for long prompts."""
+
+    order = slice(0, 1)
+
+    def forward(self, input_ids: Tensor | None = None, **kwargs: Any) -> Any:
+        if input_ids is None or input_ids.shape[1] < 20:
+            return super().forward(input_ids, **kwargs)
+        x = self.embed_tokens(input_ids)
+        embeddings = self.rotary_emb(x, torch.arange(x.shape[1])[None])
+        for layer in list(self.layers)[self.order]:
+            x = layer(x, attention_mask=None, position_embeddings=embeddings)
+        return transformers.modeling_outputs.BaseModelOutputWithPast(last_hidden_state=self.norm(x))
+
+
+@pytest.mark.parametrize("order", [slice(0, 1), slice(None, None, -1)], ids=["fewer", "backwards"])
+def test_a_model_that_does_not_call_its_layers_in_turn_is_an_error(order: slice) -> None:
+    model = made("llama")
+    model.model.__class__, model.model.order = SomeLayers, order
+    assert "model" in lowbit.fuse(model)
+    wanted = logits(model, prompt())
+    with pytest.raises(RuntimeError, match="does not hand the result of each layer to the next|on device meta"):
+        logits(model, prompt(1, 20))
+    assert torch.equal(logits(model, prompt()), wanted)
+    model.train()  # each layer is called by itself
+    assert logits(model, prompt(1, 20)).isfinite().all()
 
 
 def test_a_call_that_fails_leaves_no_trace() -> None:

@@ -42,10 +42,7 @@ SCHEMAS = (
     "rms_norm(Tensor x, Tensor weight, float eps, float offset, Tensor? add=None) -> Tensor",
     "rope_append_(Tensor qkv, Tensor cos, Tensor sin, Tensor(a!) keys, Tensor(b!) values, SymInt start, "
     "Tensor? q_weight=None, Tensor? k_weight=None, float eps=0., float offset=0.) -> Tensor",
-    "decoder_layers_(Tensor x, Tensor cos, Tensor sin, Tensor(a!)[] keys, Tensor(b!)[] values, SymInt start, "
-    "Tensor? mask, bool causal, float scale, int[] score_mod, Tensor[] norms, float eps, float offset, "
-    "Tensor[] weights, int[] linears, int activation, Tensor[] head_norms, float heads_eps, float heads_offset) "
-    "-> Tensor",
+    "run_program_(int[] program, Tensor[] constants, Tensor(a!)[] states, Tensor[] inputs, SymInt[] starts) -> Tensor",
 )
 
 

@@ -19,7 +19,7 @@ OTHERS = {
     "integrations/bitsandbytes.py": "names of bitsandbytes",
     "integrations/folded_weights.py": "float weights, before they are packed",
     "integrations/fused_attention.py": "norms",
-    "integrations/layer_weights.py": "norms, and what decoder_layers is given",
+    "integrations/half_steps.py": "norms, and what the steps of a program take",
     "integrations/quantize_checkpoint.py": "a setting in progress.json",
     "integrations/rotate.py": "float weights, before they are packed",
     "integrations/smooth.py": "float weights, before they are packed",

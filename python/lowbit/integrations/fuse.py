@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from torch import nn
 
@@ -42,53 +44,57 @@ def fuse(model: nn.Module) -> FusedModules:
         ...
     """
     pieces = fuse_gated_mlps(model)
-    columns = _rotary_columns(model)
-    for name, module in list(model.named_modules()):
-        if isinstance(module, Fused):
-            continue
-        if "o_proj" in module._modules and "transformers" in sys.modules:
-            from lowbit.integrations.fused_attention import fuse_attention
-
-            reason = fuse_attention(module, columns)
-            if reason:
+    for kinds in _kinds(model):
+        for name, module in [(name, module) for name, module in model.named_modules() if not isinstance(module, Fused)]:
+            kind = next((kind for kind in kinds if kind.is_found(name, module)), None)
+            if kind is None:
+                continue
+            reason = kind.fuse(module)
+            if not reason:
+                pieces.append(name)
+            elif not any(left.startswith(f"{name}.") for left in pieces.left):  # that piece is the reason
                 pieces.left[name] = reason
-            else:
-                pieces.append(name)
-        elif type(module).__name__.endswith("RMSNorm"):
-            facts = norm_facts(module)
-            if facts is not None:
-                FusedRMSNorm.take(module, facts)
-                pieces.append(name)
-            elif any(not parameter.is_cpu for parameter in module.parameters()):
-                pieces.left[name] = "it is not on the CPU, where the kernel rows are"
-            else:
-                pieces.left[name] = "its results are not those of rms_norm"
-    if "transformers" in sys.modules:
-        _fuse_layers(model, pieces)
     return pieces
 
 
-def _fuse_layers(model: nn.Module, pieces: FusedModules) -> None:
-    """Fuse the decoder layers whose pieces are fused, then the decoders whose layers are. A module with a piece in
-    ``left`` is reported with the reason of that piece."""
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """A kind of pieces.
+
+    Args:
+        is_found: whether a module of this name may be one, by its class and the names inside.
+        fuse: tries it, and fuses it or returns why it stays as it is.
+    """
+
+    is_found: Callable[[str, nn.Module], bool]
+    fuse: Callable[[nn.Module], str]
+
+
+def _kinds(model: nn.Module) -> list[tuple[_Kind, ...]]:
+    """All kinds; those in one tuple are found in one pass, and made of pieces of the passes before. Halves of layers
+    have their steps in `half_steps.HALF_STEPS`."""
+    norm = _Kind(lambda _, module: type(module).__name__.endswith("RMSNorm"), _fuse_norm)
+    if "transformers" not in sys.modules:
+        return [(norm,)]
     from lowbit.integrations.decoder_pieces import is_decoder_layer
-    from lowbit.integrations.fused_decoder import fuse_decoder
-    from lowbit.integrations.fused_layer import FusedDecoderLayer, fuse_decoder_layer
+    from lowbit.integrations.fused_attention import fuse_attention
+    from lowbit.integrations.fused_decoder import fuse_decoder, has_fused_layers
+    from lowbit.integrations.fused_layer import fuse_decoder_layer
 
-    def take(name: str, reason: str) -> None:
-        if not reason:
-            pieces.append(name)
-        elif not any(left.startswith(f"{name}.") for left in pieces.left):
-            pieces.left[name] = reason
+    columns = _rotary_columns(model)
+    attention = _Kind(lambda _, module: "o_proj" in module._modules, lambda module: fuse_attention(module, columns))
+    layer = _Kind(lambda _, module: is_decoder_layer(module), fuse_decoder_layer)
+    decoder = _Kind(lambda name, module: bool(name) and has_fused_layers(module), fuse_decoder)
+    return [(attention, norm), (layer,), (decoder,)]
 
-    named = [(name, module) for name, module in model.named_modules() if not isinstance(module, Fused)]
-    for name, module in named:
-        if is_decoder_layer(module):
-            take(name, fuse_decoder_layer(module))
-    for name, module in named:
-        layers = list(module._modules.get("layers", nn.ModuleList())._modules.values())  # one may be there twice
-        if name and len(layers) > 1 and all(isinstance(layer, FusedDecoderLayer) for layer in layers):
-            take(name, fuse_decoder(module))
+
+def _fuse_norm(module: nn.Module) -> str:
+    facts = norm_facts(module)
+    if facts is None:
+        on_cpu = all(parameter.is_cpu for parameter in module.parameters())
+        return "its results are not those of rms_norm" if on_cpu else "it is not on the CPU, where the kernel rows are"
+    FusedRMSNorm.take(module, facts)
+    return ""
 
 
 def _rotary_columns(model: nn.Module) -> list[int]:

@@ -14,7 +14,7 @@ from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lowbit.integrations.decoder_pieces import APART, HEAD_NORMS, PACKED
-from lowbit.integrations.growing_cache import GrowingLayer, GrowingSlidingLayer, growing_layer
+from lowbit.integrations.growing_cache import GrowingLayer, GrowingSlidingLayer, growing_layer, new_tokens
 from lowbit.ops.rope_append import rope_append
 from lowbit.quant.fused import Fused, has_own_tensors, hooked, is_inference, probe_of
 from lowbit.quant.fused_norm import norm_facts, said_eps
@@ -87,16 +87,12 @@ class FusedAttention(Fused):
         """The tensors that the keys and values of the new tokens ``x [B, L, ...]`` are written to: the layer of the
         cache, which counts them by `extend`; its keys and values; their first place in these. Without a cache, new
         memory. None: they can only join this cache by its ``update``."""
-        (batch, length), heads, size = x.shape[:2], self.facts["kv_heads"], self.head_dim
+        batch, length, heads = *x.shape[:2], self.facts["kv_heads"]
         if cache is None:
-            return None, *x.new_empty(2, batch, heads, length, size), 0
+            return None, *x.new_empty(2, batch, heads, length, self.head_dim), 0
         layer = growing_layer(cache, self.layer_idx)
-        room = None if layer is None else layer.room_for(length, (batch, heads, size), x)
+        room = None if layer is None else layer.room_for(length, new_tokens(batch, heads, self.head_dim, x), x)
         return None if room is None else (layer, *room)
-
-    def can_write_to(self, cache: Any) -> bool:
-        """Whether `place_in` finds a place in the layer that this cache has for it."""
-        return cache is None or growing_layer(cache, self.layer_idx) is not None
 
     def norm_args(self) -> tuple[Any, ...]:
         """The norms of heads, as `rope_append` takes them."""

@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import copy
-import threading
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable, Sequence
+from itertools import repeat
 from operator import is_
 from typing import Any
 
@@ -13,106 +14,120 @@ import torch
 from torch import Tensor, nn
 
 from lowbit.integrations.fused_layer import FusedDecoderLayer, in_one_call
-from lowbit.integrations.layer_weights import LayerWeights
-from lowbit.quant.fused import Fused, hooked, probe_of
+from lowbit.integrations.layer_program import LayerProgram
+from lowbit.quant.fused import Fused, probe_of
 
+_is_compiling = torch.compiler.is_compiling
+_RECORDED = ("output_hidden_states", "output_attentions")
+_NOT_HANDED_ON = "fuse: the model does not hand the result of each layer to the next, as it did when it was fused"
 _SHARED = ("attention_mask", "position_embeddings", "past_key_values")
 
 
 class FusedDecoder(Fused):
-    """A model of fused layers; made in place by `lowbit.fuse`. In its forward the list of layers has one item, the call
-    of all layers."""
+    """A model of fused layers; made in place by `lowbit.fuse`. In its forward, the last layer computes all of them."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        layers = self.facts["layers"]
-        if torch.compiler.is_compiling() or kwargs.get("output_hidden_states") or not self._hands_on(layers):
+        facts = self.facts
+        layers = facts["layers"]
+        own = self.training or _is_compiling() or any(kwargs.get(name) for name in _RECORDED)
+        if own or not self._hands_on(layers):  # in training, models may leave layers out
             return super().forward(*args, **kwargs)
-        with _Pass(self._modules["layers"], AllLayers(self.facts)):
-            return super().forward(*args, **kwargs)
+        joined = JoinedLayers(layers, facts)
+        result = super(FusedDecoder, _with_layers(self, joined.stand_ins())).forward(*args, **kwargs)
+        joined.end()
+        return result
 
     def _hands_on(self, layers: tuple[FusedDecoderLayer, ...]) -> bool:
-        """Whether a call goes through the layers as it did when they were fused, and nothing waits between them."""
-        now, config = self._modules["layers"], self.config
-        modules = now._modules
+        """Whether a call goes through the layers as it did when they were fused, and records nothing of them."""
+        modules, config = self._modules["layers"]._modules, self.config
         same = len(modules) == len(layers) == config.num_hidden_layers and all(map(is_, modules.values(), layers))
-        fused = isinstance(now, FusedLayers) and isinstance(layers[0], FusedDecoderLayer)  # the one with their facts
-        return same and fused and not config.output_hidden_states and not hooked(now, modules)
+        return same and not any(getattr(config, name, False) for name in _RECORDED)
 
 
-class AllLayers:
-    """The layers behind one another, in one call where that is possible."""
+def _with_layers(module: nn.Module, layers: tuple[Callable[..., Any], ...]) -> nn.Module:
+    """The module for one call, with other layers: what the module itself has, other threads and hooks see."""
+    cls = type(module)
+    twin = cls.__new__(cls)
+    twin.__dict__.update(module.__dict__, _modules=module._modules | {"layers": layers})
+    return twin
 
-    def __init__(self, facts: dict[str, Any]) -> None:
-        self.layers: tuple[FusedDecoderLayer, ...] = facts["layers"]
-        self.facts = facts
 
-    def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        y = None if args else in_one_call(self.layers, self.facts, hidden_states, **kwargs)
+class _StandIn(functools.partial):
+    """A function that is called for a layer, with the layer as its first argument; else it is as the layer."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.args[0], name)
+
+
+class JoinedLayers:
+    """The layers of a model that hands the result of each to the next, in one call: a stand-in of each notes its
+    arguments, and the last one computes them all.
+
+    Args:
+        layers: in the order of their calls.
+        facts: of the model, as `in_one_call` needs them.
+    """
+
+    def __init__(self, layers: Sequence[FusedDecoderLayer], facts: dict[str, Any]) -> None:
+        self.layers, self.facts = layers, facts
+        self._calls: list[tuple[FusedDecoderLayer, Tensor, dict[str, Any]]] = []
+
+    def stand_ins(self) -> tuple[_StandIn, ...]:
+        """The model calls these in the place of its layers."""
+        return tuple(map(_StandIn, repeat(self._call), self.layers))
+
+    def end(self) -> None:
+        """Refuse a call of some of the layers."""
+        if self._calls:
+            raise RuntimeError(_NOT_HANDED_ON)
+
+    def _call(self, layer: FusedDecoderLayer, x: Tensor, /, **kwargs: Any) -> Tensor:
+        """The result of a layer: a tensor without data, for the next one to be given, or that of all."""
+        calls = self._calls
+        if not calls:
+            self._between = torch.empty_like(x, device="meta")
+        calls.append((layer, x, kwargs))
+        return self._between if len(calls) < len(self.layers) else self._result()
+
+    def _result(self) -> Tensor:
+        layers, between = self.layers, repeat(self._between)
+        called, given, calls = zip(*self._calls, strict=True)
+        self._calls = []
+        if not (all(map(is_, called, layers)) and all(map(is_, given[1:], between))):
+            raise RuntimeError(_NOT_HANDED_ON)
+        y = in_one_call(layers, self.facts, given[0], calls)
         if y is None:
-            y = hidden_states
-            for layer in self.layers:
-                y = layer(y, *args, **kwargs)
+            y = given[0]
+            for layer, kwargs in zip(layers, calls, strict=True):
+                y = layer(y, **kwargs)
         return y
 
 
-class FusedLayers(Fused):
-    """The list of the layers of a `FusedDecoder`."""
-
-    def __iter__(self) -> Iterator[Any]:
-        return super().__iter__() if _running.list is not self else iter((_running.item,))
-
-    def __getitem__(self, index: int | slice) -> Any:
-        if not isinstance(index, slice):
-            return super().__getitem__(index)
-        if _running.list is self:
-            return (_running.item,)
-        return self.unfused(list(self._modules.values())[index])
-
-
-class _Running(threading.local):
-    """The pass that this thread is in."""
-
-    list: FusedLayers | None = None
-    item: Callable[..., Any] | None = None
-
-
-_running = _Running()
-
-
-class _Pass:
-    """While it is entered, iterating over ``layers``, or a slice of it, gives ``item`` alone, in this thread."""
-
-    def __init__(self, layers: FusedLayers, item: Callable[..., Any]) -> None:
-        self.now = layers, item
-
-    def __enter__(self) -> None:
-        self.before = _running.list, _running.item
-        _running.list, _running.item = self.now
-
-    def __exit__(self, *_: Any) -> None:
-        _running.list, _running.item = self.before
+def has_fused_layers(module: nn.Module) -> bool:
+    """Whether the module has a list of layers, all of which were fused."""
+    layers = list(module._modules.get("layers", nn.ModuleList())._modules.values())  # one may be there twice
+    return len(layers) > 1 and all(isinstance(layer, FusedDecoderLayer) for layer in layers)
 
 
 def fuse_decoder(module: nn.Module) -> str:
     """Fuse ``module``, whose ``layers`` were fused, or return why it stays as it is.
 
-    Whether it only hands the result of each layer to the next, with the same mask, rotary embedding and cache, is found
-    out by calls in which each layer returns something of its own.
+    Whether it only hands the result of each layer to the next, with the same cache, is found out by calls in which each
+    layer returns something of its own. Layers that get the same mask and rotary embedding there are of one kind.
     """
     layers = tuple(module.layers)
-    if any(layer.facts["same"] != layers[0].facts["same"] for layer in layers):
-        return "its layers differ in eps, scale or activation"
     if len({layer.self_attn.layer_idx for layer in layers}) < len(layers):
         return "two of its layers write to one layer of the cache (layer_idx)"
-    if not _only_hands_on(module, layers):
-        return "it does not hand one mask, rotary embedding and cache through all layers"
-    FusedLayers.take(module.layers, {})
-    FusedDecoder.take(module, {"layers": layers, "kept": LayerWeights()})
+    kinds = _kinds_if_only_handing_on(module, layers)
+    if kinds is None:
+        return "it does not hand one cache and the result of each layer to the next"
+    attention = layers[0].self_attn
+    FusedDecoder.take(module, {"layers": layers, "kinds": kinds, "attention": attention, "kept": LayerProgram()})
     return ""
 
 
 @torch.no_grad()
-def _only_hands_on(module: nn.Module, layers: tuple[nn.Module, ...]) -> bool:
+def _kinds_if_only_handing_on(module: nn.Module, layers: tuple[nn.Module, ...]) -> tuple[int, ...] | None:
     """The probe has padding: without, models have no mask, not even where their layers have windows."""
     hidden = layers[0].input_layernorm.weight.numel()
     generator = torch.Generator("cpu").manual_seed(0)
@@ -120,18 +135,20 @@ def _only_hands_on(module: nn.Module, layers: tuple[nn.Module, ...]) -> bool:
     first, second = others[: len(layers) - 1], others[len(layers) - 1 :]
     results, calls = _called(module, x, layers, [*first, last])
     again, _ = _called(module, x, layers, [*second, last])
-    alone, call_of_all = _called_as_one(module, x, last)
-    if len(calls) != len(layers) or len(call_of_all) != 1 or not results.equal(again) or not results.equal(alone):
-        return False
-    handed = [call_of_all[0][1], *first]
-    return all(
-        called is layer and given.equal(of) and None not in shared and all(map(is_, shared, calls[0][2]))
-        for (called, given, shared), layer, of in zip(calls, layers, handed, strict=True)
-    )
+    if len(calls) != len(layers) or not results.numel() or not results.equal(again):
+        return None
+    handed, cache = [calls[0][1], *first], calls[0][2][2]
+    numbers: dict[tuple[int, int], int] = {}
+    kinds = []
+    for (called, given, shared), layer, of in zip(calls, layers, handed, strict=True):
+        if called is not layer or not given.equal(of) or None in shared or shared[2] is not cache:
+            return None
+        kinds.append(numbers.setdefault((id(shared[0]), id(shared[1])), len(numbers)))  # held by `calls`
+    return tuple(kinds)
 
 
 _Call = tuple[Any, Tensor, tuple[Any, ...]]
-"""The layer that was called, its input, and the arguments that all layers share."""
+"""The layer that was called, its input, and its mask, rotary embedding and cache."""
 
 
 def _called(
@@ -139,38 +156,26 @@ def _called(
 ) -> tuple[Tensor, list[_Call]]:
     """The result of the module, and its calls of the layers, each of which returns its entry of ``results``."""
     calls: list[_Call] = []
-    probe = _probe_of(module)
-    for at, layer, result in zip(probe.layers._modules.values(), layers, results, strict=True):
-        at.forward = _stand_in(layer, result, calls)
-    return _result(probe, x), calls
+    of_layers = dict(zip(layers, results, strict=True))
+
+    def call(layer: nn.Module, x: Tensor, /, **kwargs: Any) -> Tensor:
+        calls.append((layer, x, tuple(kwargs.get(name) for name in _SHARED)))
+        return of_layers[layer]
+
+    probe = _probe_of(module, tuple(map(_StandIn, repeat(call), layers)))
+    before = dict(probe.__dict__)
+    result = _result(probe, x)
+    kept = before.keys() == probe.__dict__.keys() and all(map(is_, before.values(), probe.__dict__.values()))
+    return (result if kept else x.new_empty(0)), calls  # a call of `_with_layers` would forget what it writes
 
 
-def _called_as_one(module: nn.Module, x: Tensor, result: Tensor) -> tuple[Tensor, list[_Call]]:
-    """The same where the list of layers is one item."""
-    calls: list[_Call] = []
-    probe = _probe_of(module)
-    with _Pass(probe.layers, _stand_in(None, result, calls)):
-        return _result(probe, x), calls
-
-
-def _probe_of(module: nn.Module) -> nn.Module:
+def _probe_of(module: nn.Module, layers: tuple[_StandIn, ...]) -> nn.Module:
     """A copy of the model with pieces and a configuration of its own, set to lowbit's attention."""
     children = {name: probe_of(child) for name, child in module._modules.items() if child is not None}
-    layers = {name: probe_of(layer) for name, layer in module.layers._modules.items()}
-    children["layers"] = probe_of(module.layers, **layers)
-    FusedLayers.take(children["layers"], {})
-    probe = probe_of(module, **children)
+    probe = _with_layers(probe_of(module, **children), layers)
     probe.config = copy.deepcopy(module.config)
     probe.config._attn_implementation = "lowbit"
     return probe
-
-
-def _stand_in(layer: nn.Module | None, result: Tensor, calls: list[_Call]) -> Callable[..., Tensor]:
-    def forward(hidden_states: Tensor, **kwargs: Any) -> Tensor:
-        calls.append((layer, hidden_states, tuple(kwargs.get(name) for name in _SHARED)))
-        return result
-
-    return forward
 
 
 def _result(probe: nn.Module, x: Tensor) -> Tensor:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -11,83 +12,81 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lowbit.integrations.decoder_pieces import FOUR_NORMS, HALVES, TWO_NORMS
-from lowbit.integrations.fused_attention import FusedAttention
-from lowbit.integrations.layer_weights import LayerWeights
-from lowbit.integrations.lowbit_attention import lowbit_attention, softcap_program, weights_are_recorded
-from lowbit.ops.decoder_layers import decoder_layers
+from lowbit.integrations.half_steps import HALF_STEPS
+from lowbit.integrations.layer_program import LayerProgram
+from lowbit.integrations.lowbit_attention import lowbit_attention, weights_are_recorded
 from lowbit.quant.fused import Fused, has_own_tensors, hooked, is_inference, probe_of
 from lowbit.quant.fused_norm import FusedRMSNorm
-from lowbit.quant.gated_mlp import FusedGatedMLP
 
 _OPTIONS = {"scaling", "softcap", "sliding_window"}  # of attention; the window is in the mask
-_UNREAD = {"position_ids", "use_cache", "cache_position"}  # arguments that nothing inside a layer reads
+_READ = {"attention_mask", "position_embeddings", "past_key_values"}
+_READ |= {"position_ids", "use_cache", "cache_position"}  # these nothing inside a layer reads
+_MISSING = torch.empty(0, device="cpu")
+"""Stands for a mask that is not given."""
 _is_compiling = torch.compiler.is_compiling
 _TOLERANCE = 1e-6  # of the largest value: sums of float32
 _HIDDEN = (2, 3)  # batch and tokens of the probe
 
 
 class FusedDecoderLayer(Fused):
-    """A decoder layer as one call of the op; made in place by `lowbit.fuse`."""
+    """A decoder layer as one call of the op, or as a part of one; made in place by `lowbit.fuse`."""
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        own = args or _is_compiling()
-        y = None if own else in_one_call((self,), self.facts, hidden_states, **kwargs)
-        return super().forward(hidden_states, *args, **kwargs) if y is None else y
+        if args or _is_compiling():
+            return super().forward(hidden_states, *args, **kwargs)
+        y = in_one_call((self,), self.facts, hidden_states, (kwargs,))
+        return super().forward(hidden_states, **kwargs) if y is None else y
 
 
 def in_one_call(
-    layers: Sequence[FusedDecoderLayer],
-    facts: dict[str, Any],
-    x: Tensor,
-    attention_mask: Tensor | None = None,
-    position_embeddings: tuple[Tensor, Tensor] | None = None,
-    past_key_values: Any = None,
-    **others: Any,
+    layers: Sequence[FusedDecoderLayer], facts: dict[str, Any], x: Tensor, calls: Sequence[dict[str, Any]]
 ) -> Tensor | None:
-    """The result of layers whose ``facts["same"]`` are equal; None where this is a call for their own forward.
-    ``facts``, of the layer or the model that always has these layers, keeps their weights."""
-    length, attention = x.shape[1], layers[0].facts["attention"]
-    if (
-        not is_inference(x)
-        or position_embeddings is None
-        or position_embeddings[0].dim() != 3
-        or (attention_mask is not None and attention_mask.dim() != 4)
-        or any(name not in _UNREAD and value is not None for name, value in others.items())
-        or not isinstance(attention, FusedAttention)
-        or not _calls_lowbit_attention(attention)
-        or not attention.can_write_to(past_key_values)
-    ):
+    """The result of layers, each with the arguments of its call; None where they have to be called one by one.
+
+    Args:
+        layers: in the order of their calls.
+        facts: of the layer or the model that always has these layers. ``kinds`` has a number for each; layers of one
+            get the same mask and rotary embedding. ``kept`` is their program.
+        x: input of the first.
+        calls: the other arguments of each.
+    """
+    if not is_inference(x) or not _calls_lowbit_attention(facts["attention"]):
         return None
-    of_layers = facts["kept"]
-    if not of_layers.serves(x.dtype):
-        of_layers = facts["kept"] = LayerWeights(layers, x.dtype)
-    if not of_layers.fit or not (of_layers.merged or x.numel() == x.shape[-1]):
+    program, kinds = facts["kept"], facts["kinds"]
+    if not program.serves(x.dtype):
+        program = facts["kept"] = LayerProgram(layers, kinds, x.dtype)
+    if program.run is None or not (program.merged or x.numel() == x.shape[-1]):
         return None
-    grown, keys, values, starts = [], [], [], set()
-    for layer in layers:
-        attention = layer._modules["self_attn"]
-        place = attention.place_in(past_key_values, x)
-        if place is None:
-            return None
-        grown.append(place[0])
-        keys.append(place[1])
-        values.append(place[2])
-        starts.add(place[3])
-    if past_key_values is not None and len(set(map(id, grown))) < len(grown):  # the second writes behind the first
+    inputs, cache = _inputs(x, kinds, calls), calls[0].get("past_key_values")
+    places = None if inputs is None else program.places(x, cache)
+    if places is None:
         return None
-    start, causal = starts.pop(), attention_mask is None and length > 1
-    if starts or (causal and start):
+    grown, states, starts = places
+    length = x.shape[1]
+    if length > 1 and any(start and inputs[3 * kind + 3] is _MISSING for kind, start in enumerate(starts)):
         return None
-    same = layers[0].facts["same"]
-    y = decoder_layers(
-        x, *position_embeddings, keys, values, start, attention_mask, causal, same["scale"], same["score_mod"],
-        of_layers.norms, same["eps"], same["offset"], of_layers.weights, of_layers.linears, same["activation"],
-        of_layers.head_norms, same["heads_eps"], same["heads_offset"],
-    )  # fmt: skip
-    if past_key_values is not None:
-        for layer in grown:
-            layer.extend(length)
+    y = program.run(states, inputs, starts)
+    for layer in grown:
+        layer.extend(length)
     return y
+
+
+def _inputs(x: Tensor, kinds: Sequence[int], calls: Sequence[dict[str, Any]]) -> list[Tensor] | None:
+    """The inputs of the program, or None where the layers have arguments that it does not know."""
+    first_calls = dict(zip(reversed(kinds), reversed(calls), strict=True))  # the first of each kind is the last here
+    objects = map(tuple, map(map, repeat(id), map(dict.values, calls)))
+    if len(set(zip(kinds, map(tuple, calls), objects, strict=True))) > len(first_calls):  # in C: one for each layer
+        return None
+    inputs, cache = [x if x.is_contiguous() else x.contiguous()], calls[0].get("past_key_values")
+    for kind in range(len(first_calls)):
+        call = first_calls[kind]
+        mask, embeddings = call.get("attention_mask"), call.get("position_embeddings")
+        if embeddings is None or embeddings[0].dim() != 3 or (mask is not None and mask.dim() != 4):
+            return None
+        if call.get("past_key_values") is not cache or any(call[name] is not None for name in call.keys() - _READ):
+            return None
+        inputs += (*embeddings, _MISSING if mask is None else mask)
+    return inputs
 
 
 def _calls_lowbit_attention(attention: nn.Module) -> bool:
@@ -105,46 +104,30 @@ def fuse_decoder_layer(module: nn.Module) -> str:
         return problem
     names = FOUR_NORMS if FOUR_NORMS[-1] in module._modules else TWO_NORMS
     if not _joins_as_the_op(module, names):
-        return "it does not join its pieces as decoder_layers does"
+        return "it does not join its pieces as a decoder layer does"
     FusedDecoderLayer.take(
         module,
         {
             "children": [(name, module._modules[name]) for name in (*HALVES, *names)],
             "attention": module.self_attn,
-            "kept": LayerWeights(),
+            "kinds": (0,),
+            "kept": LayerProgram(),
             "norms": names,
-            "same": _same(module.self_attn, module.mlp, module._modules[names[0]]),
         },
     )
     return ""
 
 
-def _same(attention: FusedAttention, mlp: FusedGatedMLP, norm: FusedRMSNorm) -> dict[str, Any]:
-    """The numbers that layers of one call must have in common."""
-    scale, softcap = (attention.facts["options"].get(name) for name in ("scaling", "softcap"))
-    heads = attention.facts["norm"] or {"eps": 0.0, "offset": 0.0}
-    return {
-        "scale": attention.head_dim**-0.5 if scale is None else float(scale),
-        "score_mod": () if softcap is None else softcap_program(float(softcap)),
-        "eps": norm.facts["eps"],
-        "offset": norm.facts["offset"],
-        "activation": mlp.facts["activation"],
-        "heads_eps": heads["eps"],
-        "heads_offset": heads["offset"],
-    }
-
-
 def _problem(module: nn.Module) -> str:
     children = module._modules
     names = FOUR_NORMS if FOUR_NORMS[-1] in children else TWO_NORMS
-    wanted = {"self_attn": FusedAttention, "mlp": FusedGatedMLP} | dict.fromkeys(names, FusedRMSNorm)
-    for name, piece in wanted.items():
-        if not isinstance(children.get(name), piece):
+    wanted: dict[str, tuple[type[Fused], ...]] = dict.fromkeys(HALVES, tuple(HALF_STEPS))
+    wanted |= dict.fromkeys(names, (FusedRMSNorm,))
+    for name, pieces in wanted.items():
+        if not isinstance(children.get(name), pieces):
             return f"its {name} is not fused"
     if set(children) != set(wanted) or has_own_tensors(module):
         return f"it has {', '.join(sorted(set(children) - set(wanted))) or 'parameters of its own'}"
-    if any(children[name].facts != children[names[0]].facts for name in names):
-        return "its norms have different eps"
     if unknown := set(children["self_attn"].facts["options"]) - _OPTIONS:
         return f"its attention has the option {', '.join(sorted(unknown))}"
     hook = hooked(module, children)

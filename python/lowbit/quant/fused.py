@@ -78,10 +78,11 @@ def unfuse(model: nn.Module) -> None:
 
 @functools.cache
 def _class_of(piece: type[Fused], unfused: type[nn.Module]) -> type[Fused]:
-    """A subclass of both: code that asks for the original class still finds it, as transformers does
-    to record outputs."""
+    """A subclass of both: code that asks for the original class still finds it, as transformers does to record
+    outputs, also by the text of the class."""
+    names = {name: getattr(unfused, name) for name in ("__module__", "__qualname__")}
     forward = {"forward": _forward_of(piece)} if "forward" in vars(piece) else {}
-    return type(f"Fused{unfused.__name__}", (piece, unfused), {"piece": piece, "unfused": unfused} | forward)
+    return type(f"Fused{unfused.__name__}", (piece, unfused), {"piece": piece, "unfused": unfused} | names | forward)
 
 
 def _forward_of(piece: type[Fused]) -> Callable[..., Any]:
@@ -147,15 +148,18 @@ def hooked(module: nn.Module, names: Iterable[str]) -> str:
     children = module._modules
     for name in names:
         layer = children.get(name)
-        if layer is None:
-            continue
-        inside = layer.__dict__
-        if (
-            inside["_forward_hooks"]
-            or inside["_forward_pre_hooks"]
-            or inside["_backward_hooks"]
-            or inside["_backward_pre_hooks"]
-            or "forward" in inside  # as accelerate hooks a module
-        ):
+        if layer is not None and has_hooks(layer):
             return name
     return ""
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether something waits for the call of this module."""
+    inside = module.__dict__
+    return bool(
+        inside["_forward_hooks"]
+        or inside["_forward_pre_hooks"]
+        or inside["_backward_hooks"]
+        or inside["_backward_pre_hooks"]
+        or "forward" in inside  # as accelerate hooks a module
+    )

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layers of a decoder as a program, kept for as long as the layers do not change.
+
+    h = x + n1(o(attention(rope_append(qkv(n0(x))))));  y = h + n3(down(act(gate(n2(h))) * up(n2(h))))
+
+n0 and n2 are rms_norm; so are n1 and n3 in a layer of four norms (Gemma), and nothing in one of two. y is x
+of the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain, repeat
+from operator import attrgetter, is_
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lowbit.integrations.decoder_pieces import HALVES
+from lowbit.integrations.growing_cache import GrowingLayer, GrowingSlidingLayer, growing_layers, new_tokens
+from lowbit.integrations.half_steps import HALF_STEPS, Steps
+from lowbit.ops.program import Program
+from lowbit.ops.run_program import KeptProgram
+from lowbit.quant.fused import Fused, has_hooks, hooked
+
+_dtype_of = attrgetter("dtype")
+
+
+class LayerProgram(Steps):
+    """The program as ``run``, None where there is none: something stands between a module and its call. It refers to no
+    layer: one of them may hold it.
+
+    Its inputs are x, then cos, sin and mask of each kind of layer; its states the keys and values of each layer; its
+    starts the tokens in the caches of each kind. Several layers are not called when it runs, one layer was.
+
+    Args:
+        layers: fused ones.
+        kinds: a number for each; layers of one have the same mask and rotary embedding.
+        dtype: of activations and norms.
+    """
+
+    def __init__(
+        self, layers: Sequence[Fused] = (), kinds: Sequence[int] = (), dtype: torch.dtype | None = None
+    ) -> None:
+        super().__init__()
+        self.dtype = dtype
+        self.norms: list[Tensor] = []
+        self._kinds = kinds
+        self._indices: list[int | None] = []
+        """Of the layers of the cache."""
+        self._heads: list[tuple[int, int]] = []
+        """Number and size of those of keys in each layer."""
+        x: int | None = Program.input(0)
+        for i, (layer, kind) in enumerate(zip(layers, kinds, strict=True)):
+            if len(layers) > 1 and has_hooks(layer):
+                x = None
+            x = None if x is None else self._layer(layer, i, kind, x)
+            if len(layers) > 1:
+                self.note_module(layer)
+        self.run = KeptProgram(self.program) if layers and x is not None else None
+
+    def serves(self, dtype: torch.dtype) -> bool:
+        """Whether there is a program for activations of this dtype, of the layers as they are now."""
+        return (
+            self.run is not None and self.dtype is dtype and self.holds()
+            and all(map(is_, map(_dtype_of, self.norms), repeat(dtype)))  # `.to()` may keep the object
+        )  # fmt: skip
+
+    def places(
+        self, x: Tensor, cache: Any
+    ) -> tuple[Sequence[GrowingLayer | GrowingSlidingLayer], list[Tensor], list[int]] | None:
+        """Where keys and values of the new tokens ``x [B, L, k]`` are written: the layers of the cache, which count
+        them by `extend`; the states and starts of the program. Without a cache, new memory. None: they can only join
+        this cache by its ``update``."""
+        batch, length = x.shape[:2]
+        if cache is None:
+            made = [x.new_empty(2, batch, heads, length, size).unbind() for heads, size in self._heads]
+            return (), [*chain.from_iterable(made)], [0] * len(set(self._kinds))
+        grown = growing_layers(cache, self._indices)
+        if grown is None or len(set(map(id, grown))) < len(grown):  # one would write behind another
+            return None
+        new = {heads: new_tokens(batch, *heads, x) for heads in set(self._heads)}
+        found = [layer.room_for(length, new[heads], x) for layer, heads in zip(grown, self._heads, strict=True)]
+        if None in found:
+            return None
+        keys, values, starts = zip(*found, strict=True)
+        of_kinds = dict(zip(self._kinds, starts, strict=True))
+        if starts != tuple(map(of_kinds.get, self._kinds)):
+            return None
+        return grown, [*chain.from_iterable(zip(keys, values, strict=True))], list(of_kinds.values())
+
+    def _layer(self, layer: Fused, i: int, kind: int, x: int) -> int | None:
+        """Write the steps of a layer and return its result; None if it is not as it was fused."""
+        if not isinstance(layer, Fused):  # since `unfuse`, as its pieces may be
+            return None
+        facts, modules = layer.facts, layer._modules
+        if any(modules[name] is not module or not isinstance(module, Fused) for name, module in facts["children"]):
+            return None
+        norms = [modules[name] for name in facts["norms"]]
+        if layer.training or hooked(layer, modules) or not all(norm.is_as_fused() for norm in norms):
+            return None
+        if not all(norm.weight.dtype is self.dtype and norm.weight.is_contiguous() for norm in norms):
+            return None
+        self.norms += (norm.weight for norm in norms)
+        self.note(modules, *modules)
+        self.note(layer.__dict__, "training")
+        attention = modules["self_attn"]
+        self.note(attention.__dict__, "layer_idx")
+        self._indices.append(attention.layer_idx)
+        self._heads.append((attention.facts["kv_heads"], attention.head_dim))
+        count = len(norms) // len(HALVES)
+        for j, name in enumerate(HALVES):
+            before, *behind = norms[count * j : count * (j + 1)]
+            written = HALF_STEPS[modules[name].piece](self, modules[name], i, kind, self.norm(before, x))
+            if written is None:
+                return None
+            x = self._added(*written, behind, x)
+        return x
+
+    def _added(self, operand: int, linear: nn.Module, behind: Sequence[nn.Module], x: int) -> int:
+        """``x + linear(operand)``, with the norm between them that stands behind a half, where there is one."""
+        if not behind:
+            return self.product(linear, operand, add=x)
+        return self.norm(behind[0], self.product(linear, operand), add=x)
