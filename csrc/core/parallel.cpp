@@ -196,9 +196,19 @@ std::string threads_source() {
                         : "own pool (torch is not loaded)";
 }
 
+namespace {
+
+thread_local int64_t opened = 0;
+
+}  // namespace
+
+int64_t opened_regions() { return opened; }
+
 void parallel_region(int threads, void (*body)(void*, int), void* context) {
   Region region{body, context};
-  if (Team* team = Team::current()) {
+  Team* const team = Team::current();
+  if (!team) opened++;
+  if (team) {
     team->run(threads, region);
   } else if (const TorchThreads* torch = torch_threads(); torch && !forked) {
     auto range = [](int64_t begin, int64_t end, void* r) {
