@@ -11,35 +11,38 @@
 namespace lowbit::cpu::LOWBIT_ISA_NAME {
 namespace {
 
-template <Format kFormat>
 std::string_view refuses_any(const WeightSpec& spec, XFormat x_format, DType dtype) {
-  if (spec.format != kFormat) return "another weight format";
   if (x_format != XFormat::floating || dtype != DType::bfloat16) return "activations are not bfloat16";
   return spec.group_size && spec.group_size < kHalfK ? "groups of less than 32" : "";
 }
 template <Format kFormat>
 std::string_view refuses(const LinearArgs& args) {
-  const std::string_view reason = refuses_any<kFormat>(args.weight_spec, args.x_format, args.dtype);
+  if (args.weight_spec.format != kFormat) return "another weight format";
+  const std::string_view reason = refuses_any(args.weight_spec, args.x_format, args.dtype);
   return reason.empty() && args.m < kFewestRows ? "fewer than 16 rows: FMAs of float32 are as fast" : reason;
 }
 template <Format kFormat>
 std::string_view refuses_gather(const GatherLinearArgs& args) {
-  return refuses_any<kFormat>(args.weight_spec, args.x_format, args.x.dtype);
+  if (args.weight_spec.format != kFormat) return "another weight format";
+  return refuses_any(args.weight_spec, args.x_format, args.x.dtype);
 }
 
-template <Format kFormat>
-void run_gather_linear(const GatherLinearArgs& args) {
-  gather_by(args, [](const GatherLinearArgs&, int64_t rows) -> const Family& {
-    return rows < kFewestRows ? kFamily<StreamRows<kFormat>> : kFamily<PartedRows>;
+const Family& family_of(const WeightSpec& spec, XFormat, DType, int64_t rows) {
+  const Family* family = &kFamily<PartedRows>;
+  with_format(spec.format, [&]<Format kFormat>() {
+    if constexpr (parts_of(kFormat) == 1)
+      if (rows < kFewestRows) family = &kFamily<StreamRows<read_as(kFormat)>>;
   });
+  return *family;
 }
+
+void run_gather_linear(const GatherLinearArgs& args) { gather_by(args, family_of); }
 
 template <Format kFormat, const std::string_view& kLinear, const std::string_view& kGatherLinear>
 void add_format_rows(Backend& backend) {
   if constexpr (parts_of(kFormat) == 1) {
     static constexpr Kernel<LinearArgs> row{kLinear, refuses<kFormat>, linear_by<PartedRows>};
-    static constexpr Kernel<GatherLinearArgs> gather_row{kGatherLinear, refuses_gather<kFormat>,
-                                                         run_gather_linear<read_as(kFormat)>};
+    static constexpr Kernel<GatherLinearArgs> gather_row{kGatherLinear, refuses_gather<kFormat>, run_gather_linear};
     add_rows(backend, &row, 1);
     add_rows(backend, &gather_row, 1);
   }

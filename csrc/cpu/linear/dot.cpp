@@ -23,21 +23,24 @@ void run_linear(const LinearArgs& args) {
   linear_by<CodeRows<read_as(kFormat)>>(args);  // panels of a 2:4 weight are expanded to int8, once for all rows
 }
 
-template <Format kFormat>
-void run_gather_linear(const GatherLinearArgs& args) {
-  gather_by(args, [](const GatherLinearArgs&, int64_t rows) -> const Family& {
+const Family& family_of(const WeightSpec& spec, XFormat, DType, int64_t rows) {
+  const Family* family = nullptr;
+  with_format(spec.format, [&]<Format kFormat>() {
+    if constexpr (is_integer(kFormat)) family = &kFamily<CodeRows<read_as(kFormat)>>;
     if constexpr (is_semi_sparse(kFormat))
-      if (rows < kExpandRows) return kFamily<SemiSparseRows>;
-    return kFamily<CodeRows<read_as(kFormat)>>;
+      if (rows < kExpandRows) family = &kFamily<SemiSparseRows>;
   });
+  return *family;
 }
+
+void run_gather_linear(const GatherLinearArgs& args) { gather_by(args, family_of); }
 
 template <Format kFormat, const std::string_view& kLinear, const std::string_view& kGatherLinear>
 void add_format_rows(Backend& backend) {
   if constexpr (is_integer(kFormat)) {
     static constexpr Kernel<LinearArgs> row{kLinear, refuses<kFormat, LinearArgs>, run_linear<kFormat>};
     static constexpr Kernel<GatherLinearArgs> gather_row{kGatherLinear, refuses<kFormat, GatherLinearArgs>,
-                                                         run_gather_linear<kFormat>};
+                                                         run_gather_linear};
     add_rows(backend, &row, 1);
     add_rows(backend, &gather_row, 1);
   }

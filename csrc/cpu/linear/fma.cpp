@@ -24,20 +24,23 @@ void run_linear(const LinearArgs& args) {
   linear_by<BlockedRows>(args);
 }
 
-template <Format kFormat>
-void run_gather_linear(const GatherLinearArgs& args) {
-  gather_by(args, [](const GatherLinearArgs&, int64_t rows) -> const Family& {
-    return rows <= StreamRows<kFormat>::kPass ? kFamily<StreamRows<kFormat>> : kFamily<BlockedRows>;
+const Family& family_of(const WeightSpec& spec, XFormat, DType, int64_t rows) {
+  const Family* family = &kFamily<BlockedRows>;
+  with_format(spec.format, [&]<Format kFormat>() {
+    using Few = StreamRows<read_as(kFormat)>;
+    if (rows <= Few::kPass) family = &kFamily<Few>;
   });
+  return *family;
 }
+
+void run_gather_linear(const GatherLinearArgs& args) { gather_by(args, family_of); }
 
 #define LOWBIT_FORMAT(name, Codec) \
   {LOWBIT_ROW("linear_" #name), refuses<Format::name, LinearArgs>, run_linear<Format::name>},
 constexpr Kernel<LinearArgs> kRows[] = {LOWBIT_FORMATS(LOWBIT_FORMAT)};
 #undef LOWBIT_FORMAT
-#define LOWBIT_FORMAT(name, Codec)                                                 \
-  {LOWBIT_ROW("gather_linear_" #name), refuses<Format::name, GatherLinearArgs>, \
-   run_gather_linear<read_as(Format::name)>},
+#define LOWBIT_FORMAT(name, Codec) \
+  {LOWBIT_ROW("gather_linear_" #name), refuses<Format::name, GatherLinearArgs>, run_gather_linear},
 constexpr Kernel<GatherLinearArgs> kGatherRows[] = {LOWBIT_FORMATS(LOWBIT_FORMAT)};
 #undef LOWBIT_FORMAT
 

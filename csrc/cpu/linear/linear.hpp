@@ -16,8 +16,8 @@ LOWBIT_INLINE XView x_of(const LinearArgs& args) {
 }
 
 LOWBIT_INLINE Sink sink_of(const LinearArgs& args) {
-  return {.y = args.y, .dtype = args.dtype, .bias = args.bias, .bias_dtype = args.bias_dtype,
-          .activation = args.activation, .mul = args.mul, .add = args.add};
+  return {.y = args.y, .dtype = args.dtype, .stride = args.weight_spec.n, .bias = args.bias,
+          .bias_dtype = args.bias_dtype, .activation = args.activation, .mul = args.mul, .add = args.add};
 }
 
 template <class Rows>
