@@ -56,3 +56,20 @@ def test_gather_linear_opens_one_region(of: tuple[str, int, str]) -> None:
         run = lambda: torch.ops.lowbit.gather_linear(x, weight, index, *numbers(format, group_size, x_format))  # noqa: B023, E731
         assert regions(run, 1) == 0
         assert regions(run, 2) == 1, tokens
+
+
+@pytest.mark.parametrize("of", FORMATS, ids=str)
+def test_experts_open_one_region(of: tuple[str, int, str]) -> None:
+    format, group_size, x_format = of
+    inner = N // 2
+    gate_up, down = packed(format, group_size).expand(6, -1, -1), packed(format, group_size, K, inner).expand(6, -1, -1)
+    for tokens in (1, 40, 700):
+        x, index, weights = torch.randn(tokens, K), torch.randint(0, 7, (tokens, 2)), torch.rand(tokens, 2)
+        index[0] = 0
+        run = lambda: torch.ops.lowbit.experts(  # noqa: E731
+            x, gate_up, down, index, weights,  # noqa: B023
+            [int(number) for number in numbers(format, group_size, x_format)],
+            [int(number) for number in numbers(format, group_size, x_format, K, inner)], 4,
+        )  # fmt: skip
+        assert regions(run, 1) == 0
+        assert regions(run, 2) == 1, tokens

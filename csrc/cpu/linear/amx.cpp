@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows of the ops linear and gather_linear by the tile unit.
+// Rows of the ops linear, gather_linear and experts by the tile unit.
 #include LOWBIT_ISA_HEADER
 
+#include "cpu/linear/experts.hpp"
 #include "cpu/linear/gather.hpp"
 #include "cpu/linear/linear.hpp"
 #include "cpu/linear/tiled_codes.hpp"
@@ -59,6 +60,21 @@ const Family& family_of_floats(const WeightSpec& spec, XFormat x_format, DType x
 void run_gather_codes(const GatherLinearArgs& args) { gather_by(args, family_of_codes); }
 void run_gather_floats(const GatherLinearArgs& args) { gather_by(args, family_of_floats); }
 
+template <bool kFloatX>
+std::string_view refuses_experts(const ExpertsArgs& args) {
+  for (const ExpertWeights* weights : {&args.gate_up, &args.down}) {
+    const std::string_view reason = refuses_any<kFloatX>(weights->spec, weights->x_format);
+    if (!reason.empty()) return reason;
+  }
+  return "";
+}
+void run_experts_codes(const ExpertsArgs& args) { experts_by(args, family_of_codes); }
+void run_experts_floats(const ExpertsArgs& args) { experts_by(args, family_of_floats); }
+
+constexpr Kernel<ExpertsArgs> kExpertsRows[] = {
+    {LOWBIT_ROW("experts_int8"), refuses_experts<false>, run_experts_codes},
+    {LOWBIT_ROW("experts"), refuses_experts<true>, run_experts_floats}};
+
 template <Format kFormat, const std::string_view& kOfCodes, const std::string_view& kOfFloats,
           const std::string_view& kGatherCodes, const std::string_view& kGatherFloats>
 void add_format_rows(Backend& backend) {
@@ -88,6 +104,7 @@ void linear_amx_rows(Backend& backend) {
   add_format_rows<Format::name, codes_##name, floats_##name, gather_codes_##name, gather_floats_##name>(backend);
   LOWBIT_FORMATS(LOWBIT_FORMAT)
 #undef LOWBIT_FORMAT
+  add(backend, kExpertsRows);
 }
 
 }  // namespace lowbit::cpu::LOWBIT_ISA_NAME

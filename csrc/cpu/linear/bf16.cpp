@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows of the ops linear and gather_linear by products of bfloat16 on vectors: activations of bfloat16, and weights
-// that are exact in it. More parts would be more products, which FMAs of float32 make as fast.
+// Rows of the ops linear, gather_linear and experts by products of bfloat16 on vectors: activations of bfloat16, and
+// weights that are exact in it. More parts would be more products, which FMAs of float32 make as fast.
 #include LOWBIT_ISA_HEADER
 
+#include "cpu/linear/experts.hpp"
 #include "cpu/linear/gather.hpp"
 #include "cpu/linear/linear.hpp"
 #include "cpu/linear/tiled_floats.hpp"
@@ -38,6 +39,18 @@ const Family& family_of(const WeightSpec& spec, XFormat, DType, int64_t rows) {
 
 void run_gather_linear(const GatherLinearArgs& args) { gather_by(args, family_of); }
 
+std::string_view refuses_experts(const ExpertsArgs& args) {
+  for (const ExpertWeights* weights : {&args.gate_up, &args.down}) {
+    if (parts_of(weights->spec.format) != 1) return "weights are not exact in bfloat16";
+    const std::string_view reason = refuses_any(weights->spec, weights->x_format, args.x.dtype);
+    if (!reason.empty()) return reason;
+  }
+  return "";
+}
+void run_experts(const ExpertsArgs& args) { experts_by(args, family_of); }
+
+constexpr Kernel<ExpertsArgs> kExpertsRows[] = {{LOWBIT_ROW("experts"), refuses_experts, run_experts}};
+
 template <Format kFormat, const std::string_view& kLinear, const std::string_view& kGatherLinear>
 void add_format_rows(Backend& backend) {
   if constexpr (parts_of(kFormat) == 1) {
@@ -57,6 +70,7 @@ void linear_bf16_rows(Backend& backend) {
   add_format_rows<Format::name, linear_##name, gather_##name>(backend);
   LOWBIT_FORMATS(LOWBIT_FORMAT)
 #undef LOWBIT_FORMAT
+  add(backend, kExpertsRows);
 }
 
 }  // namespace lowbit::cpu::LOWBIT_ISA_NAME

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows of the ops linear and gather_linear with int8 activations.
+// Rows of the ops linear, gather_linear and experts with int8 activations.
 #include LOWBIT_ISA_HEADER
 
+#include "cpu/linear/experts.hpp"
 #include "cpu/linear/gather.hpp"
 #include "cpu/linear/linear.hpp"
 #include "cpu/linear/semi_sparse.hpp"
@@ -35,6 +36,14 @@ const Family& family_of(const WeightSpec& spec, XFormat, DType, int64_t rows) {
 
 void run_gather_linear(const GatherLinearArgs& args) { gather_by(args, family_of); }
 
+std::string_view refuses_experts(const ExpertsArgs& args) {
+  const bool floats = stays_float(args.gate_up.x_format) || stays_float(args.down.x_format);
+  return floats ? "activations of a product stay float" : "";
+}
+void run_experts(const ExpertsArgs& args) { experts_by(args, family_of); }
+
+constexpr Kernel<ExpertsArgs> kExpertsRows[] = {{LOWBIT_ROW("experts_int8"), refuses_experts, run_experts}};
+
 template <Format kFormat, const std::string_view& kLinear, const std::string_view& kGatherLinear>
 void add_format_rows(Backend& backend) {
   if constexpr (is_integer(kFormat)) {
@@ -55,6 +64,7 @@ void linear_dot_rows(Backend& backend) {
   add_format_rows<Format::name, linear_##name, gather_##name>(backend);
   LOWBIT_FORMATS(LOWBIT_FORMAT)
 #undef LOWBIT_FORMAT
+  add(backend, kExpertsRows);
 }
 
 }  // namespace lowbit::cpu::LOWBIT_ISA_NAME

@@ -44,7 +44,8 @@ void linear_by(const LinearArgs& args) {
   const int threads = threads_for_products(args.m, weight.spec);
   auto run = [&] {
     for (int64_t first = 0; first < args.m; first += Rows::kPass)
-      linear_pass<Rows>(weight, x.from(first), sink.from(first), smaller(int64_t{Rows::kPass}, args.m - first), threads);
+      linear_pass<Rows>(weight, x.from(first), sink.from(first), smaller(int64_t{Rows::kPass}, args.m - first),
+                        threads);
   };
   // One region: where a single phase is for all threads, it needs no team.
   const int64_t passes = ceil_div(args.m, int64_t{Rows::kPass}), count = smaller(int64_t{Rows::kPass}, args.m);
