@@ -9,6 +9,7 @@
 #include "core/isa.hpp"
 #include "core/library.hpp"
 #include "core/parallel.hpp"
+#include "core/thread_count.hpp"
 #include "external/backends.hpp"
 #include "onednn/backend.hpp"
 #include "ops/kernel.hpp"
@@ -107,6 +108,7 @@ void register_diagnostics(py::module_& m) {
       "isa", isa,
       "Return the instruction set levels compiled in, detected and chosen, and why the chosen one is lower, or empty.");
   m.def("threads", threads, "Return how many threads a kernel may use now, and whose they are.");
+  m.def("opened_regions", opened_regions, "Return how many parallel regions this thread has opened so far.");
   m.def("look_in", look_in, py::arg("folders"),
         "Folders of Python packages beside which libraries are searched; before the first call that opens a library.");
   m.def("register_torch", register_torch,

@@ -68,6 +68,7 @@ std::atomic<bool> forked{false};
 class Pool;
 std::atomic<const Pool*> pool{nullptr};  // never destroyed: workers may outlive static destructors
 std::atomic<int> threads_set{0};         // by set_num_threads; also for the pool of a forked child
+thread_local int64_t opened = 0;         // regions of this thread
 [[gnu::constructor]] void watch_fork() {
   pthread_atfork(nullptr, nullptr, [] { forked = true, pool = nullptr; });  // the child has no workers: start over
 }
@@ -196,8 +197,11 @@ std::string threads_source() {
                         : "own pool (torch is not loaded)";
 }
 
+int64_t opened_regions() { return opened; }
+
 void parallel_region(int threads, void (*body)(void*, int), void* context) {
   Region region{body, context};
+  if (!Team::current()) opened++;
   if (Team* team = Team::current()) {
     team->run(threads, region);
   } else if (const TorchThreads* torch = torch_threads(); torch && !forked) {

@@ -21,6 +21,7 @@ namespace lowbit {
 #define LOWBIT_OPS(X) \
   X(linear, LinearArgs) \
   X(gather_linear, GatherLinearArgs) \
+  X(experts, ExpertsArgs) \
   X(quantize, QuantizeArgs) \
   X(repack, RepackArgs) \
   X(dequantize, DequantizeArgs) \

@@ -25,6 +25,7 @@ struct RegisteredOp {
 #define LOWBIT_TORCH_OPS(X) \
   X(linear) \
   X(gather_linear) \
+  X(experts) \
   X(dequantize) \
   X(embedding) \
   X(fake_quantize) \

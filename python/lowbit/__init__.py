@@ -90,6 +90,7 @@ if TYPE_CHECKING:
     from lowbit.integrations.rotate import rotate_
     from lowbit.integrations.smooth import smooth_
     from lowbit.integrations.trainer_optimizer import trainer_optimizer
+    from lowbit.ops.experts import experts
     from lowbit.ops.gather_linear import gather_linear
     from lowbit.ops.linear import linear
     from lowbit.quant import (
@@ -132,6 +133,7 @@ _HOME = {
             "fp4_weight_only int8_dynamic_activation_int4_weight int8_dynamic_activation_int8_weight "
             "int8_dynamic_activation_intx_weight float8_dynamic_activation_float8_weight"
         ),
+        "lowbit.ops.experts": "experts",
         "lowbit.ops.gather_linear": "gather_linear",
         "lowbit.ops.linear": "linear",
         "lowbit.attention.sdpa": "scaled_dot_product_attention",
@@ -206,6 +208,7 @@ __all__ = [
     "create_mask",
     "dequantize_",
     "devices",
+    "experts",
     "explain",
     "flex_attention",
     "float8_dynamic_activation_float8_weight",

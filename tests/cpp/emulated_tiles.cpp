@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Runs a unit of linear and gather_linear through a scalar emulation of the trait that it is written against, on any
-// machine, and compares with the row `scalar`: every bit where activations are int8, else to the error of sums in
-// float32. Started by tests/cpp/test_emulated_tiles.py, which says the unit (LOWBIT_UNIT), the function with its rows
-// (LOWBIT_UNIT_ROWS) and the emulation (LOWBIT_ISA_HEADER); links liblowbit for everything but the kernels under test.
+// Runs a unit of linear, gather_linear and experts through a scalar emulation of the trait that it is written
+// against, on any machine, and compares with the row `scalar`: every bit where activations are int8, else to the
+// error of sums in float32. Started by tests/cpp/test_emulated_tiles.py, which says the unit (LOWBIT_UNIT), the
+// function with its rows (LOWBIT_UNIT_ROWS) and the emulation (LOWBIT_ISA_HEADER); links liblowbit for everything but
+// the kernels under test.
 #include LOWBIT_UNIT
 
 #include <algorithm>
@@ -56,6 +57,47 @@ std::vector<float> gathered(const LinearTensors& tensors, const WeightSpec& spec
   return y;
 }
 
+// Three experts without a gate: `tensors` is the first product, and its weight as the rows lie the second one.
+bool experts_are_same(const LinearTensors& tensors, const WeightSpec& spec, XFormat x_format, std::vector<float> w) {
+  const int64_t m = tensors.x.size(0), bytes = spec.panels() * spec.panel_bytes();
+  for (float& value : w) value /= 16;
+  const WeightSpec second{spec.format, spec.k, spec.n, spec.group_size, spec.asymmetric};
+  const int64_t second_bytes = second.panels() * second.panel_bytes();
+  std::vector<uint8_t> gate, down(3 * second_bytes);
+  for (int e = 0; e < 3; e++) {
+    gate.insert(gate.end(), tensors.weight.as<uint8_t>(), tensors.weight.as<uint8_t>() + bytes);
+    quantize(view(w.data(), DType::float32, {spec.k, spec.n}),
+             view(down.data() + e * second_bytes, DType::uint8, {second.panels(), second.panel_bytes()}), second,
+             static_cast<int64_t>(spec.asymmetric ? Mapping::asymmetric : Mapping::symmetric));
+  }
+  std::vector<int64_t> index(2 * m);
+  std::vector<float> weights(2 * m), expected(m * second.n), got(m * second.n, -1.0f);
+  for (int64_t t = 0; t < m; t++) {
+    index[2 * t] = t % 5 ? 0 : 2, index[2 * t + 1] = t % 3 ? 3 : 1;  // 3 is no expert
+    weights[2 * t] = 0.75f, weights[2 * t + 1] = static_cast<float>(t % 7) / 8;
+  }
+  const auto packed = [](std::vector<uint8_t>& data, const WeightSpec& of) {
+    return view(data.data(), DType::uint8, {3, of.panels(), of.panel_bytes()});
+  };
+  ExpertsArgs args = experts_args({.x = tensors.x,
+                                   .gate_up = {.spec = spec, .packed = packed(gate, spec)},
+                                   .down = {.spec = second, .packed = packed(down, second)},
+                                   .index = view(index.data(), DType::int64, {m, 2}),
+                                   .weights = view(weights.data(), DType::float32, {m, 2}),
+                                   .gate = {.gated = false}},
+                                  static_cast<int64_t>(x_format), static_cast<int64_t>(x_format),
+                                  static_cast<int64_t>(ExpertActivation::silu));
+  const bool float_x = x_format == XFormat::floating;
+  args.y = view(expected.data(), DType::float32, {m, second.n});
+  force_kernel(float_x ? "experts_scalar" : "experts_int8_scalar");
+  run(args);
+  args.y.data = got.data();
+  for (const Kernel<ExpertsArgs>& row : unit().experts)
+    if (row.refuses(args).empty()) row.run(args);
+  return std::equal(expected.begin(), expected.end(), got.begin(),
+                    [&](float a, float b) { return float_x ? std::abs(a - b) < 2e-3f : a == b; });
+}
+
 bool as_scalar(int64_t m, int64_t n, int64_t k, Format format, int64_t group_size, bool asymmetric, XFormat x_format) {
   std::mt19937 generator(static_cast<uint32_t>(m * 7919 + n * 31 + k));
   std::normal_distribution<float> normal;
@@ -86,7 +128,8 @@ bool as_scalar(int64_t m, int64_t n, int64_t k, Format format, int64_t group_siz
   tensors.y.data = expected.data();
   run(linear_args(tensors, spec, static_cast<int64_t>(x_format), static_cast<int64_t>(Activation::none)));
   const std::vector<float> of_gather = gathered(tensors, spec, x_format);
-  if (linear_is_same && std::equal(expected.begin(), expected.end(), of_gather.begin(), same)) return true;
+  const bool gather_is_same = std::equal(expected.begin(), expected.end(), of_gather.begin(), same);
+  if (linear_is_same && gather_is_same && experts_are_same(tensors, spec, x_format, w)) return true;
   std::printf("differs: m=%ld n=%ld k=%ld format=%d group_size=%ld asymmetric=%d x_format=%d\n", static_cast<long>(m),
               static_cast<long>(n), static_cast<long>(k), static_cast<int>(format), static_cast<long>(group_size),
               asymmetric, static_cast<int>(x_format));

@@ -39,6 +39,15 @@ def test_each_row_counts_one_of_many_weights() -> None:
     assert counted(run) == 2 * 4 * 64 * 96
 
 
+def test_each_pair_counts_both_products_of_an_expert() -> None:
+    layers = nn.ModuleList([nn.Linear(64, 96), nn.Linear(48, 32)])
+    lowbit.quantize_(layers, lowbit.int8_weight_only())
+    gate_up, down = (layer.weight.expand(3, -1, -1) for layer in layers)
+    index, args = torch.tensor([[0, 2], [1, 1]]), [layer.op_args for layer in layers]
+    run = lambda: lowbit.experts(torch.randn(2, 64), gate_up, down, index, torch.rand(2, 2), *args)  # noqa: E731
+    assert counted(run) == 2 * 4 * (64 * 96 + 48 * 32)
+
+
 def test_attention_counts_as_torchs_forward_and_backward() -> None:
     q, k, v = (torch.randn(2, heads, length, 32, requires_grad=True) for heads, length in ((4, 7), (2, 9), (2, 9)))
     theirs = counted(lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True))

@@ -18,6 +18,9 @@ SCHEMAS = (
     "Tensor? bias=None, int activation=0, Tensor? mul=None, Tensor? add=None, int row=0) -> Tensor",
     "gather_linear(Tensor x, Tensor weight, Tensor index, int n, int k, int format, int group_size, bool asymmetric, "
     "int x_format, Tensor? bias=None) -> Tensor",
+    "experts(Tensor x, Tensor gate_up, Tensor down, Tensor index, Tensor weights, int[] gate_up_args, int[] down_args, "
+    "int activation, bool gated=True, bool interleaved=False, float alpha=1., float limit=0., float up_offset=0., "
+    "Tensor? gate_up_bias=None, Tensor? down_bias=None) -> Tensor",
     "dequantize(Tensor weight, int n, int k, int format, int group_size, bool asymmetric, Tensor? like=None) -> Tensor",
     "embedding(Tensor weight, Tensor indices, Tensor like, int n, int k, int format, int group_size, bool asymmetric, "
     "int layout) -> Tensor",

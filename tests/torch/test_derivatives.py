@@ -45,7 +45,9 @@ def with_a_gradient() -> dict[str, tuple[list[Any], list[Tensor], Callable[[], A
     packed, numbers = testing.pack_weight(torch.randn(20, 64), "int8"), (20, 64, _C.FORMATS["int8"], 0, False, 0)
     x, bias, mul, add = (torch.randn(*shape, requires_grad=True) for shape in ((3, 64), (20,), (3, 20), (3, 20)))
     experts, index = torch.stack([packed, packed.flip(0)]), torch.tensor([[0], [1], [0]])
-    biases = torch.randn(2, 20, requires_grad=True)
+    biases, router = torch.randn(2, 20, requires_grad=True), torch.rand(3, 1, requires_grad=True)
+    down = testing.pack_weight(torch.randn(20, 10), "int8").expand(2, -1, -1)
+    pair = [20, 64, *map(int, numbers[2:])], [20, 10, *map(int, numbers[2:])]
     q, k, v = (torch.randn(2, heads, 5, 32, requires_grad=True) for heads in (4, 2, 2))
     mask, sink = torch.randn(2, 1, 5, 5, requires_grad=True), torch.randn(4, requires_grad=True)
     attention = [q, k, v, 0.3, True, mask, 0.0, None, [], [], [], [], [], [128, 128], sink]
@@ -61,6 +63,7 @@ def with_a_gradient() -> dict[str, tuple[list[Any], list[Tensor], Callable[[], A
     return {
         "linear": ([x, packed, *numbers, bias, 2, mul, add], [x, bias, mul, add], lambda: lowbit.linear(x, packed, numbers, bias, 2, mul, add)),
         "gather_linear": ([x, experts, index, *numbers, biases], [x, biases], lambda: lowbit.gather_linear(x, experts, index, numbers, biases)),
+        "experts": ([x, experts, down, index, router, *pair, 4, True, False, 1.0, 0.0, 0.0, biases], [x, router, biases], lambda: lowbit.experts(x, experts, down, index, router, *pair, gate_up_bias=biases)),
         "attention_forward": (attention, [q, k, v, mask, sink], lambda: attend(q, k, v, scale=0.3, causal=True, mask=mask, sink=sink)),
         "fake_quantize": ([weight, *int4, scale, None], [weight, scale], lambda: fake_quantize_weight(weight, int4, scale)),
         "fake_quantize_activations": ([x, *row], [x], lambda: fake_quantize_activations(x, *row)),

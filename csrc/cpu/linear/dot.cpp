@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows of the ops linear and gather_linear with int8 activations.
+// Rows of the ops linear, gather_linear and experts with int8 activations.
 #include LOWBIT_ISA_HEADER
 
+#include "cpu/linear/experts.hpp"
 #include "cpu/linear/gather.hpp"
 #include "cpu/linear/linear.hpp"
 #include "cpu/linear/semi_sparse.hpp"
@@ -23,21 +24,32 @@ void run_linear(const LinearArgs& args) {
   linear_by<CodeRows<read_as(kFormat)>>(args);  // panels of a 2:4 weight are expanded to int8, once for all rows
 }
 
-template <Format kFormat>
-void run_gather_linear(const GatherLinearArgs& args) {
-  gather_by(args, [](const GatherLinearArgs&, int64_t rows) -> const Family& {
+const Family& family_of(const WeightSpec& spec, XFormat, DType, int64_t rows) {
+  const Family* family = nullptr;
+  with_format(spec.format, [&]<Format kFormat>() {
+    if constexpr (is_integer(kFormat)) family = &kFamily<CodeRows<read_as(kFormat)>>;
     if constexpr (is_semi_sparse(kFormat))
-      if (rows < kExpandRows) return kFamily<SemiSparseRows>;
-    return kFamily<CodeRows<read_as(kFormat)>>;
+      if (rows < kExpandRows) family = &kFamily<SemiSparseRows>;
   });
+  return *family;
 }
+
+void run_gather_linear(const GatherLinearArgs& args) { gather_by(args, family_of); }
+
+std::string_view refuses_experts(const ExpertsArgs& args) {
+  const bool floats = stays_float(args.gate_up.x_format) || stays_float(args.down.x_format);
+  return floats ? "activations of a product stay float" : "";
+}
+void run_experts(const ExpertsArgs& args) { experts_by(args, family_of); }
+
+constexpr Kernel<ExpertsArgs> kExpertsRows[] = {{LOWBIT_ROW("experts_int8"), refuses_experts, run_experts}};
 
 template <Format kFormat, const std::string_view& kLinear, const std::string_view& kGatherLinear>
 void add_format_rows(Backend& backend) {
   if constexpr (is_integer(kFormat)) {
     static constexpr Kernel<LinearArgs> row{kLinear, refuses<kFormat, LinearArgs>, run_linear<kFormat>};
     static constexpr Kernel<GatherLinearArgs> gather_row{kGatherLinear, refuses<kFormat, GatherLinearArgs>,
-                                                         run_gather_linear<kFormat>};
+                                                         run_gather_linear};
     add_rows(backend, &row, 1);
     add_rows(backend, &gather_row, 1);
   }
@@ -52,6 +64,7 @@ void linear_dot_rows(Backend& backend) {
   add_format_rows<Format::name, linear_##name, gather_##name>(backend);
   LOWBIT_FORMATS(LOWBIT_FORMAT)
 #undef LOWBIT_FORMAT
+  add(backend, kExpertsRows);
 }
 
 }  // namespace lowbit::cpu::LOWBIT_ISA_NAME

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The steps on 16 sums before they are stored: column scale, offset of asymmetric activations, bias, activation, mul,
-// add, rounding.
+// add, rounding; or, after the bias, a sum: y += factor of the row * value.
 #pragma once
 
 #include "cpu/linear/product.hpp"
@@ -12,20 +12,24 @@ namespace {
 
 // Where the sums of a product go: row r to row index[r] of y, or without an index to row first + r.
 struct Sink {
-  void* y;                        // [..., n]
+  void* y;                        // rows of n columns, or of some of them, from `column` on
   DType dtype;                    // of y, mul and add
+  int64_t stride;                 // elements from row to row of the three: n, or of scratch memory less
   const void* bias = nullptr;     // [n] or null
   DType bias_dtype = DType::float32;
   Activation activation = Activation::none;
   const void *mul = nullptr, *add = nullptr;  // [..., n] or null
   int64_t first = 0;
   const int32_t* index = nullptr;
+  int64_t column = 0;             // the first one that y has
+  const float* factor = nullptr;  // of row r: what is added to y, in float32, in the order of the calls; or null
 
   LOWBIT_INLINE int64_t row(int64_t r) const { return index ? index[r] : first + r; }
   LOWBIT_INLINE Sink from(int64_t r) const {
     Sink rest = *this;
     if (index) rest.index += r;
     else rest.first += r;
+    if (factor) rest.factor += r;
     return rest;
   }
 };
@@ -48,7 +52,8 @@ struct PanelEnd {
 // n: columns of y. offset: the factor of the columns' sums, null where there is none.
 LOWBIT_INLINE void finish_row(const Sink& sink, int64_t n, const PanelEnd& end, int64_t row, int64_t panel,
                               f32x16 value, const float* offset) {
-  const int64_t column = panel * kPanelColumns, count = n - column, at = sink.row(row) * n + column;
+  const int64_t column = panel * kPanelColumns, count = n - column,
+                at = sink.row(row) * sink.stride + column - sink.column;
   if (end.scales) {
     value = mul(value, end.scale);
     if (offset) value = fma(set1(offset[row]), end.sum, value);
@@ -63,6 +68,7 @@ LOWBIT_INLINE void finish_row(const Sink& sink, int64_t n, const PanelEnd& end, 
   }
   if (sink.mul) value = mul(value, load_as_float(sink.mul, sink.dtype, at, count));
   if (sink.add) value = add(value, load_as_float(sink.add, sink.dtype, at, count));
+  if (sink.factor) value = fma(set1(sink.factor[row]), value, load_as_float(sink.y, sink.dtype, at, count));
   store_from_float(sink.y, sink.dtype, at, count, value);
 }
 

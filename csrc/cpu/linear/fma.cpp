@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows of the ops linear and gather_linear with float activations: one per weight format.
+// Rows of the ops linear and gather_linear with float activations, one per weight format, and of experts.
 #include LOWBIT_ISA_HEADER
 
+#include "cpu/linear/experts.hpp"
 #include "cpu/linear/gather.hpp"
 #include "cpu/linear/linear.hpp"
 #include "cpu/linear/semi_sparse_floats.hpp"
@@ -24,25 +25,36 @@ void run_linear(const LinearArgs& args) {
   linear_by<BlockedRows>(args);
 }
 
-template <Format kFormat>
-void run_gather_linear(const GatherLinearArgs& args) {
-  gather_by(args, [](const GatherLinearArgs&, int64_t rows) -> const Family& {
-    return rows <= StreamRows<kFormat>::kPass ? kFamily<StreamRows<kFormat>> : kFamily<BlockedRows>;
+const Family& family_of(const WeightSpec& spec, XFormat, DType, int64_t rows) {
+  const Family* family = &kFamily<BlockedRows>;
+  with_format(spec.format, [&]<Format kFormat>() {
+    using Few = StreamRows<read_as(kFormat)>;
+    if (rows <= Few::kPass) family = &kFamily<Few>;
   });
+  return *family;
 }
+
+void run_gather_linear(const GatherLinearArgs& args) { gather_by(args, family_of); }
+
+std::string_view refuses_experts(const ExpertsArgs& args) {
+  const bool floats = stays_float(args.gate_up.x_format) && stays_float(args.down.x_format);
+  return floats ? "" : "activations of a product are int8";
+}
+void run_experts(const ExpertsArgs& args) { experts_by(args, family_of); }
+
+constexpr Kernel<ExpertsArgs> kExpertsRows[] = {{LOWBIT_ROW("experts"), refuses_experts, run_experts}};
 
 #define LOWBIT_FORMAT(name, Codec) \
   {LOWBIT_ROW("linear_" #name), refuses<Format::name, LinearArgs>, run_linear<Format::name>},
 constexpr Kernel<LinearArgs> kRows[] = {LOWBIT_FORMATS(LOWBIT_FORMAT)};
 #undef LOWBIT_FORMAT
-#define LOWBIT_FORMAT(name, Codec)                                                 \
-  {LOWBIT_ROW("gather_linear_" #name), refuses<Format::name, GatherLinearArgs>, \
-   run_gather_linear<read_as(Format::name)>},
+#define LOWBIT_FORMAT(name, Codec) \
+  {LOWBIT_ROW("gather_linear_" #name), refuses<Format::name, GatherLinearArgs>, run_gather_linear},
 constexpr Kernel<GatherLinearArgs> kGatherRows[] = {LOWBIT_FORMATS(LOWBIT_FORMAT)};
 #undef LOWBIT_FORMAT
 
 }  // namespace
 
-void linear_fma_rows(Backend& backend) { add(backend, kRows), add(backend, kGatherRows); }
+void linear_fma_rows(Backend& backend) { add(backend, kRows), add(backend, kGatherRows), add(backend, kExpertsRows); }
 
 }  // namespace lowbit::cpu::LOWBIT_ISA_NAME

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows of gather_linear sorted by weight. Compiled once, for all instruction sets.
+// Rows of gather_linear, and pairs of a token and an expert, sorted by weight. Compiled once, for all instruction sets.
 #pragma once
 
 #include "core/scratch.hpp"
+#include "ops/experts.hpp"
 #include "ops/gather_linear.hpp"
 
 namespace lowbit::cpu {
@@ -15,5 +16,9 @@ struct WeightOrder {
 
 // Raises where index names no weight.
 void sort_rows(const GatherLinearArgs& args, const WeightOrder& order);
+
+// The pairs of `tokens` tokens from `first` on; y_row counts pairs and x_row tokens, both from there. Those whose index
+// is E are left out. Raises where index names no expert.
+void sort_pairs(const ExpertsArgs& args, int64_t first, int64_t tokens, const WeightOrder& order);
 
 }  // namespace lowbit::cpu

@@ -29,6 +29,15 @@ def gather_linear(
     return 2 * prod(index) * n * k
 
 
+@register_flop_formula(_ops.experts)
+def experts(
+    x: _Shape, gate_up: _Shape, down: _Shape, index: _Shape, weights: _Shape, gate_up_args: _Shape, down_args: _Shape,
+    *_: Any, out_shape: Any = None, **__: Any,
+) -> int:  # fmt: skip
+    """Each pair of ``index`` ``[T, k]``, those of no expert too, times both weights of one expert."""
+    return 2 * prod(index) * (prod(gate_up_args[:2]) + prod(down_args[:2]))
+
+
 @register_flop_formula(_ops.block_sparse_linear)
 def block_sparse_linear(x: _Shape, values: _Shape, *_: Any, out_shape: Any = None, **__: Any) -> int:
     """x ``[..., k]`` times the blocks that are there, ``[blocks, size, size]``."""

@@ -24,6 +24,7 @@ from lowbit.ops.forward_mode import refuse_tangents
 _MODULES = {
     "linear": "linear",
     "gather_linear": "gather_linear",
+    "experts": "experts",
     "block_sparse_linear": "block_sparse_linear",
     "attention_forward": "attention",
     "fake_quantize": "fake_quantize",

@@ -85,7 +85,7 @@ class _GatherLinear(torch.autograd.Function):
         weight, index = ctx.saved_tensors
         grad_x = grad_bias = None
         if ctx.needs_input_grad[0]:
-            grad_x = _grad_of_rows(grad_out, weight, index, ctx.op_args)
+            grad_x = grad_of_rows(grad_out, weight, index, ctx.op_args)
             grad_x = (grad_x.sum(1) if ctx.x_rank == 2 else grad_x).to(ctx.x_dtype)
         if ctx.needs_input_grad[4]:
             rows = grad_out.float().flatten(0, 1)
@@ -94,7 +94,7 @@ class _GatherLinear(torch.autograd.Function):
         return grad_x, None, None, None, grad_bias
 
 
-def _grad_of_rows(grad_out: Tensor, weight: Tensor, index: Tensor, op_args: LinearArgs) -> Tensor:
+def grad_of_rows(grad_out: Tensor, weight: Tensor, index: Tensor, op_args: LinearArgs) -> Tensor:
     """Return ``grad_out`` [T, J, n] times the weight of each row, float32 [T, J, k]: weight by weight, for all
     of its rows."""
     *weight_args, _ = op_args

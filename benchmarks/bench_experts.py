@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Time of one layer of a mixture of experts, Qwen3-30B-A3B's: 128 experts of which a token has 8, 2048 x 768.
+
+    python benchmarks/bench_experts.py
+    python benchmarks/bench_experts.py --config "int4 32 float" --tokens 1 64 --zipf
+
+Each call has fresh indices, and the weights lie in memory: an int4 layer has 340 MB. Beside the op: the same two
+products by gather_linear, a loop in Python over packed layers (one for each expert that is hit), and bfloat16 experts
+of torch, by grouped_mm and by a loop. "reading" is the time to read the bytes of the experts that are hit, as
+core/bandwidth reads them in the same minute.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+from harness import MIB, Call, describe, duration, header, interleave, options, rotate, table
+from torch import Tensor
+from torch.nn import functional
+
+import lowbit
+from lowbit import _C, experts, gather_linear, testing
+
+FORMATS = {
+    "int4 32 int8_group": ("int4", 32, "int8_group"),
+    "int8 int8_row": ("int8", 0, "int8_row"),
+    "int4 32 float": ("int4", 32, "float"),
+    "bfloat16 float": ("bfloat16", 0, "float"),
+}
+CALLS = 12  # fresh indices, in turns
+Route = tuple[Tensor, Tensor]
+
+
+def packed_weights(count: int, n: int, k: int, format: str, group_size: int) -> Tensor:
+    """Weights that differ in memory and not in numbers: quantizing each takes longer than the benchmark."""
+    one = testing.pack_weight(torch.randn(n, k) / k**0.5, format, group_size)
+    return one.expand(count, *one.shape).contiguous()
+
+
+def routes(args: argparse.Namespace, tokens: int) -> list[Route]:
+    """Indices and router weights: experts are as likely as one another, or by Zipf's law."""
+    likely = -torch.arange(1, args.experts + 1).log() if args.zipf else torch.zeros(args.experts)
+    made = []
+    for _ in range(CALLS):
+        order = torch.randperm(args.experts)
+        scores = likely[order] - torch.empty(tokens, args.experts).exponential_().log()  # Gumbel: k without repetition
+        top = scores.topk(args.each)
+        made.append((top.indices, top.values.softmax(-1)))
+    return made
+
+
+class Packed:
+    """One layer in a format of ours, and three ways to run it."""
+
+    def __init__(self, args: argparse.Namespace, config: str) -> None:
+        format, group_size, x_format = FORMATS[config]
+        self.each, sizes = args.each, ((2 * args.inner, args.hidden), (args.hidden, args.inner))
+        self.weights = [packed_weights(args.experts, n, k, format, group_size) for n, k in sizes]
+        self.op_args = [(n, k, _C.FORMATS[format], group_size, False, _C.X_FORMATS[x_format]) for n, k in sizes]
+
+    def op(self, x: Tensor, route: Route) -> Tensor:
+        return experts(x, *self.weights, *route, *self.op_args)
+
+    def by_gather_linear(self, x: Tensor, route: Route) -> Tensor:
+        index, weights = route
+        gate, up = gather_linear(x, self.weights[0], index, self.op_args[0]).chunk(2, -1)
+        each = gather_linear(functional.silu(gate) * up, self.weights[1], index, self.op_args[1])
+        return (each * weights[..., None].to(each.dtype)).sum(1)
+
+    def by_loop(self, x: Tensor, route: Route) -> Tensor:
+        index, weights = route
+        y = torch.zeros_like(x)
+        for e in index.unique().tolist():
+            token, place = (index == e).nonzero(as_tuple=True)
+            gate, up = lowbit.linear(x[token], self.weights[0][e], self.op_args[0]).chunk(2, -1)
+            each = lowbit.linear(functional.silu(gate) * up, self.weights[1][e], self.op_args[1])
+            y.index_add_(0, token, each * weights[token, place, None].to(each.dtype))
+        return y
+
+    def bytes_hit(self, of: list[Route]) -> float:
+        hit = sum(len(index.unique()) for index, _ in of) / len(of)
+        return hit * sum(weight[0].nbytes for weight in self.weights)
+
+
+class Bfloat16:
+    """The same by torch."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        one = torch.randn(args.hidden, 2 * args.inner, dtype=torch.bfloat16) / args.hidden**0.5
+        self.gate_up = one.expand(args.experts, -1, -1).contiguous()
+        self.down = one[:, : args.inner].T.expand(args.experts, -1, -1).contiguous()
+
+    def grouped(self, x: Tensor, route: Route) -> Tensor:
+        index, weights = route
+        order = index.flatten().argsort()
+        token = order // index.shape[1]
+        ends = index.flatten().bincount(minlength=len(self.gate_up)).cumsum(0).to(torch.int32)
+        gate, up = torch._grouped_mm(x.bfloat16()[token], self.gate_up, offs=ends).chunk(2, -1)
+        each = torch._grouped_mm(functional.silu(gate) * up, self.down, offs=ends)
+        y = torch.zeros(x.shape)
+        return y.index_add_(0, token, each.float() * weights.flatten()[order, None])
+
+    def by_loop(self, x: Tensor, route: Route) -> Tensor:
+        index, weights = route
+        x, y = x.bfloat16(), torch.zeros(x.shape)
+        for e in index.unique().tolist():
+            token, place = (index == e).nonzero(as_tuple=True)
+            gate, up = (x[token] @ self.gate_up[e]).chunk(2, -1)
+            y.index_add_(0, token, ((functional.silu(gate) * up) @ self.down[e]).float() * weights[token, place, None])
+        return y
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--experts", type=int, default=128)
+    parser.add_argument("--each", type=int, default=8, help="experts a token")
+    parser.add_argument("--hidden", type=int, default=2048)
+    parser.add_argument("--inner", type=int, default=768)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 8, 64, 512, 2048])
+    parser.add_argument("--config", nargs="+", choices=FORMATS, default=["int4 32 int8_group", "bfloat16 float"])
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
+    parser.add_argument("--zipf", action="store_true", help="some experts are hot")
+    args = options(parser, rounds=12, threads=2)
+    print(describe(header()))
+    lines = []
+    with torch.inference_mode():
+        peer = Bfloat16(args)
+        for config in args.config:
+            layer = Packed(args, config)
+            for tokens in args.tokens:
+                x = torch.randn(tokens, args.hidden, dtype=getattr(torch, args.dtype))
+                of = routes(args, tokens)
+                ways = (layer.op, layer.by_gather_linear, layer.by_loop, peer.grouped, peer.by_loop)
+                names = ("experts", "gather_linear", "loop", "torch grouped_mm", "torch loop")
+                calls: dict[str, Call] = {
+                    name: rotate([lambda way=way, route=route: way(x, route) for route in of])  # noqa: B023
+                    for name, way in zip(names, ways, strict=True)
+                }
+                rates = [_C.read_bandwidth(256 * MIB, streams, args.threads, 3) for streams in (1, 4)]
+                times = interleave(calls, rounds=args.rounds)
+                rates += [_C.read_bandwidth(256 * MIB, streams, args.threads, 3) for streams in (1, 4)]
+                reading = layer.bytes_hit(of) / max(rates) / 1e9
+                lines.append([config, str(tokens), f"{layer.bytes_hit(of) / 1e6:.0f} MB", duration(reading),
+                              *(duration(times[name].best_s) for name in names),
+                              f"{times['experts'].best_s / reading:.2f}"])  # fmt: skip
+    title = f"{args.experts} experts of {args.hidden} x {args.inner}, {args.each} a token, {args.dtype}"
+    print(f"{title}, {'by Zipf' if args.zipf else 'uniform'}, {args.threads} threads, best of {args.rounds}")
+    print(table(["format", "tokens", "experts hit", "reading", *names, "experts / reading"], lines))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,154 @@
+// SPDX-License-Identifier: Apache-2.0
+// Families of product.hpp as values, for loops over rows that have one of many weights each. Rows are sorted by weight
+// (weight_order.hpp), so that each weight is read once for all of its rows:
+//
+//   order    rows of weight 0 | rows of weight 3 | ...      rows of a weight stay in order
+//   ranges   rows of one weight, at most as many as its family takes
+//   passes   ranges of about as many rows as the scratch memory is for
+#pragma once
+
+#include <cstring>
+
+#include "core/tensor_view.hpp"
+#include "cpu/linear/activations.hpp"
+#include "cpu/linear/schedule.hpp"
+
+namespace lowbit::cpu::LOWBIT_ISA_NAME {
+namespace {
+
+// A family as a value, so that a loop is compiled once for all of them. `rows`: a Rows in memory.
+struct Family {
+  int64_t pass;  // rows of a Rows, at most
+  PanelCut cut;
+  void (*make)(void* rows, const XView& x, const WeightSpec& spec, int64_t count, Arena& arena);
+  int64_t (*pieces)(const void* rows);
+  void (*prepare)(const void* rows, const WeightSpec& spec, int64_t piece);
+  RowBlocks (*blocks)(const void* rows, const WeightSpec& spec);
+  void (*multiply)(const void* rows, const PackedWeight& weight, const Sink& sink, Span block, Span panels);
+};
+
+constexpr int64_t kRowsBytes = 160;  // of a Rows of any family
+
+template <class Rows>
+constexpr Family kFamily = {
+    .pass = Rows::kPass,
+    .cut = Rows::kCut,
+    .make =
+        [](void* rows, const XView& x, const WeightSpec& spec, int64_t count, Arena& arena) {
+          static_assert(sizeof(Rows) <= kRowsBytes);
+          const Rows made(x, spec, count, arena);
+          std::memcpy(rows, &made, sizeof made);
+        },
+    .pieces = [](const void* rows) { return static_cast<const Rows*>(rows)->pieces(); },
+    .prepare = [](const void* rows, const WeightSpec& spec,
+                  int64_t piece) { static_cast<const Rows*>(rows)->prepare(spec, piece); },
+    .blocks = [](const void* rows, const WeightSpec& spec) { return static_cast<const Rows*>(rows)->blocks(spec); },
+    .multiply = [](const void* rows, const PackedWeight& weight, const Sink& sink, Span block,
+                   Span panels) { static_cast<const Rows*>(rows)->multiply(weight, sink, block, panels); }};
+
+// The family for so many rows of one weight.
+using ChooseFamily = const Family& (*)(const WeightSpec& spec, XFormat x_format, DType x_dtype, int64_t rows);
+
+// The packed weights of one shape.
+struct Weights {
+  WeightSpec spec;
+  const TensorView& packed;  // [E, panels, panel_bytes]
+  const TensorView& bias;    // [E, n] or none
+
+  PackedWeight weight(int64_t e) const {
+    return {spec, packed.as<const uint8_t>() + e * spec.panels() * spec.panel_bytes()};
+  }
+  // Where sums of weight e go, with its bias.
+  Sink sink(int64_t e, void* y, DType dtype, int64_t stride) const {
+    const int64_t bytes = bias ? spec.n * static_cast<int64_t>(size_of(bias.dtype)) : 0;
+    return {.y = y, .dtype = dtype, .stride = stride, .bias = bias ? bias.as<const char>() + e * bytes : nullptr,
+            .bias_dtype = bias.dtype};
+  }
+};
+
+// Rows first .. first + count of the order.
+struct RowRange {
+  int64_t weight, first, count;
+};
+
+// One product of a range. pieces, tasks: the number of them in this range and those before it in its pass.
+struct RangeProduct {
+  const Family* family;
+  int64_t chunk, pieces, tasks;
+  alignas(8) char rows[kRowsBytes];
+};
+
+// One product of all ranges of a pass.
+class PassProduct {
+ public:
+  PassProduct(const WeightSpec& spec, const RowRange* ranges, RangeProduct* products, int64_t count)
+      : spec_(spec), ranges_(ranges), products_(products), count_(count) {
+    for (int64_t r = 0; r < count; r++) rows_ += ranges[r].count;
+  }
+
+  int64_t count() const { return count_; }
+  int64_t rows() const { return rows_; }
+  const RowRange& range(int64_t r) const { return ranges_[r]; }
+  int threads() const { return threads_for_products(rows_, spec_); }
+
+  // Takes the memory of all rows; row 0 of x is that of the order's row `first`.
+  void make(const XView& x, int64_t first, Arena& arena) const {
+    for (int64_t r = 0; r < count_; r++) {
+      RangeProduct& product = products_[r];
+      product.family->make(product.rows, x.from(ranges_[r].first - first), spec_, ranges_[r].count, arena);
+    }
+  }
+
+  void prepare() const {
+    int64_t pieces = 0;
+    for (int64_t r = 0; r < count_; r++) products_[r].pieces = pieces += products_[r].family->pieces(products_[r].rows);
+    parallel_for(pieces, threads_for(rows_ * spec_.padded_k()), [&](int64_t piece) {
+      const int64_t r = find(&RangeProduct::pieces, piece);
+      products_[r].family->prepare(products_[r].rows, spec_, piece - (r ? products_[r - 1].pieces : 0));
+    });
+  }
+
+  // body(r, block, part) for all ranges, blocks of their rows and parts of `width`, in panels: tasks of like work, so
+  // that ranges of many rows are cut into more of them.
+  template <class Body>
+  void for_tasks(int64_t width, Body&& body) const {
+    const int threads = this->threads();
+    int64_t tasks = 0;
+    for (int64_t r = 0; r < count_; r++) {
+      RangeProduct& product = products_[r];
+      product.chunk = product.family->cut.chunk(width * rows_ / ranges_[r].count, threads);
+      product.tasks = tasks += blocks(r).count * ceil_div(width, product.chunk);
+    }
+    parallel_for(tasks, threads, [&](int64_t task) {
+      const int64_t r = find(&RangeProduct::tasks, task), number = task - (r ? products_[r - 1].tasks : 0),
+                    chunk = products_[r].chunk, chunks = ceil_div(width, chunk);
+      body(r, blocks(r).at(number / chunks), piece_of(width, chunk, number % chunks));
+    });
+  }
+
+  RowBlocks blocks(int64_t r) const { return products_[r].family->blocks(products_[r].rows, spec_); }
+  void multiply(int64_t r, const PackedWeight& weight, const Sink& sink, Span block, Span panels) const {
+    products_[r].family->multiply(products_[r].rows, weight, sink, block, panels);
+  }
+
+ private:
+  // The range that has this piece or task.
+  int64_t find(int64_t RangeProduct::* end, int64_t number) const {
+    int64_t first = 0, last = count_ - 1;
+    while (first < last) {
+      const int64_t middle = (first + last) / 2;
+      if (number < products_[middle].*end) last = middle;
+      else first = middle + 1;
+    }
+    return first;
+  }
+
+  const WeightSpec& spec_;
+  const RowRange* const ranges_;
+  RangeProduct* const products_;
+  const int64_t count_;
+  int64_t rows_ = 0;
+};
+
+}  // namespace
+}  // namespace lowbit::cpu::LOWBIT_ISA_NAME

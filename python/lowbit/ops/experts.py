@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The feed-forward layer of a mixture of experts over packed weights, and its gradients:
+y[t] = sum over j of weights[t, j] * (act(gate_e(x[t]), up_e(x[t])) @ down_e.T + down_bias_e), e = index[t, j]."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.nn import functional
+
+from lowbit.ops.forward_mode import refuse_tangents
+from lowbit.ops.gather_linear import grad_of_rows
+from lowbit.ops.linear import LinearArgs
+from lowbit.ops.registration import function_of, register
+
+register()
+_call = function_of("experts")
+_gather_linear = function_of("gather_linear")
+
+ACTIVATIONS = ("none", "relu", "gelu", "gelu_tanh", "silu", "relu_squared")
+"""By the number that the op takes."""
+
+
+class Gate(NamedTuple):
+    """The step between the two products: the arguments of `experts` of these names, the activation by its number."""
+
+    activation: int
+    gated: bool
+    interleaved: bool
+    alpha: float
+    limit: float
+    up_offset: float
+
+
+def experts(
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    index: Tensor,
+    weights: Tensor,
+    gate_up_args: LinearArgs,
+    down_args: LinearArgs,
+    activation: str = "silu",
+    *,
+    gated: bool = True,
+    interleaved: bool = False,
+    alpha: float = 1.0,
+    limit: float | None = None,
+    up_offset: float = 0.0,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+) -> Tensor:
+    """Run the experts that the router has chosen for each token, and add up their results: one parallel region a call,
+    in which the weights of every expert are read once for all of its tokens.
+
+    Between the products is ``f(min(gate, limit)) * (clamp(up, -limit, limit) + up_offset)``, f the activation; silu
+    is ``gate * sigmoid(alpha * gate)``. gpt-oss has alpha 1.702, limit 7 and up_offset 1. Results of a token are added
+    in float32, in the order of experts. With dynamic activations (``x_format`` > 0) rounding has the straight-through
+    gradient. The packed weights are frozen: gradients go to x, weights and the biases.
+
+    Args:
+        x: ``[T, H]``, float32, bfloat16 or float16, any strides.
+        gate_up: packed weights of E experts, uint8 ``[E, panels, panel_bytes]``, each of 2 I x H: the rows of the
+            gate, then those of up; I x H without a gate.
+        down: the same of n x I; n is H in a model.
+        index: int32 or int64 ``[T, k]``: the experts of each token, 0 to E - 1; a pair with E counts nothing.
+        weights: ``[T, k]``, any of the three float dtypes: the router's weight of each pair.
+        gate_up_args, down_args: ``(n, k, format, group_size, asymmetric, x_format)`` of one expert, as
+            `QuantLinear.op_args` holds them. Activations of both products are int8, or of both stay float.
+        activation: "silu", "gelu", "gelu_tanh", "relu", "relu_squared" or "none".
+        gated: False: there is no up, and f(gate) goes into the second product.
+        interleaved: rows of gate_up are gate, up, gate, up and so on, as gpt-oss has them.
+        alpha, limit, up_offset: as above; alpha with silu alone, limit None for none.
+        gate_up_bias: ``[E, 2 I]``, any of the three float dtypes.
+        down_bias: ``[E, n]``, the same; each result of an expert has it before its weight.
+
+    Returns:
+        ``[T, n]``, dtype of x (of autocast inside ``torch.autocast``).
+
+    Raises:
+        ValueError: a shape, an activation or a number does not fit, or ``index`` names no expert.
+        TypeError: a dtype is not one of the above.
+        NotImplementedError: no kernel row serves the call, or a derivative in forward mode is wanted.
+    """
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"experts: activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
+    if limit is not None and not limit > 0:
+        raise ValueError(f"experts: limit must be positive, or None for none, got {limit}")
+    gate = Gate(ACTIVATIONS.index(activation), gated, interleaved, alpha, limit or 0.0, up_offset)
+    if torch.is_autocast_enabled(x.device.type):
+        x = x.to(torch.get_autocast_dtype(x.device.type))
+    given = (x, weights, gate_up_bias, down_bias)
+    if forward_ad._current_level >= 0:  # -1 outside of forward mode
+        refuse_tangents("experts", given)
+    of = [int(number) for number in gate_up_args], [int(number) for number in down_args]
+    wanted = torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in given)
+    if wanted and not torch.compiler._is_exporting_flag:  # an exported program gets it from the dispatcher
+        return _Experts.apply(x, gate_up, down, index, weights, *of, gate, gate_up_bias, down_bias)
+    return _call(x, gate_up, down, index, weights, *of, *gate, gate_up_bias, down_bias)
+
+
+def differentiated_experts(
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    index: Tensor,
+    weights: Tensor,
+    gate_up_args: Sequence[int],
+    down_args: Sequence[int],
+    activation: int,
+    gated: bool,
+    interleaved: bool,
+    alpha: float,
+    limit: float,
+    up_offset: float,
+    gate_up_bias: Tensor | None,
+    down_bias: Tensor | None,
+) -> Tensor:
+    """`lowbit::experts` with its gradient (derivatives.py)."""
+    if forward_ad._current_level >= 0:
+        refuse_tangents("experts", (x, weights, gate_up_bias, down_bias))
+    gate = Gate(activation, gated, interleaved, alpha, limit, up_offset)
+    return _Experts.apply(
+        x, gate_up, down, index, weights, list(gate_up_args), list(down_args), gate, gate_up_bias, down_bias
+    )
+
+
+class _Experts(torch.autograd.Function):
+    """The backward makes both products again, for each pair of a token and an expert: [T, k, H] in float32."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gate_up: Tensor, down: Tensor, index: Tensor, weights: Tensor,
+                gate_up_args: list[int], down_args: list[int], gate: Gate, gate_up_bias: Tensor | None,
+                down_bias: Tensor | None) -> Tensor:  # fmt: skip
+        ctx.save_for_backward(x, gate_up, down, index, weights, gate_up_bias, down_bias)
+        ctx.gate_up_args, ctx.down_args, ctx.gate = gate_up_args, down_args, gate
+        return _call(x, gate_up, down, index, weights, gate_up_args, down_args, *gate, gate_up_bias, down_bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        x, gate_up, down, index, weights, gate_up_bias, down_bias = ctx.saved_tensors
+        nobody = index == len(gate_up)
+        index = index.masked_fill(nobody, 0)
+        sums = _gather_linear(x, gate_up, index, *ctx.gate_up_args, gate_up_bias)
+        hidden, slopes = _gated(sums.float(), ctx.gate)
+        grad_out = grad_out.float()
+        grad_weights = None
+        if ctx.needs_input_grad[4]:
+            each = _gather_linear(hidden.to(x.dtype), down, index, *ctx.down_args, down_bias)
+            grad_weights = torch.einsum("tjn,tn->tj", each.float(), grad_out).masked_fill(nobody, 0).to(weights.dtype)
+        grad_each = grad_out[:, None] * weights.float().masked_fill(nobody, 0)[..., None]
+        grad_down_bias = _of_bias(grad_each, index, down_bias) if ctx.needs_input_grad[9] else None
+        if not (ctx.needs_input_grad[0] or ctx.needs_input_grad[8]):
+            return None, None, None, None, grad_weights, None, None, None, None, grad_down_bias
+        grad_hidden = grad_of_rows(grad_each, down, index, ctx.down_args)
+        grad_sums = _joined([slope * grad_hidden for slope in slopes], ctx.gate)
+        grad_x = None
+        if ctx.needs_input_grad[0]:
+            grad_x = grad_of_rows(grad_sums, gate_up, index, ctx.gate_up_args).sum(1).to(x.dtype)
+        grad_gate_up_bias = _of_bias(grad_sums, index, gate_up_bias) if ctx.needs_input_grad[8] else None
+        return grad_x, None, None, None, grad_weights, None, None, None, grad_gate_up_bias, grad_down_bias
+
+
+def _gated(sums: Tensor, gate: Gate) -> tuple[Tensor, list[Tensor]]:
+    """Return act(gate, up) of the sums of the first product, and its derivatives to the gate, and to up if there
+    is one."""
+    if not gate.gated:
+        value, slope = _activated(sums, gate)
+        return value, [slope]
+    given, up = (sums[..., ::2], sums[..., 1::2]) if gate.interleaved else sums.chunk(2, -1)
+    limited, factor = given, up
+    if gate.limit:
+        limited, factor = given.clamp(max=gate.limit), up.clamp(-gate.limit, gate.limit)
+    value, slope = _activated(limited, gate)
+    shifted = factor + gate.up_offset
+    return value * shifted, [slope * shifted * (given == limited), value * (up == factor)]
+
+
+def _activated(x: Tensor, gate: Gate) -> tuple[Tensor, Tensor]:
+    """Return the activation and its derivative."""
+    name, one = ACTIVATIONS[gate.activation], torch.ones_like(x)
+    if name == "silu":
+        sigmoid = torch.sigmoid(gate.alpha * x)
+        return x * sigmoid, sigmoid * (1 + gate.alpha * x * (1 - sigmoid))
+    if name.startswith("gelu"):
+        form = "tanh" if name == "gelu_tanh" else "none"
+        return functional.gelu(x, approximate=form), torch.ops.aten.gelu_backward(one, x, approximate=form)
+    if name == "relu":
+        return x.relu(), (x > 0).to(x.dtype)
+    return (x.relu().square(), 2 * x.relu()) if name == "relu_squared" else (x, one)
+
+
+def _joined(grads: list[Tensor], gate: Gate) -> Tensor:
+    """Return the gradients of gate and up as the first product has its columns."""
+    return torch.stack(grads, -1).flatten(-2) if gate.interleaved else torch.cat(grads, -1)
+
+
+def _of_bias(grad: Tensor, index: Tensor, bias: Tensor) -> Tensor:
+    return torch.zeros_like(bias, dtype=torch.float32).index_add_(0, index.flatten(), grad.flatten(0, 1)).to(bias.dtype)
+
+
+def fake(x: Tensor, down_args: Sequence[int], **_: Any) -> Tensor:
+    return x.new_empty((x.shape[0], down_args[0]))

@@ -1,0 +1,450 @@
+# SPDX-License-Identifier: Apache-2.0
+"""experts: every kernel row against float64, and where products are of integers bit for bit against each other and
+against the products of gather_linear; its gradients against autograd's; what it refuses."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from refusals import refused_alike
+from row_fixture import fixture_of
+from settings import ambient, forced, same_for_any_threads
+from torch import Tensor
+from torch.nn import functional
+
+import lowbit
+from lowbit import _C, experts, reference, testing
+from lowbit.ops.experts import ACTIVATIONS
+from lowbit.testing import LinearCase, assert_within
+
+op = torch.ops.lowbit.experts
+ROWS = testing.rows("experts")
+experts_row = fixture_of(ROWS)
+E, H, INNER, OUT = 5, 132, 100, 52
+FORMATS = [of for of in testing.format_cases() if of[1] in (0, 16, 32, 64)] + [
+    ("int8_semi_sparse", group_size, "symmetric", x_format)
+    for group_size, x_format in itertools.product((0, 32), _C.FORMAT_FACTS["int8_semi_sparse"]["x_formats"])
+]
+ROUTES = {
+    "one token": [[3, 0]],
+    "few tokens, expert 0 without any, pairs of no expert": [[1, 4], [4, E], [3, 4], [E, E]],
+    "one expert, named twice by each token": [[2, 2]] * 40,
+    "many tokens": [[t % 3 + 1, 4 if t % 5 else 1] for t in range(70)],
+}
+
+
+class Form(NamedTuple):
+    """The step between the two products."""
+
+    activation: str = "silu"
+    gated: bool = True
+    interleaved: bool = False
+    alpha: float = 1.0
+    limit: float = 0.0
+    up_offset: float = 0.0
+
+    @property
+    def numbers(self) -> tuple[Any, ...]:
+        return ACTIVATIONS.index(self.activation), *self[1:]
+
+    def function(self, sums: Tensor) -> Tensor:
+        """[..., n] of the first product to [..., I], by torch."""
+        run = {"silu": lambda x: x * torch.sigmoid(self.alpha * x), "relu_squared": lambda x: x.relu().square()}
+        activation = run.get(self.activation) or reference.linear.ACTIVATIONS[self.activation]
+        if not self.gated:
+            return activation(sums)
+        gate, up = (sums[..., ::2], sums[..., 1::2]) if self.interleaved else sums.chunk(2, -1)
+        if self.limit:
+            gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+        return activation(gate) * (up + self.up_offset)
+
+
+FORMS = [
+    Form(),
+    Form("gelu"),
+    Form("gelu_tanh", interleaved=True),
+    Form("relu", limit=2.0),
+    Form("relu_squared", gated=False),
+    Form(alpha=1.702, limit=7.0, up_offset=1.0, interleaved=True),
+    Form(limit=1.5),
+    Form("gelu", gated=False),
+    Form("none", gated=False),
+    Form("none"),
+]
+
+
+class Case(NamedTuple):
+    """The arguments of the op but index and x, and the decoded weights."""
+
+    gate_up: Tensor
+    down: Tensor
+    args: tuple[list[int], list[int]]
+    gate_up_bias: Tensor
+    down_bias: Tensor
+    decoded: list[list[Any]]
+
+    def run(self, x: Tensor, index: Tensor, weights: Tensor, form: Form) -> Tensor:
+        return op(x, self.gate_up, self.down, index, weights, *self.args, *form.numbers, self.gate_up_bias, self.down_bias)
+
+
+Of = tuple[str, int, str, str]
+
+
+@functools.cache
+def case(of: Of, gated: bool) -> Case:
+    format, group_size, mapping, x_format = of
+    torch.manual_seed(len(str(of)))
+    packed, args, biases, decoded = [], [], [], []
+    for n, k in ((INNER * (1 + gated), H), (OUT, INNER)):
+        each = [testing.pack_weight(torch.randn(n, k) / 8, format, group_size, mapping) for _ in range(E)]
+        packed.append(torch.stack(each))
+        args.append([int(a) for a in LinearCase(1, n, k, "float32", format, group_size, mapping, x_format).op_args])
+        biases.append(torch.randn(E, n))
+        decoded.append([testing.decode_weight(one, n, k, format, group_size, mapping) for one in each])
+    return Case(packed[0], packed[1], (args[0], args[1]), biases[0], biases[1], decoded)
+
+
+def rounded(x: Tensor, weight: Any, x_format: str) -> Tensor:
+    """x as it enters a product, float64."""
+    return reference.linear._activations(x, weight, x_format)
+
+
+def of_error(x: Tensor, error: Tensor, weight: Any, x_format: str) -> Tensor:
+    """How much the rounded x may differ where each of its elements is off by so much: codes beside a boundary are
+    others, and scales are as far off as the largest elements."""
+    if x_format == "float":
+        return error
+    length = x.shape[1] if x_format != "int8_group" else weight.group_size or x.shape[1]
+    x, both = x.float().double(), x_format == "int8_row_asymmetric"
+    relative, least, most = torch.zeros_like(x), torch.zeros_like(x), torch.zeros_like(x)
+    for begin in range(0, x.shape[1], length):  # elements that have one scale; its own ends move it
+        part = slice(begin, begin + length)
+        size = x[:, part].abs().amax(1, True)
+        relative[:, part] = error[:, part].amax(1, True) / size.clamp(min=1e-30)
+        least[:, part] = x[:, part].amin(1, True).clamp(max=0) if both else -size
+        most[:, part] = x[:, part].amax(1, True).clamp(min=0) if both else size
+    ends, exact = (x <= least) | (x >= most), rounded(x, weight, x_format)
+    reach = torch.where(ends, 0.0, error + 2 * relative * x.abs())
+    moved = [rounded((x + sign * reach).clamp(least, most), weight, x_format) for sign in (1, -1)]
+    off = torch.maximum(*((each - exact).abs() for each in moved)) + 2 * relative * exact.abs()
+    return off + ends * both * (most - least) / 254  # a zero point between two codes
+
+
+def reference_of(of: Of, form: Form, x: Tensor, index: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """The result in float64, and its budget: the errors of the first product go through act and the second one."""
+    x_format, u, roundoff = of[3], testing.ROUNDOFF["float32"], testing.ROUNDOFF[str(x.dtype)[6:]]
+    mine = case(of, form.gated)
+    wanted, allowed = torch.zeros(len(x), OUT, dtype=torch.float64), torch.zeros(len(x), OUT, dtype=torch.float64)
+    added = torch.zeros_like(wanted)
+    for e in range(E):
+        up, down = mine.decoded[0][e], mine.decoded[1][e]
+        sums = reference.linear.product(x, up, x_format) + mine.gate_up_bias[e].double()
+        error = (H + 8) * u * (reference.linear.magnitude(x, up, x_format) + mine.gate_up_bias[e].double().abs())
+        hidden = form.function(sums)
+        # The change of act by errors of both factors, twice for its curvature, and 16 roundings of its terms.
+        corners = [(form.function(sums + a * error * sign) - hidden).abs()
+                   for a in (1, -1) for sign in (1, alternating(sums, form))]  # fmt: skip
+        size = form.function(sums.abs()).abs() + hidden.abs() + 1e-3 * sums.abs().amax(-1, keepdim=True) ** 2
+        off = 2 * functools.reduce(torch.maximum, corners) + 16 * u * size + roundoff * hidden.abs()
+        off = off + torch.finfo(x.dtype).smallest_normal * roundoff
+        dense = (down.decode() if hasattr(down, "decode") else down).double().abs()
+        value = rounded(hidden.float() if x_format != "float" else hidden, down, x_format)
+        value = value @ (down.decode() if hasattr(down, "decode") else down).double().T + mine.down_bias[e].double()
+        magnitude = reference.linear.magnitude(hidden.float(), down, x_format) + mine.down_bias[e].double().abs()
+        error = (INNER + 8) * u * magnitude + of_error(hidden, off, down, x_format) @ dense.T
+        factor = (weights.double() * (index == e)).sum(1, keepdim=True)
+        weight = (weights.double().abs() * (index == e)).sum(1, keepdim=True)
+        wanted += factor * value
+        allowed += weight * error
+        added += weight * (value.abs() + error)
+    allowed += (index.shape[1] + 1) * u * added
+    return wanted, allowed + roundoff * (wanted.abs() + allowed) + torch.finfo(x.dtype).smallest_normal * roundoff
+
+
+def alternating(sums: Tensor, form: Form) -> Tensor:
+    """+1 for gates, -1 for ups."""
+    signs = torch.ones(sums.shape[-1], dtype=torch.float64)
+    if form.interleaved:
+        signs[1::2] = -1
+    else:
+        signs[sums.shape[-1] // 2 :] = -1
+    return signs
+
+
+@functools.cache
+def routed(route: str, dtype: str) -> tuple[Tensor, Tensor, Tensor]:
+    tokens = len(ROUTES[route])
+    generator = torch.Generator().manual_seed(tokens)
+    x = torch.randn(tokens, H, generator=generator).to(getattr(torch, dtype))
+    return x, torch.tensor(ROUTES[route]), torch.rand(tokens, 2, generator=generator) - 0.2
+
+
+@functools.cache
+def expected(of: Of, form: Form, route: str, dtype: str, weights: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    """Every kernel row meets the same reference."""
+    x, index, router = routed(route, dtype)
+    return reference_of(of, form, x, index, router.to(weights))
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_every_token_is_within_budget_of_the_float64_reference(
+    experts_row: str, dtype: str, subtests: pytest.Subtests
+) -> None:
+    served = 0
+    for number, of in enumerate(FORMATS):
+        form = FORMS[number % len(FORMS)]
+        for route in {list(ROUTES)[number % len(ROUTES)], "many tokens"}:
+            x, index, weights = routed(route, dtype)
+            index, weights = index.to((torch.int32, torch.int64)[number % 2]), weights.to((x.dtype, torch.float32)[number % 2])
+            try:
+                with lowbit.force_kernel(experts_row):
+                    y = case(of, form.gated).run(x, index, weights, form)
+            except NotImplementedError:
+                continue
+            served += 1
+            with subtests.test(of=of, form=form, route=route):
+                assert _C.last_kernel("experts") == experts_row and y.dtype == x.dtype
+                wanted, allowed = expected(of, form, route, dtype, weights.dtype)
+                assert_within(y, wanted, allowed, f"{experts_row} {of} {form} {route}")
+    assert served or dtype != "bfloat16" and "_avx512_bf16" in experts_row
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_every_form_is_within_budget_of_the_float64_reference(experts_row: str, form: Form) -> None:
+    served = 0
+    for of in (("int4", 32, "symmetric", "int8_group"), ("int8", 0, "asymmetric", "int8_row"), ("bfloat16", 0, "symmetric", "float"),
+               ("int4", 32, "asymmetric", "float")):  # fmt: skip
+        for route in ROUTES:
+            try:
+                with lowbit.force_kernel(experts_row):
+                    y = case(of, form.gated).run(*routed(route, "bfloat16"), form)
+            except NotImplementedError:
+                continue
+            served += 1
+            assert_within(y, *expected(of, form, route, "bfloat16"), f"{experts_row} {of} {route}")
+    assert served
+
+
+def test_bits_depend_on_no_number_of_threads(experts_row: str) -> None:
+    for of in (("int4", 32, "symmetric", "int8_group"), ("int4", 32, "symmetric", "float"), ("float32", 0, "symmetric", "float"), ("bfloat16", 0, "symmetric", "float")):  # fmt: skip
+        mine, form = case(of, True), Form()
+        x, index, weights = torch.randn(300, H), torch.randint(0, E + 1, (300, 3)), torch.rand(300, 3)
+        for dtype in (torch.float32, torch.bfloat16):
+            try:
+                with forced(experts_row):
+                    same_for_any_threads(lambda: mine.run(x.to(dtype), index, weights, form), (1, 2, 3, 4))  # noqa: B023
+            except NotImplementedError:
+                continue
+
+
+@pytest.mark.parametrize("of", [of for of in FORMATS if of[3].startswith("int8")], ids=str)
+def test_integer_products_have_one_result_on_every_instruction_set(of: Of) -> None:
+    form = FORMS[FORMATS.index(of) % len(FORMS)]
+    results: dict[str, Tensor] = {}
+    for row in ROWS:
+        if row["available"] and "_int8_" in row["name"]:
+            with lowbit.force_kernel(str(row["name"])):
+                try:
+                    results[str(row["name"])] = case(of, form.gated).run(*routed("many tokens", "float32"), form)
+                except NotImplementedError:
+                    continue
+    first, *others = results.values()
+    assert others and all(other.equal(first) for other in others), list(results)
+
+
+@pytest.mark.parametrize("of", [("int4", 32, "symmetric", "int8_group"), ("int8", 0, "asymmetric", "int8_row"), ("int8", 32, "symmetric", "int8_row_asymmetric")], ids=str)  # fmt: skip
+def test_integer_products_are_those_of_gather_linear_added_in_the_order_of_experts(of: Of) -> None:
+    """With router weights whose products are exact."""
+    mine, form = case(of, False), Form("none", gated=False)
+    x, index = torch.randn(90, H), torch.randint(0, E, (90, 3))
+    weights = torch.tensor([0.5, -2.0, 0.25])[torch.randint(0, 3, (90, 3))]
+    hidden = torch.ops.lowbit.gather_linear(x, mine.gate_up, index, *mine.args[0], mine.gate_up_bias)
+    each = torch.ops.lowbit.gather_linear(hidden, mine.down, index, *mine.args[1], mine.down_bias) * weights[..., None]
+    order = index.sort(dim=1, stable=True).indices
+    wanted = torch.zeros(90, OUT)
+    for j in range(3):
+        wanted += each[torch.arange(90), order[:, j]]
+    assert mine.run(x, index, weights, form).equal(wanted)
+
+
+def test_pairs_of_no_expert_count_nothing() -> None:
+    mine, form = case(("int4", 32, "symmetric", "int8_group"), True), Form()
+    x, index, weights = torch.randn(20, H), torch.randint(0, E, (20, 3)), torch.rand(20, 3)
+    nobody = torch.rand(20, 3) < 0.4
+    marked = mine.run(x, index.masked_fill(nobody, E), weights.masked_fill(nobody, torch.nan), form)
+    assert marked.equal(mine.run(x, index, weights.masked_fill(nobody, 0.0), form))
+    assert mine.run(x, torch.full_like(index, E), weights, form).eq(0).all()
+    assert mine.run(x, index[:, :0], weights[:, :0], form).eq(0).all()
+    assert mine.run(x[:0], index[:0], weights[:0], form).shape == (0, OUT)
+
+
+def test_more_tokens_than_a_block_and_more_pairs_than_a_pass() -> None:
+    mine, form = case(("int8", 0, "symmetric", "int8_row"), True), Form()
+    x, index, weights = torch.randn(4500, H), torch.randint(0, E + 1, (4500, 3)), torch.rand(4500, 3)
+    whole = mine.run(x, index, weights, form)
+    for begin in range(0, 4500, 900):
+        part = slice(begin, begin + 900)
+        assert whole[part].equal(mine.run(x[part], index[part], weights[part], form)), begin
+
+
+def test_tokens_that_are_not_finite_are_alone(experts_row: str) -> None:
+    for of in (("int8", 0, "symmetric", "int8_row"), ("int4", 32, "asymmetric", "float"), ("bfloat16", 0, "symmetric", "float")):
+        mine, form = case(of, True), Form()
+        x, index, weights = (tensor.clone() for tensor in routed("many tokens", "bfloat16"))
+        try:
+            with lowbit.force_kernel(experts_row):
+                clean = mine.run(x, index, weights, form)
+                x[3, 5], x[4, 0], weights[20, 1], weights[21, 0] = torch.inf, torch.nan, torch.nan, torch.inf
+                y = mine.run(x, index, weights, form)
+        except NotImplementedError:
+            continue
+        odd = torch.tensor([3, 4, 20, 21])
+        assert not y[odd].isfinite().any(), of
+        rest = torch.ones(len(x), dtype=torch.bool).index_fill_(0, odd, False)
+        torch.testing.assert_close(y[rest].float(), clean[rest].float(), rtol=2**-6, atol=0.02)
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_gradients_are_autograds(form: Form) -> None:
+    of = ("int8", 32, "symmetric", "float")
+    mine = case(of, form.gated)
+    x, index, weights = routed("few tokens, expert 0 without any, pairs of no expert", "float32")
+    leaves = [tensor.clone().requires_grad_() for tensor in (x, weights, mine.gate_up_bias, mine.down_bias)]
+    grad = torch.randn(len(x), OUT)
+    y = experts(leaves[0], mine.gate_up, mine.down, index, leaves[1], *mine.args, form.activation, gated=form.gated,
+                interleaved=form.interleaved, alpha=form.alpha, limit=form.limit or None, up_offset=form.up_offset,
+                gate_up_bias=leaves[2], down_bias=leaves[3])  # fmt: skip
+    y.backward(grad)
+    dense = [torch.stack([torch.ops.lowbit.dequantize(one, *args[:4], bool(args[4])) for one in packed]).double()
+             for packed, args in zip((mine.gate_up, mine.down), mine.args, strict=True)]  # fmt: skip
+    theirs = [tensor.detach().double().requires_grad_() for tensor in leaves]
+    total: Any = 0
+    for t, j in (index < E).nonzero().tolist():
+        e = int(index[t, j])
+        hidden = form.function(theirs[0][t] @ dense[0][e].T + theirs[2][e])
+        row = theirs[1][t, j] * (hidden @ dense[1][e].T + theirs[3][e])
+        total = total + (row * grad[t]).sum()
+    total.backward()
+    for mine_, other in zip(leaves, theirs, strict=True):
+        torch.testing.assert_close(mine_.grad.double(), other.grad, rtol=1e-4, atol=1e-4)
+
+
+def test_a_gradient_for_one_of_the_arguments_alone() -> None:
+    mine = case(("int8", 32, "symmetric", "int8_row"), True)
+    x, index, weights = routed("many tokens", "bfloat16")
+    for which in range(4):
+        leaves = [x, weights, mine.gate_up_bias, mine.down_bias]
+        leaves[which] = leaves[which].clone().requires_grad_()
+        experts(leaves[0], mine.gate_up, mine.down, index, leaves[1], *mine.args, gate_up_bias=leaves[2], down_bias=leaves[3]).sum().backward()  # fmt: skip
+        assert leaves[which].grad.dtype == leaves[which].dtype and leaves[which].grad.isfinite().all()
+
+
+def test_autocast_takes_its_dtype_and_forward_mode_is_refused() -> None:
+    mine = case(("int8", 0, "symmetric", "float"), True)
+    x, index, weights = routed("one token", "float32")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = experts(x, mine.gate_up, mine.down, index, weights, *mine.args)
+    assert y.equal(experts(x.bfloat16(), mine.gate_up, mine.down, index, weights, *mine.args))
+    with pytest.raises(NotImplementedError, match="experts"):
+        torch.func.jvp(lambda x: experts(x, mine.gate_up, mine.down, index, weights, *mine.args), (x,), (x,))
+
+
+def test_any_strides() -> None:
+    mine, form = case(("int8", 0, "symmetric", "float"), True), Form()
+    x, index, weights = torch.randn(H, 6).T, torch.randint(0, E, (2, 6)).T, torch.rand(2, 6).T
+    assert mine.run(x, index, weights, form).equal(mine.run(x.contiguous(), index.contiguous(), weights.contiguous(), form))
+
+
+def test_two_formats_in_one_call() -> None:
+    first, second, form = case(("int4", 32, "symmetric", "int8_group"), True), case(("int8", 0, "symmetric", "int8_row"), True), Form()
+    x, index, weights = routed("many tokens", "float32")
+    y = op(x, first.gate_up, second.down, index, weights, first.args[0], second.args[1], *form.numbers)
+    hidden = torch.ops.lowbit.gather_linear(x, first.gate_up, index, *first.args[0])
+    each = torch.ops.lowbit.gather_linear(form.function(hidden), second.down, index, *second.args[1])
+    torch.testing.assert_close(y, (each * weights[..., None]).sum(1), rtol=1e-2, atol=1e-2)
+    floats = case(("int8", 0, "symmetric", "float"), True)
+    with pytest.raises(NotImplementedError, match="activations of a product"):
+        op(x, first.gate_up, floats.down, index, weights, first.args[0], floats.args[1], *form.numbers)
+
+
+def test_a_layer_without_biases_is_one_call_under_compile() -> None:
+    mine = case(("int4", 32, "symmetric", "int8_group"), True)
+    x, index, weights = routed("many tokens", "float32")
+    run = lambda x: experts(x, mine.gate_up, mine.down, index, weights, *mine.args, limit=7.0, alpha=1.702, up_offset=1.0)  # noqa: E731
+    assert torch.compile(run, fullgraph=True, backend="eager")(x).equal(run(x))
+    with torch.no_grad():
+        assert functional.relu(run(x)).equal(run(x).relu())
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("wrong", [-1, E + 1, 2**31 - 1])
+def test_an_index_that_names_no_expert_is_refused(dtype: torch.dtype, wrong: int) -> None:
+    mine = case(("int8", 0, "symmetric", "float"), True)
+    index = torch.zeros(4, 2, dtype=dtype)
+    index[2, 1] = wrong
+    with pytest.raises(ValueError, match=rf"experts: index must be 0 to 4, .* or 5 for no expert, got index\[2, 1\] = {wrong}"):
+        mine.run(torch.randn(4, H), index, torch.rand(4, 2), Form())
+
+
+NUMBERS = [32, 64, _C.FORMATS["int8"], 0, 0, 0]
+
+
+@pytest.mark.parametrize("change, error, text", [
+    ({"x": torch.randn(2, 64).double()}, TypeError, "x must be float32, bfloat16 or float16, got float64"),
+    ({"x": torch.randn(2, 60)}, ValueError, r"x must have shape \[T, k\] with k=64 of gate_up, got \[2, 60\]"),
+    ({"index": torch.zeros(2, 3)}, TypeError, "index must be int32 or int64, got float32"),
+    ({"index": torch.zeros(3, 3, dtype=torch.int32)}, ValueError, r"index must have shape \[T, k\], here T=2, got \[3, 3\]"),
+    ({"weights": torch.rand(2, 2)}, ValueError, r"weights must have shape \[2, 3\], got \[2, 2\]"),
+    ({"weights": torch.zeros(2, 3, dtype=torch.int32)}, TypeError, "weights must be float32, bfloat16 or float16, got int32"),
+    ({"gate_up": torch.zeros(3, 2, 1152)}, TypeError, "gate_up must be packed uint8, got float32"),
+    ({"gate_up": torch.zeros(2, 1152, dtype=torch.uint8)}, ValueError, r"gate_up must have shape \[E, panels"),
+    ({"gate_up": torch.zeros(3, 1, 1152, dtype=torch.uint8)}, ValueError, r"gate_up must have shape \[3, 2, 1152\]"),
+    ({"gate_up": torch.zeros(0, 2, 1152, dtype=torch.uint8)}, ValueError, r"gate_up must have shape \[E, panels"),
+    ({"down": torch.zeros(2, 4, 1152, dtype=torch.uint8)}, ValueError, r"down must have shape \[3, 4, 1152\]"),
+    ({"gate_up_bias": torch.randn(32)}, ValueError, r"gate_up_bias must have shape \[3, 32\], got \[32\]"),
+    ({"down_bias": torch.zeros(3, 64, dtype=torch.int8)}, TypeError, "down_bias must be float32, bfloat16 or float16, got int8"),
+    ({"gate_up_args": NUMBERS[:5]}, ValueError, r"gate_up_args must be \(n, k, format, .* got 5 numbers"),
+    ({"gated": False}, ValueError, "n of gate_up must be the k of down, as there is no gate, got 32 and 16"),
+    ({"down_args": [64, 32, *NUMBERS[2:]]}, ValueError, "n of gate_up must be twice the k of down, got 32 and 32"),
+    ({"activation": 6}, ValueError, "activation must be 0..5, got activation=6"),
+    ({"activation": 1, "alpha": 1.5}, ValueError, "alpha must be finite, and 1 for an activation other than silu, got 1.5"),
+    ({"limit": -1.0}, ValueError, "limit must be positive, or 0 for none, got -1"),
+    ({"up_offset": float("inf")}, ValueError, "up_offset must be finite, got inf"),
+    ({"gated": False, "limit": 1.0}, ValueError, r"experts without a gate \(gated=False\) have no"),
+])  # fmt: skip
+def test_bad_input_is_refused_with_and_without_data(change: dict[str, Any], error: type[Exception], text: str) -> None:
+    good = {
+        "x": torch.randn(2, 64),
+        "gate_up": torch.zeros(3, 2, 1152, dtype=torch.uint8),
+        "down": torch.zeros(3, 4, 1152, dtype=torch.uint8),
+        "index": torch.zeros(2, 3, dtype=torch.int32),
+        "weights": torch.rand(2, 3),
+        "gate_up_args": NUMBERS,
+        "down_args": [64, 16, *NUMBERS[2:]],
+        **{"activation": 4, "gated": True, "interleaved": False, "alpha": 1.0, "limit": 0.0, "up_offset": 0.0},
+        "gate_up_bias": None,
+        "down_bias": None,
+    }
+    refused_alike(op, good | change, error, f"experts: {text}")
+
+
+def test_names_and_limits_are_refused_by_the_function() -> None:
+    mine = case(("int8", 0, "symmetric", "float"), True)
+    arguments = *routed("one token", "float32"), *mine.args
+    x, index, weights, *args = arguments
+    with pytest.raises(ValueError, match="experts: activation must be one of none, relu, .* got 'tanh'"):
+        experts(x, mine.gate_up, mine.down, index, weights, *args, "tanh")
+    with pytest.raises(ValueError, match="experts: limit must be positive, or None for none, got 0"):
+        experts(x, mine.gate_up, mine.down, index, weights, *args, limit=0)
+
+
+def test_torchs_checks_of_the_registration() -> None:
+    mine = case(("int8", 0, "symmetric", "float"), True)
+    x, index, weights = torch.randn(H, 4).T, torch.randint(0, E + 1, (4, 2)), torch.rand(4, 2)
+    torch.library.opcheck(op.default, (x, mine.gate_up, mine.down, index, weights, *mine.args, 4))
