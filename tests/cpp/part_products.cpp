@@ -83,7 +83,7 @@ const uint8_t* right_factor(const Case& test, const Factor& b, int64_t b_steps, 
   return to;
 }
 
-// What rounding left of each factor, the pair of second parts, sums in float32.
+// The error is what rounding left of each factor, the pair of second parts, and that of sums in float32.
 template <int kParts, Pairs kPairs>
 double relative_error(const Case& test) {
   const bool exact = test.values == Values::bfloat16 || (kParts == 2 && test.values == Values::float16);
