@@ -61,6 +61,10 @@ struct Int8Rows {
   RowSum* sums;      // [rows / tile][sum_count][tile]
   int64_t sum_count, tile;
   float* offset;     // [rows], asymmetric activations only, else null
+  const int32_t* index = nullptr;  // the place of a row in the arrays, of tiles of 1; null: rows lie in order
+
+  LOWBIT_INLINE int64_t at(int64_t row) const { return index ? index[row] : row; }
+  LOWBIT_INLINE const float* offset_to(int64_t row) const { return offset ? offset + at(row) - row : nullptr; }
 };
 
 template <class Dot, class Step>

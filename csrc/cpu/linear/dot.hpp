@@ -141,8 +141,8 @@ void dot_tile(const PackedWeight& weight, const Int8Rows<typename DotOf<kFormat>
   const typename Dot::Step* a[kRows];
   const RowSum* sums[kRows];
   for (int r = 0; r < kRows; r++) {
-    a[r] = rows.codes + (row + r) * rows.code_stride;
-    sums[r] = rows.sums + (row + r) * rows.sum_count;
+    a[r] = rows.codes + rows.at(row + r) * rows.code_stride;
+    sums[r] = rows.sums + rows.at(row + r) * rows.sum_count;
   }
   f32x16 result[kRows][kPanels];
   for (int r = 0; r < kRows; r++)
@@ -174,7 +174,7 @@ void dot_tile(const PackedWeight& weight, const Int8Rows<typename DotOf<kFormat>
   }
   for (int r = 0; r < kRows; r++)
     for (int p = 0; p < kPanels; p++)
-      if (p < count) finish(weight, sink, row + r, panel + p, result[r][p], rows.offset);
+      if (p < count) finish(weight, sink, row + r, panel + p, result[r][p], rows.offset_to(row + r));
 }
 
 // The family: int8 codes of rows. Rows go in blocks that stay in L2 while the panels stream past:
@@ -198,6 +198,11 @@ struct CodeRows {
 
   CodeRows(const XView& x, const WeightSpec& spec, int64_t count, Arena& arena)
       : x(x), count(count), rows(take_rows<Step>(spec, x.format, count, 1, arena)) {}
+
+  // Row r of these rows, which are prepared, is row index[r] of `all`.
+  CodeRows(const CodeRows& all, const int32_t* index, int64_t count) : x(all.x), count(count), rows(all.rows) {
+    rows.index = index;
+  }
 
   int64_t pieces() const { return ceil_div(count, kPiece); }
   void prepare(const WeightSpec& spec, int64_t piece) const {

@@ -2,7 +2,7 @@
 // The loop of the op experts over the tasks of families (families.hpp), in phases of one team: one parallel region a
 // call. A pass is ranges of pairs (token, expert), sorted by expert:
 //
-//   prepare    rows of x, as the first product wants them
+//   prepare    rows of x, as the first product wants them: once for all experts, where a family finds rows by index
 //   gate_up    tasks (range, block of rows, columns of I): both sums, then hidden = act(gate, up)
 //   prepare    rows of hidden
 //   down       tasks are columns of y, for all ranges of the pass, one after another: sums += router weight * product
@@ -37,6 +37,13 @@ class ExpertsBlock {
     take(arena);
     sort_pairs(args_, first_, tokens_, order_);
     order_factors();
+    shared_.family = each_finds_rows();
+    Arena counted_rows;
+    make_shared(counted_rows);
+    const Scratch rows(counted_rows.bytes);
+    Arena rows_arena = rows.arena();
+    make_shared(rows_arena);
+    prepare_shared();
     int64_t count = 0, pairs = 0;
     bool begins = true;
     for (int64_t e = 0; e < args_.experts(); e++) {
@@ -90,9 +97,36 @@ class ExpertsBlock {
     for (int64_t i = 0; i < order_.begin[args_.experts()]; i++) factors_[i] = all[order_.y_row[i]];
   }
 
+  // The family of experts that find their rows of x by index, or null.
+  const Family* each_finds_rows() const {
+    for (int64_t e = 0; e < args_.experts(); e++) {
+      const int64_t pairs = order_.begin[e + 1] - order_.begin[e];
+      if (pairs && family(args_.gate_up, pairs).find) return &family(args_.gate_up, pairs);
+    }
+    return nullptr;
+  }
+
+  // Their rows of x, which are prepared once for all of them.
+  void make_shared(Arena& arena) {
+    if (shared_.family) shared_.family->make(shared_.rows, x(), gate_up_.spec, tokens_, arena);
+  }
+  void prepare_shared() {
+    shared_.index = order_.x_row;
+    if (!shared_.family) return;
+    parallel_for(shared_.family->pieces(shared_.rows), threads_for(tokens_ * gate_up_.spec.padded_k()),
+                 [&](int64_t piece) { shared_.family->prepare(shared_.rows, gate_up_.spec, piece); });
+  }
+
+  // The tokens of the block.
+  XView x() const {
+    const int64_t k = gate_up_.spec.k;
+    return {.x = args_.x.as<const char>() + first_ * k * static_cast<int64_t>(size_of(args_.x.dtype)),
+            .dtype = args_.x.dtype, .format = args_.gate_up.x_format, .k = k};
+  }
+
   // begins, ends: the first and the last pass of the block.
   void run_pass(int64_t count, bool begins, bool ends) {
-    const PassProduct up(gate_up_.spec, ranges_, up_products_, count),
+    const PassProduct up(gate_up_.spec, ranges_, up_products_, count, &shared_),
         down(down_.spec, ranges_, down_products_, count);
     const int64_t first = count ? ranges_[0].first : 0;
     Arena counted;
@@ -114,10 +148,9 @@ class ExpertsBlock {
   // Takes the memory of a pass; returns that of hidden, [pairs][I] in the dtype of x.
   void* make(const PassProduct& up, const PassProduct& down, int64_t first, Arena& arena) const {
     const DType dtype = args_.x.dtype;
-    XView x{.x = args_.x.data, .dtype = dtype, .format = args_.gate_up.x_format, .k = gate_up_.spec.k,
-            .index = order_.x_row};
-    x.x = args_.x.as<const char>() + first_ * x.k * static_cast<int64_t>(size_of(dtype));
-    up.make(x, 0, arena);
+    XView rows = x();
+    rows.index = order_.x_row;
+    up.make(rows, 0, arena);
     void* const hidden = arena.array<char>(up.rows() * down_.spec.k * static_cast<int64_t>(size_of(dtype)));
     down.make({.x = hidden, .dtype = dtype, .format = args_.down.x_format, .k = down_.spec.k}, first, arena);
     return hidden;
@@ -175,6 +208,7 @@ class ExpertsBlock {
   float* factors_ = nullptr;
   RowRange* ranges_ = nullptr;
   RangeProduct *up_products_ = nullptr, *down_products_ = nullptr;
+  SharedRows shared_{};
   float* sums_ = nullptr;
 };
 

@@ -8,6 +8,7 @@
 #pragma once
 
 #include <cstring>
+#include <type_traits>
 
 #include "core/tensor_view.hpp"
 #include "cpu/linear/activations.hpp"
@@ -21,6 +22,7 @@ struct Family {
   int64_t pass;  // rows of a Rows, at most
   PanelCut cut;
   void (*make)(void* rows, const XView& x, const WeightSpec& spec, int64_t count, Arena& arena);
+  void (*find)(void* rows, const void* all, const int32_t* index, int64_t count);  // null where a Rows cannot
   int64_t (*pieces)(const void* rows);
   void (*prepare)(const void* rows, const WeightSpec& spec, int64_t piece);
   RowBlocks (*blocks)(const void* rows, const WeightSpec& spec);
@@ -28,6 +30,17 @@ struct Family {
 };
 
 constexpr int64_t kRowsBytes = 160;  // of a Rows of any family
+
+template <class Rows>
+void find_rows(void* rows, const void* all, const int32_t* index, int64_t count) {
+  const Rows found(*static_cast<const Rows*>(all), index, count);
+  std::memcpy(rows, &found, sizeof found);
+}
+template <class Rows>
+constexpr auto find_of() -> decltype(Family::find) {
+  if constexpr (std::is_constructible_v<Rows, const Rows&, const int32_t*, int64_t>) return find_rows<Rows>;
+  else return nullptr;
+}
 
 template <class Rows>
 constexpr Family kFamily = {
@@ -39,6 +52,7 @@ constexpr Family kFamily = {
           const Rows made(x, spec, count, arena);
           std::memcpy(rows, &made, sizeof made);
         },
+    .find = find_of<Rows>(),
     .pieces = [](const void* rows) { return static_cast<const Rows*>(rows)->pieces(); },
     .prepare = [](const void* rows, const WeightSpec& spec,
                   int64_t piece) { static_cast<const Rows*>(rows)->prepare(spec, piece); },
@@ -71,6 +85,13 @@ struct RowRange {
   int64_t weight, first, count;
 };
 
+// Rows that ranges share: those of a family that finds them by index, prepared once.
+struct SharedRows {
+  const Family* family = nullptr;  // null: none
+  const int32_t* index = nullptr;  // of the rows of the order
+  alignas(8) char rows[kRowsBytes] = {};
+};
+
 // One product of a range. pieces, tasks: the number of them in this range and those before it in its pass.
 struct RangeProduct {
   const Family* family;
@@ -81,8 +102,9 @@ struct RangeProduct {
 // One product of all ranges of a pass.
 class PassProduct {
  public:
-  PassProduct(const WeightSpec& spec, const RowRange* ranges, RangeProduct* products, int64_t count)
-      : spec_(spec), ranges_(ranges), products_(products), count_(count) {
+  PassProduct(const WeightSpec& spec, const RowRange* ranges, RangeProduct* products, int64_t count,
+              const SharedRows* shared = nullptr)
+      : spec_(spec), ranges_(ranges), products_(products), count_(count), shared_(shared) {
     for (int64_t r = 0; r < count; r++) rows_ += ranges[r].count;
   }
 
@@ -95,13 +117,16 @@ class PassProduct {
   void make(const XView& x, int64_t first, Arena& arena) const {
     for (int64_t r = 0; r < count_; r++) {
       RangeProduct& product = products_[r];
-      product.family->make(product.rows, x.from(ranges_[r].first - first), spec_, ranges_[r].count, arena);
+      const RowRange& range = ranges_[r];
+      if (finds(r)) product.family->find(product.rows, shared_->rows, shared_->index + range.first, range.count);
+      else product.family->make(product.rows, x.from(range.first - first), spec_, range.count, arena);
     }
   }
 
   void prepare() const {
     int64_t pieces = 0;
-    for (int64_t r = 0; r < count_; r++) products_[r].pieces = pieces += products_[r].family->pieces(products_[r].rows);
+    for (int64_t r = 0; r < count_; r++)
+      products_[r].pieces = pieces += finds(r) ? 0 : products_[r].family->pieces(products_[r].rows);
     parallel_for(pieces, threads_for(rows_ * spec_.padded_k()), [&](int64_t piece) {
       const int64_t r = find(&RangeProduct::pieces, piece);
       products_[r].family->prepare(products_[r].rows, spec_, piece - (r ? products_[r - 1].pieces : 0));
@@ -132,6 +157,8 @@ class PassProduct {
   }
 
  private:
+  bool finds(int64_t r) const { return shared_ && shared_->family == products_[r].family; }
+
   // The range that has this piece or task.
   int64_t find(int64_t RangeProduct::* end, int64_t number) const {
     int64_t first = 0, last = count_ - 1;
@@ -147,6 +174,7 @@ class PassProduct {
   const RowRange* const ranges_;
   RangeProduct* const products_;
   const int64_t count_;
+  const SharedRows* const shared_;
   int64_t rows_ = 0;
 };
 

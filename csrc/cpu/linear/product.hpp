@@ -11,6 +11,7 @@
 //     blocks(spec)                     the rows cut into RowBlocks; a task has the rows of one
 //     multiply(weight, sink, block, panels)   a task: opens no region; its memory is its own
 //     kCut                             how panels are cut into tasks (schedule.hpp)
+//     Rows(all, index, count)          optional: rows of others, which are prepared, by index
 // Integer families give the same bits whatever the cut; the sums of float families depend on the number of rows that a
 // Rows has, and on the place of a row among them, but on no value of another row.
 #pragma once
