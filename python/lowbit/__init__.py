@@ -96,6 +96,7 @@ if TYPE_CHECKING:
         BlockSparseLinear,
         Calibration,
         QuantEmbedding,
+        QuantExperts,
         QuantizationReport,
         QuantLinear,
         calibrate,
@@ -113,7 +114,7 @@ _HOME = {
         "lowbit.autotune": "autoquant Plan",
         "lowbit.quant": (
             "quantize_ sparsify_ calibrate Calibration dequantize_ fuse_gated_mlps load QuantLinear QuantEmbedding "
-            "BlockSparseLinear QuantizationReport"
+            "QuantExperts BlockSparseLinear QuantizationReport"
         ),
         "lowbit.integrations.fuse": "fuse",
         "lowbit.integrations.rotate": "rotate_",
@@ -187,6 +188,7 @@ __all__ = [
     "PerToken",
     "Plan",
     "QuantEmbedding",
+    "QuantExperts",
     "QuantLinear",
     "QuantizationReport",
     "QuantizedKVCache",

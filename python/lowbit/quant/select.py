@@ -73,7 +73,7 @@ def select(
             if by_default:
                 skipped.append(Skipped(name, module, claim))
             continue
-        reason = (reason_to_skip(module) if kind in kinds else "") or claim
+        reason = (_reason_to_skip(module, kind, config) if kind in kinds else "") or claim
         if filter_fn is None:
             if not by_default and (module not in heads or reason):
                 continue
@@ -129,6 +129,16 @@ def reason_to_skip(module: nn.Module) -> str:
     """Why a layer is not safe to take, or an empty string."""
     kind = kind_of(module)
     return "" if kind is None or is_packed(module) or is_trained(module) else kind.refuses(module)
+
+
+def _reason_to_skip(module: nn.Module, kind: Kind, config: FormatConfig) -> str:
+    """Why a layer is not safe to take, or not as ``config`` says; or an empty string."""
+    if reason := reason_to_skip(module):
+        return reason
+    needs_inputs = isinstance(config.spec(torch.float32).algorithm, GPTQ)
+    if needs_inputs and kind.multiplies and not kind.calibrated and not is_packed(module):
+        return f"GPTQ needs its inputs, which calibrate does not count of a {kind.name}"
+    return ""
 
 
 def check_module(name: str, module: Any, device: torch.device | None, kinds: Sequence[Kind] = (LINEAR,)) -> None:
