@@ -144,7 +144,7 @@ def _first(module: Any, form: Form, product: Product, x: Tensor, index: Tensor) 
 def _weighted_sum(y: Tensor, weights: Tensor) -> Tensor:
     dtype = torch.promote_types(y.dtype, torch.float32)
     y, weights = y.to(dtype), weights.to(dtype)
-    total = y.new_zeros(len(y), y.shape[-1])
+    total = y.new_zeros(y.shape[0], y.shape[-1])
     for j in range(y.shape[1]):
         total = torch.addcmul(total, y[:, j], weights[:, j, None])
     return total
@@ -208,7 +208,7 @@ def _comparison(module: nn.Module, form: Form, packed_class: type[nn.Module]) ->
     parameters = {name: _random(value.shape, generator) for name, value in held.items()}
     parts = {name: _double(part) for name, part in module._modules.items()}
     for twin in (own, ours):
-        twin.__dict__ = module.__dict__ | {"_parameters": parameters, "_modules": parts}
+        twin.__dict__ = module.__dict__ | {"_parameters": parameters, "_modules": parts, "float_class": cls}
     weights = {key: form.float_weight(own, key) for key in form.keys}
 
     def product(key: str, x: Tensor, index: Tensor, bias: Tensor | None) -> Tensor:

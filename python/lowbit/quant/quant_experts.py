@@ -52,6 +52,17 @@ class QuantExperts(PackedModule):
     def __init__(self) -> None:
         raise TypeError("QuantExperts: made of a float module of experts, by quantize_, lowbit.load or from_pretrained")
 
+    def __getattr__(self, name: str) -> Any:
+        """Attributes that the class of the float module has, which its gate may use."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            for cls in getattr(self.__dict__.get("float_class"), "__mro__", ()):
+                if name in vars(cls):
+                    found = vars(cls)[name]
+                    return found.__get__(self, type(self)) if hasattr(found, "__get__") else found
+            raise
+
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Return ``[T, H]``, dtype of ``hidden_states``; the sum over the experts of a token is in float32, in the
         order of ``top_k_index``.
@@ -97,8 +108,8 @@ class QuantExperts(PackedModule):
 def _check(x: Tensor, index: Tensor, weights: Tensor) -> None:
     if x.dim() != 2:
         raise ValueError(f"QuantExperts: hidden_states must have shape [T, H], got {list(x.shape)}")
-    if index.dim() != 2 or len(index) != len(x):
-        raise ValueError(f"QuantExperts: top_k_index must have shape [{len(x)}, J], got {list(index.shape)}")
+    if index.dim() != 2 or index.shape[0] != x.shape[0]:
+        raise ValueError(f"QuantExperts: top_k_index must have shape [{x.shape[0]}, J], got {list(index.shape)}")
     if weights.shape != index.shape:
         raise ValueError(f"QuantExperts: top_k_weights must have shape {list(index.shape)}, got {list(weights.shape)}")
 
@@ -106,9 +117,7 @@ def _check(x: Tensor, index: Tensor, weights: Tensor) -> None:
 def _float_forward(module: nn.Module, *args: Tensor) -> Any:
     """The result of a module that is called while it becomes packed or float (kinds.py), by its former class."""
     cls = module.__dict__.get("float_class") or type(module)
-    view = cls.__new__(cls)
-    view.__dict__ = module.__dict__
-    return cls.forward(view, *args)
+    return cls.forward(module, *args)
 
 
 class _ExpertsKind(Kind):
