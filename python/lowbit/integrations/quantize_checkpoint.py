@@ -247,7 +247,9 @@ class _Run:
         there = set(self.names.values())
         sharing = [f"{other}.{weight.key}" for other in selection.shared_with(name)]
         like = torch.empty(0, dtype=dtype, device="cpu")
-        names = {key: parameter} | {other: other for other in sharing if other not in there}
+        # Renamed by transformers, a name that ends in "weight" and its layout would not stay beside each other.
+        own = key if weight.experts is None else parameter
+        names = {own: parameter} | {other: other for other in sharing if other not in there}
         return {of: selection.selected(one, like) for of, one in names.items()}
 
     def finish(self, target: Path) -> None:

@@ -54,8 +54,8 @@ def load(model: nn.Module, file: str | Path | Mapping[str, Tensor], *, mmap: boo
             as it is while the model lives. False reads it into memory. None maps ``.safetensors`` files alone.
 
     Returns:
-        Names of the layers that were turned into QuantLinear, QuantEmbedding and BlockSparseLinear, a list; it prints
-        one line for those of a kind.
+        Names of the layers that were turned into QuantLinear, QuantEmbedding, QuantExperts and BlockSparseLinear, a
+        list; it prints one line for those of a kind.
 
     Raises:
         FileNotFoundError: there is no such file, or none in the folder.

@@ -55,7 +55,7 @@ class QuantExperts(PackedModule):
     def __getattr__(self, name: str) -> Any:
         """Attributes that the class of the float module has, which its gate may use."""
         try:
-            return super().__getattr__(name)
+            return nn.Module.__getattr__(self, name)  # super() refuses where another thread made it float
         except AttributeError:
             for cls in getattr(self.__dict__.get("float_class"), "__mro__", ()):
                 if name in vars(cls):

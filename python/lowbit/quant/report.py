@@ -112,8 +112,7 @@ class ReportRow:
 
 @dataclass(frozen=True, slots=True)
 class FloatWeight:
-    """A weight of two or more dimensions in no linear layer, which stays float: an embedding, a convolution, experts
-    of an MoE.
+    """A weight of two or more dimensions in no linear layer, which stays float: an embedding, a convolution, a router.
 
     Args:
         name: of the parameter.

@@ -154,7 +154,7 @@ def check_module(name: str, module: Any, device: torch.device | None, kinds: Seq
             f"select others with filter_fn, or end it with lowbit.training.{module.end}"
         )
     if kind_of(module) not in kinds:
-        wanted = " and ".join(kind.float_name for kind in kinds)
+        wanted = " and ".join(", ".join(kind.float_name for kind in kinds).rsplit(", ", 1))
         raise TypeError(
             f"quantize_: filter_fn must select {wanted} layers only, got {_label(name)}: {type(module).__name__}; "
             "it is asked about every module: begin it with `isinstance(module, torch.nn.Linear) and`"
