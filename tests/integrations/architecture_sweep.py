@@ -207,7 +207,7 @@ def quantized(tried: Tried) -> str:
 
 
 def experts(model: nn.Module, report: lowbit.QuantizationReport) -> str:
-    """What became of weights of several experts."""
+    """Say whether weights of several experts are packed."""
     packed = any(isinstance(module, lowbit.QuantExperts) for module in model.modules())
     skipped = any(len(row.shape) == 3 for row in report.skipped)
     left = any("Expert" in weight.kind for weight in report.left)

@@ -31,7 +31,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "efficientnet": {"hidden_dim": 320, "width_coefficient": 0.25, "depth_coefficient": 0.3},
     "esm": {"vocab_size": 128, "pad_token_id": 1, "mask_token_id": 27},
     "exaone4_5_vision": {"window_size": 16},
-    "flint": {"decoder_sparse_step": 1},
+    "flint": {"mlp_only_layers": [0]},
     "fun_asr_nano_adaptor": {"intermediate_size": 16},
     "gemma4_text": {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32},
     "gemma3n_text": {"num_kv_shared_layers": 0, "num_hidden_layers": 2, "layer_types": _BOTH, "activation_sparsity_pattern": [0.5, 0.0]},

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""QuantExperts: every format beside the float module with the decoded weights in float64, nobody's pairs, gradients,
-what is stored and loaded, and modules that stay float with the reason."""
+"""QuantExperts: every format beside the float module with the decoded weights in float64, pairs of no expert, gradients,
+state dicts, and modules that stay float with the reason."""
 
 from __future__ import annotations
 

@@ -80,8 +80,8 @@ def quantize_checkpoint(
         FileNotFoundError: the folder holds no such checkpoint.
         FileExistsError: ``out`` is there.
         ValueError: the checkpoint is quantized already or lacks an expert, a configuration is with GPTQ, which needs
-            inputs of the model, weights are not finite, the settings are not those of an interrupted run, a file of that run is
-            damaged, or a written file reads back otherwise.
+            inputs of the model, weights are not finite, the settings are not those of an interrupted run, a file of
+            that run is damaged, or a written file reads back otherwise.
 
     Example:
         >>> lowbit.quantize_checkpoint("llama", "llama-int4", "int4_weight_only(group_size=32)")
