@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
-CHANGING = ("quant/kinds.py", "quant/quant_linear.py", "quant/quant_embedding.py", "quant/block_sparse.py", "quant/fused.py")
+CHANGING = ("quant/kinds.py", "quant/quant_linear.py", "quant/quant_embedding.py", "quant/quant_experts.py", "quant/block_sparse.py", "quant/fused.py")
 CALLING = (*CHANGING, "quant/fused_norm.py", "quant/gated_mlp.py", "quant/merged.py", "integrations/fused_attention.py", "integrations/fused_layer.py", "integrations/fused_decoder.py", "integrations/layer_program.py", "integrations/half_steps.py", "integrations/growing_cache.py")  # fmt: skip
 
 

@@ -23,7 +23,7 @@ format](choose_a_format.md).
 """
 SECTIONS = {
     "Quantizing models": "lowbit: quantize_ sparsify_ calibrate Calibration rotate_ smooth_ dequantize_ load fuse "
-    "fuse_gated_mlps QuantLinear QuantEmbedding BlockSparseLinear QuantizationReport linear "
+    "fuse_gated_mlps QuantLinear QuantEmbedding QuantExperts BlockSparseLinear QuantizationReport linear "
     "gather_linear experts",
     "Choosing formats by measuring": "lowbit: autoquant Plan",
     "Choosing formats by measuring: what manual=True returns": "lowbit.autotune: Recording",

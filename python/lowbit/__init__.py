@@ -97,6 +97,7 @@ if TYPE_CHECKING:
         BlockSparseLinear,
         Calibration,
         QuantEmbedding,
+        QuantExperts,
         QuantizationReport,
         QuantLinear,
         calibrate,
@@ -114,7 +115,7 @@ _HOME = {
         "lowbit.autotune": "autoquant Plan",
         "lowbit.quant": (
             "quantize_ sparsify_ calibrate Calibration dequantize_ fuse_gated_mlps load QuantLinear QuantEmbedding "
-            "BlockSparseLinear QuantizationReport"
+            "QuantExperts BlockSparseLinear QuantizationReport"
         ),
         "lowbit.integrations.fuse": "fuse",
         "lowbit.integrations.rotate": "rotate_",
@@ -189,6 +190,7 @@ __all__ = [
     "PerToken",
     "Plan",
     "QuantEmbedding",
+    "QuantExperts",
     "QuantLinear",
     "QuantizationReport",
     "QuantizedKVCache",

@@ -36,7 +36,8 @@ The models of transformers {transformers.__version__}, made tiny with random flo
   greedy answer where the model gives one ("without an answer": transformers needs more for it than a tiny model has). A
   model that has one attention of its own computes with it. Of SeamlessM4T v2 and Grounding DINO torch's attention is
   beside, because transformers' eager one adds their boolean masks to the scores.
-- **quantized**: the result with int8 weights beside that of the decoded weights.
+- **quantized**: the result with int8 weights beside that of the decoded weights; *with experts* where those of a
+  mixture are packed too, *experts float* where they are not ([experts](experts.md)).
 - **saved**: the result of the quantized model when it was saved and loaded.
 
 **yes** is within {BOUND:g} of its size. A model of several kinds of input that is tried with *text alone* gets no image or
@@ -202,7 +203,15 @@ def quantized(tried: Tried) -> str:
         return "no linear layers"
     got, decoded = result(tried), copy.deepcopy(tried.model)
     lowbit.dequantize_(decoded)
-    return verdict(got, result(Tried(decoded, tried.given)))
+    return verdict(got, result(Tried(decoded, tried.given))) + experts(tried.model, report)
+
+
+def experts(model: nn.Module, report: lowbit.QuantizationReport) -> str:
+    """Say whether weights of several experts are packed."""
+    packed = any(isinstance(module, lowbit.QuantExperts) for module in model.modules())
+    skipped = any(len(row.shape) == 3 for row in report.skipped)
+    left = any("Expert" in weight.kind for weight in report.left)
+    return ", with experts" * packed + ", experts float" * ((skipped or left) and not packed)
 
 
 def saved(tried: Tried) -> str:

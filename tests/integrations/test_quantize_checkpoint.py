@@ -25,7 +25,8 @@ from lowbit.__main__ import main
 from lowbit.autotune.plan_row import PlanRow
 from lowbit.formats import FORMATS
 from lowbit.integrations import quantize_checkpoint
-from lowbit.quant.kinds import is_packed
+from lowbit.quant.kinds import is_packed, weights_of
+from lowbit.quant.report import row_name
 
 transformers = pytest.importorskip("transformers")
 safetensors = pytest.importorskip("safetensors.torch")
@@ -44,7 +45,8 @@ def test_the_folder_is_what_from_pretrained_makes(name, shard, tmp_path, capsys)
     report = wanted.hf_quantizer.report
     loaded = cls.from_pretrained(out)
     assert torch.equal(logits(loaded), logits(wanted))
-    assert [row.layer for row in report.quantized] == [n for n, m in loaded.named_modules() if is_packed(m)]
+    layers = [(n, m) for n, m in loaded.named_modules() if is_packed(m)]
+    assert [row.layer for row in report.quantized] == [row_name(n, m, weight) for n, m in layers for weight in weights_of(m)]
     printed = capsys.readouterr().out
     assert all(row.layer in printed for row in report.rows) and f"{len(report.quantized)} quantized" in printed
     assert {path.name for path in out.iterdir()} == {path.name for path in folder.iterdir()}
@@ -53,6 +55,23 @@ def test_the_folder_is_what_from_pretrained_makes(name, shard, tmp_path, capsys)
     if name != "mixtral":  # whose files have other names than the model
         lowbit.load(fresh, out)
         assert torch.equal(logits(fresh), logits(wanted))
+    else:
+        assert all(isinstance(layer.mlp.experts, lowbit.QuantExperts) for layer in loaded.model.layers)
+        entries = [key for file in out.glob("*.safetensors") for key in safetensors.load_file(file)]
+        assert not any(".experts.3." in key for key in entries)
+
+
+def test_a_checkpoint_that_lacks_an_expert_is_refused_by_name(tmp_path):
+    folder = save("mixtral", tmp_path)
+    tensors = safetensors.load_file(folder / "model.safetensors")
+    (key,) = (key for key in tensors if "layers.1." in key and "experts.2." in key and ("up_proj" in key or "w3" in key))
+    del tensors[key]
+    safetensors.save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=r"quantize_checkpoint: model\.layers\.1\.mlp\.experts\.gate_up_proj must have shape \[4, 256, 64\], got expert 2 is missing"):
+        lowbit.quantize_checkpoint(folder, tmp_path / "packed", CONFIG)
+    assert not (tmp_path / "packed").exists() and not (tmp_path / "packed.partial").exists()
+    with pytest.raises((ValueError, RuntimeError)):
+        MODELS["mixtral"][0].from_pretrained(folder, quantization_config=lowbit.LowbitConfig(CONFIG))
 
 
 @pytest.mark.parametrize("flat", [True, False], ids=["names", "autoquant"])

@@ -3,14 +3,16 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import socket
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from torch import nn
+from torch import Tensor, nn
 
 import lowbit
 from lowbit.formats import FORMATS
@@ -23,6 +25,38 @@ def build(index: int) -> nn.Module:
     model = nn.Sequential(nn.Linear(100, 72), nn.ReLU(), nn.Sequential(nn.Linear(72, 36), nn.ReLU(), nn.Linear(36, 9)))
     lowbit.quantize_(model, FORMATS[index]())
     return model
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.act_fn = nn.SiLU()
+        self.gate_up_proj, self.down_proj = nn.Parameter(torch.randn(5, 64, 40)), nn.Parameter(torch.randn(5, 40, 32))
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        gate, up = torch.einsum("tk,tjnk->tjn", hidden_states, self.gate_up_proj[top_k_index]).chunk(2, dim=-1)
+        y = torch.einsum("tjk,tjnk->tjn", self.act_fn(gate) * up, self.down_proj[top_k_index])
+        return (y * top_k_weights[..., None]).sum(1)
+
+
+def check_experts(rank: int, mesh: Any) -> None:
+    """A rank holds whole experts."""
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    whole = Experts()
+    lowbit.quantize_(whole, lowbit.int8_dynamic_activation_int4_weight(group_size=32))
+    model = copy.deepcopy(whole)
+    fully_shard(model, mesh=mesh)
+    mine = slice(0, 3) if rank == 0 else slice(3, 5)
+    assert torch.equal(model.down_proj.to_local(), whole.down_proj[mine])
+    x, index, weights = torch.randn(6, 40), torch.tensor([[0, 4], [5, 3]] * 3), torch.rand(6, 2)
+    inputs = [x.clone().requires_grad_(), x.clone().requires_grad_()]
+    outputs = [one(given, index, weights) for one, given in zip((whole, model), inputs, strict=True)]
+    assert torch.equal(*outputs)
+    for y in outputs:
+        y.square().sum().backward()
+    assert torch.equal(inputs[0].grad, inputs[1].grad)
 
 
 def run(rank: int, port: int) -> None:
@@ -58,6 +92,7 @@ def run(rank: int, port: int) -> None:
             assert torch.equal(full, whole[0].weight)
             with torch.no_grad():
                 assert torch.equal(model(x), whole(x))
+        check_experts(rank, mesh)
         dist.barrier()
     finally:
         dist.destroy_process_group()

@@ -145,7 +145,7 @@ OF_ARGUMENTS = [
     ({"config": "int8"}, TypeError, "config must be a configuration such as .*, got str"),
     ({"config": lowbit.int8_weight_only}, TypeError, "config must .*, got int8_weight_only"),
     ({"config": lowbit.Int8WeightOnlyConfig}, TypeError, "config must .*, got Int8WeightOnlyConfig"),
-    ({"filter_fn": lambda m, n: True}, TypeError, "filter_fn must select nn.Linear and nn.Embedding layers only, got the model itself: Seq"),
+    ({"filter_fn": lambda m, n: True}, TypeError, "filter_fn must select nn.Linear, nn.Embedding and experts layers only, got the model itself: Seq"),
     ({"filter_fn": lambda m, n: n != "" and "2" not in n}, TypeError, "filter_fn must select .*, got 1: ReLU"),
     ({"device": "cuda"}, ValueError, r"device must be None or have kernels here, got device='cuda' \(linear: the kernels for cuda cannot run here: "),
 ]  # fmt: skip

@@ -7,7 +7,7 @@ while it loads, and this does the same.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 
 import torch
 from safetensors import safe_open
@@ -30,16 +30,17 @@ class LayoutRenaming(WeightRenaming):
         super().__init__(source_patterns=r"\.weight\.layout$", target_patterns=".layout")
 
 
-def model_names(model: nn.Module, keys: Iterable[str]) -> dict[str, str | None]:
+def model_names(model: nn.Module, keys: Iterable[str], packed: Container[str] = frozenset()) -> dict[str, str | None]:
     """Return the model's name of each tensor of a checkpoint; None where the model makes a parameter out of it by more
-    than a new name (experts that are merged, projections that are split)."""
+    than a new name (experts that are merged, projections that are split). ``packed``: those that are packed, of which
+    nothing else is made."""
     conversions = get_model_conversion_mapping(model)
     renamings = [item for item in conversions if isinstance(item, WeightRenaming)]
     converters = [item for item in conversions if isinstance(item, WeightConverter)]
     known, prefix = model.state_dict(keep_vars=True), model.base_model_prefix
     names: dict[str, str | None] = {}
     for key in keys:
-        name, pattern = rename_source_key(key, renamings, converters, prefix, known)
+        name, pattern = rename_source_key(key, renamings, [] if key in packed else converters, prefix, known)
         if name not in known and key in known:
             name, pattern = rename_source_key(key, [], [], prefix, known)
         names[key] = name if pattern is None else None
@@ -101,7 +102,8 @@ def stored_tensors(model: nn.Module, files: list[str]) -> dict[str, Tensor]:
                     found[key] = opened.get_tensor(key).clone()
     # A weight that is tied to another is not in the file, and its layout is.
     stored = {weight: layer if (layer := layer_with(weight)) in bare else weight for weight in map(_weight_of, found)}
-    of_model = model_names(model, stored.values())
+    packed = {key for weight, key in stored.items() if layout_name(weight) in found}
+    of_model = model_names(model, stored.values(), packed)
     names = {weight: of_model[key] for weight, key in stored.items()}
     return {_renamed(key, names): tensor for key, tensor in found.items() if names[_weight_of(key)] is not None}
 

@@ -15,7 +15,7 @@ from typing import Any
 from peft.tuners.tuners_utils import BaseTuner
 from torch import nn
 
-from lowbit.quant.kinds import is_packed, kind_of
+from lowbit.quant.kinds import is_packed, kind_of, weights_of
 
 READS_WEIGHT = frozenset(
     (
@@ -63,6 +63,9 @@ def _trainer(config: Any, model: nn.Module, name: str, module: nn.Module) -> str
     """Say what of the configuration trains this layer itself, or return None."""
     if any(name.endswith(saved) for saved in getattr(config, "modules_to_save", None) or ()):
         return "modules_to_save"
+    parameters = [f"{name}.{weight.key}" for weight in weights_of(module)]
+    if any(one.endswith(named) for named in getattr(config, "target_parameters", None) or () for one in parameters):
+        return "target_parameters"
     tokens = getattr(config, "trainable_token_indices", None)
     if isinstance(tokens, dict):
         trained = any(name.endswith(table) for table in tokens)

@@ -27,6 +27,7 @@ from lowbit.documents.whole_file import replaced_file, write_whole
 from lowbit.integrations.checkpoint_names import model_names
 from lowbit.integrations.checkpoint_progress import CheckpointProgress
 from lowbit.integrations.lowbit_config import LowbitConfig
+from lowbit.integrations.merged_weights import MergedWeight, merged_weights
 from lowbit.integrations.quantizer import LowbitQuantizer, metadata_of
 from lowbit.integrations.selection import Selection
 from lowbit.ops.fakes import FLOATS
@@ -61,9 +62,9 @@ def quantize_checkpoint(
 ) -> QuantizationReport:
     """Quantize a checkpoint of transformers into a new folder, which ``from_pretrained`` and `lowbit.load` read.
 
-    One tensor at a time is in memory. A run that was interrupted is taken up by the same call, which compares its files
-    with their checksums. Layers that transformers splits or merges while it loads (experts, fused projections of a few
-    models) stay float; the report names them.
+    One tensor at a time is in memory, or those of a layer's experts, which transformers merges while it loads. A run
+    that was interrupted is taken up by the same call, which compares its files with their checksums. Layers that
+    transformers splits while it loads (fused projections of a few models) stay float; the report names them.
 
     Args:
         model: the folder, with ``config.json`` and safetensors files.
@@ -78,9 +79,9 @@ def quantize_checkpoint(
     Raises:
         FileNotFoundError: the folder holds no such checkpoint.
         FileExistsError: ``out`` is there.
-        ValueError: the checkpoint is quantized already, a configuration is with GPTQ, which needs inputs of the
-            model, weights are not finite, the settings are not those of an interrupted run, a file of that run is
-            damaged, or a written file reads back otherwise.
+        ValueError: the checkpoint is quantized already or lacks an expert, a configuration is with GPTQ, which needs
+            inputs of the model, weights are not finite, the settings are not those of an interrupted run, a file of
+            that run is damaged, or a written file reads back otherwise.
 
     Example:
         >>> lowbit.quantize_checkpoint("llama", "llama-int4", "int4_weight_only(group_size=32)")
@@ -133,7 +134,9 @@ class _Run:
         quantizer = LowbitQuantizer(settings, pre_quantized=False)
         self.left = quantizer.select(self.model)
         self.selection: Selection = quantizer.selection
-        self.names = model_names(self.model, [key for file in self.files for key in file.entries])
+        self.homes = {key: file for file in self.files for key in file.entries}
+        self.names = model_names(self.model, self.homes)
+        self.merged = {key: weight for weight in self._merged_weights() for key in weight.sources}
         stats = [(file.path.name, file.path.stat()) for file in self.files]
         identity = {
             "settings": settings.to_dict() | {"lowbit": _C.version, "layout": _C.LAYOUT},
@@ -173,13 +176,18 @@ class _Run:
         others: dict[str, tuple[Entry, Iterable[bytes]]] = {}
         formats = set()
         for key, entry in file.entries.items():
-            layers = self._layers(key, entry)
+            merged = self.merged.get(key)
+            if merged is not None and key != merged.sources[0]:
+                continue  # it is packed where the first is
+            layers = self._layers(key, entry) if merged is None else self._merged_layer(merged)
             if not layers:
                 others[key] = entry, _told(file.chunks(key), tell)
                 continue
-            layout = self.selection.layout(layers[key].name)
-            shape = layers[key].weight.stored(layers[key].spec, layout).shape
-            packed[key] = Entry("U8", shape, math.prod(shape)), _packed(file, key, layers, layout, rows, tell)
+            read = functools.partial(self._read, key, merged, file)
+            key, item = next(iter(layers.items()))
+            layout = self.selection.layout(item.name)
+            shape = item.weight.stored(item.spec, layout).shape
+            packed[key] = Entry("U8", shape, math.prod(shape)), _packed(read, key, layers, layout, rows, tell)
             for name, item in layers.items():
                 stored = item.weight.stored(item.spec, layout)
                 numbers = torch.tensor(stored.numbers, dtype=torch.int64, device="cpu")
@@ -190,6 +198,38 @@ class _Run:
                 formats.add(item.spec.name)
         parts = packed | others
         return {key: entry for key, (entry, _) in parts.items()}, [part for _, part in parts.values()], sorted(formats)
+
+    def _merged_weights(self) -> Iterator[MergedWeight]:
+        """The weights to pack that transformers merges.
+
+        Raises:
+            ValueError: the checkpoint lacks tensors of one, or they have another size.
+        """
+        for weight in merged_weights(self.model, self.homes).values():
+            found = self.selection.find(weight.name)
+            if found is None:
+                continue
+            entries, wanted = [self.homes[key].entries[key] for key in weight.sources], found[2].float_shape
+            if any(DTYPES.get(entry.dtype) not in FLOATS for entry in entries):
+                dtypes = ", ".join(sorted({entry.dtype for entry in entries}))
+                raise ValueError(
+                    f"quantize_checkpoint: {weight.name} must be float32, bfloat16 or float16, got {dtypes}"
+                )
+            if sum(math.prod(entry.shape) for entry in entries) != math.prod(wanted):
+                missing = ", ".join(map(str, weight.missing(wanted[0])[:5]))
+                got = f"expert {missing} is missing" if missing else f"{len(entries)} of {list(entries[0].shape)}"
+                raise ValueError(f"quantize_checkpoint: {weight.name} must have shape {list(wanted)}, got {got}")
+            yield weight
+
+    def _merged_layer(self, weight: MergedWeight) -> dict[str, Selected]:
+        dtype = DTYPES[self.homes[weight.sources[0]].entries[weight.sources[0]].dtype]
+        return {weight.name: self.selection.selected(weight.name, torch.empty(0, dtype=dtype, device="cpu"))}
+
+    def _read(self, key: str, merged: MergedWeight | None, file: SafetensorsFile) -> torch.Tensor:
+        """The float weight of a tensor, or of those that are merged."""
+        value = file.read(key) if merged is None else merged.value(lambda one: self.homes[one].read(one))
+        check_finite("quantize_checkpoint", f"{key if merged is None else merged.name} of {file.path}", value)
+        return value
 
     def _layers(self, key: str, entry: Entry) -> dict[str, Selected]:
         """The layer whose weight this tensor is, and those that share it and have none in the checkpoint, by the names
@@ -207,7 +247,9 @@ class _Run:
         there = set(self.names.values())
         sharing = [f"{other}.{weight.key}" for other in selection.shared_with(name)]
         like = torch.empty(0, dtype=dtype, device="cpu")
-        names = {key: parameter} | {other: other for other in sharing if other not in there}
+        # Renamed by transformers, a name that ends in "weight" and its layout would not stay beside each other.
+        own = key if weight.experts is None else parameter
+        names = {own: parameter} | {other: other for other in sharing if other not in there}
         return {of: selection.selected(one, like) for of, one in names.items()}
 
     def finish(self, target: Path) -> None:
@@ -249,7 +291,7 @@ class _Run:
 
 
 def _packed(
-    file: SafetensorsFile,
+    read: Callable[[], torch.Tensor],
     key: str,
     layers: Mapping[str, Selected],
     layout: str,
@@ -257,13 +299,12 @@ def _packed(
     tell: Callable[[int], None],
 ) -> Iterator[bytes]:
     """Pack the weight ``key`` of these layers and note a row for each."""
-    value, item = file.read(key), layers[key]
-    check_finite("quantize_checkpoint", f"{key} of {file.path}", value)
+    value, item = read(), layers[key]
     make = functools.partial(pack_weight, item.weight.matrix(value), item.spec, None)
     packed, made = pack_group([*layers.values()], make, value.nbytes, layout=layout, hold=False)
     rows += made
     tell(value.nbytes)
-    del value, make
+    del value, make, read
     yield bytes_of(packed)  # type: ignore[misc]
 
 

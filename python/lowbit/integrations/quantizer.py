@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
-from transformers.core_model_loading import ConversionOps
+from transformers.core_model_loading import ConversionOps, WeightConverter
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
 from transformers.utils.quantization_config import QuantizationMethod
 
@@ -40,7 +40,7 @@ from lowbit.integrations.selection import Selection
 from lowbit.integrations.stored_layers import hold_stored, leave_bias, repack
 from lowbit.quant.changing_layers import OBSERVERS
 from lowbit.quant.dequantize import dequantize_
-from lowbit.quant.kinds import is_packed, layout_name, weights_of
+from lowbit.quant.kinds import LayerWeight, is_packed, layout_name, packed_weights, weights_of
 from lowbit.quant.load import RENAMINGS
 from lowbit.quant.load_check import guard
 from lowbit.quant.packing import Selected, check_finite, hold_packed, pack_group, pack_weight
@@ -205,6 +205,16 @@ class LowbitQuantizer(HfQuantizer):
         """Those of transformers, and that of layouts."""
         return [*super().get_weight_conversions(), LayoutRenaming()]
 
+    def update_weight_conversions(self, weight_conversions: list[Any], model: nn.Module) -> list[Any]:
+        """Leave those out that would convert a packed weight of the checkpoint by its name (Qwen3-VL-MoE transposes
+        experts, unless they have the shape of a float parameter)."""
+        names = [f"{name}.{weight.key}" for name, module in model.named_modules() for weight in _packed_of(module)]
+        return [
+            item
+            for item in super().update_weight_conversions(weight_conversions, model)
+            if not (isinstance(item, WeightConverter) and any(item.rename_source_key(name)[1] for name in names))
+        ]
+
     def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: Any) -> nn.Module:
         del model._adjust_bias
         if self.is_float:
@@ -248,6 +258,11 @@ class LowbitQuantizer(HfQuantizer):
             module = model.get_submodule(name)
             if not is_packed(module):
                 report.rows.append(ReportRow.skipped(name, module, "its weight is not in the checkpoint"))
+            elif missing := {weight.key for weight in weights_of(module)} - {of.key for of in packed_weights(module)}:
+                raise ValueError(
+                    f"from_pretrained: the checkpoint must have all weights of {name} in the shape of the model, or "
+                    f"none, got no {', '.join(sorted(missing))}"
+                )
         if not report.quantized:
             raise ValueError(f"from_pretrained: no weight of the checkpoint was packed: {_reasons(report.rows)}")
         report.rows = in_model_order(model, report.rows)
@@ -305,6 +320,10 @@ class PackWeight(ConversionOps):
             else:
                 left[name] = value
         return left
+
+
+def _packed_of(module: nn.Module) -> tuple[LayerWeight, ...]:
+    return packed_weights(module) if is_packed(module) else ()
 
 
 def _reasons(rows: list[ReportRow]) -> str:

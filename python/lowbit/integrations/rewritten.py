@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from lowbit.quant.fused import Fused, unfuse
 from lowbit.quant.kinds import is_packed, is_trained, kind_of, weights_of
-from lowbit.quant.quant_embedding import QuantEmbedding
+from lowbit.quant.quant_embedding import EMBEDDING, QuantEmbedding
+from lowbit.quant.quant_linear import LINEAR
 
 
 def rewritten(model: nn.Module, write: Callable[[nn.Module, str], nn.Module]) -> nn.Module:
@@ -23,7 +24,8 @@ def rewritten(model: nn.Module, write: Callable[[nn.Module, str], nn.Module]) ->
 
     Raises:
         TypeError: ``model`` is no module.
-        ValueError: a weight is on the meta device, or a layer is being trained by `lowbit.training`; names the layer.
+        ValueError: a weight is on the meta device, or a layer is being trained by `lowbit.training`, or is a
+            `QuantExperts`; names the layer.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"export: model must be a torch.nn.Module, got {type(model).__name__}")
@@ -33,6 +35,11 @@ def rewritten(model: nn.Module, write: Callable[[nn.Module, str], nn.Module]) ->
             raise ValueError(f"export: {name} must not be in training, got {module.trained_as}; {end}")
     packed = [(name, module) for name, module in model.named_modules() if is_packed(module)]
     for name, layer in packed:
+        if kind_of(layer) not in (LINEAR, EMBEDDING):
+            raise ValueError(
+                f"export: {name} must be a linear layer or an embedding, got a {kind_of(layer).name}; "
+                "leave it float with filter_fn of quantize_"
+            )
         if layer.weight.is_meta:
             raise ValueError(f"export: {name} must have its weight in memory, got the meta device")
     packed.sort(key=lambda each: not kind_of(each[1]).multiplies)

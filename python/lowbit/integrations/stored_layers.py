@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from lowbit import _C
 from lowbit.integrations.selection import tied_modules
 from lowbit.quant.block_sparse import Blocks, hold_blocks
-from lowbit.quant.kinds import is_packed, kind_of, layer_with, layout_name, weight_in
+from lowbit.quant.kinds import is_packed, kind_of, layer_with, layout_name, packed_weights, weight_in
 from lowbit.quant.layout import in_layout
 from lowbit.quant.load import hold_unset, sparse_layers, stored_weights
 
@@ -64,10 +64,10 @@ def repack(model: nn.Module) -> None:
     packed.sort(key=lambda module: kind_of(module).layout != _C.LAYOUT)  # a table follows the linear layer
     for module in packed:
         kind = kind_of(module)
-        for weight in kind.weights(module):
+        for weight in packed_weights(module):
             value, numbers = module._parameters[weight.key], layout_name(weight.key)
             if id(value) in repacked:
-                stored, dtype = weight.stored(module.spec), kind.dtype_of(module, None)
+                stored, dtype = weight.stored(kind.spec_of(module, weight)), kind.dtype_of(module, None)
                 kind.hold(module, weight.key, repacked[id(value)][1], stored, dtype)
             elif kind.layout == _C.LAYOUT:
                 held = {weight.key: value, numbers: module._buffers[numbers]}

@@ -13,6 +13,7 @@ from lowbit.quant.input_moments import InputMoments
 from lowbit.quant.layout import repack
 from lowbit.quant.load import load
 from lowbit.quant.quant_embedding import QuantEmbedding
+from lowbit.quant.quant_experts import QuantExperts
 from lowbit.quant.quant_linear import QuantLinear
 from lowbit.quant.quantize import quantize_
 from lowbit.quant.report import FloatWeight, QuantizationReport, ReportRow
@@ -24,6 +25,7 @@ __all__ = [
     "FloatWeight",
     "InputMoments",
     "QuantEmbedding",
+    "QuantExperts",
     "QuantLinear",
     "QuantizationReport",
     "ReportRow",

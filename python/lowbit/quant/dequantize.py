@@ -19,9 +19,9 @@ from lowbit.tables.folding import LayerNames
 
 @torch.no_grad()
 def dequantize_(model: nn.Module, dtype: torch.dtype | None = None) -> LayerNames:
-    """Turn every `QuantLinear`, `QuantEmbedding` and `BlockSparseLinear` of ``model`` into the layer that it was,
-    with the decoded weight, in place: an nn.Linear, an nn.Embedding, a Conv1D of transformers. One that was made
-    packed is an nn.Linear.
+    """Turn every `QuantLinear`, `QuantEmbedding`, `QuantExperts` and `BlockSparseLinear` of ``model`` into the layer
+    that it was, with the decoded weight, in place: an nn.Linear, an nn.Embedding, a Conv1D or a module of experts of
+    transformers. One that was made packed is an nn.Linear.
 
     The weights are the values of the packed ones: the error of rounding stays. Layers keep their identity, hooks and
     bias; layers that share a packed weight share the float one. Fused modules become what they were. Other threads may

@@ -3,7 +3,8 @@
 these lie, why a layer stays float, and how it becomes packed and float again.
 
 A kind is added in one file, which makes the class of its packed modules and registers a `Kind` (quant_linear.py,
-quant_embedding.py). Other files ask `kind_of` and `weights_of`, and neither for classes nor for names of parameters.
+quant_embedding.py, quant_experts.py). Other files ask `kind_of` and `weights_of`, and neither for classes nor for
+names of parameters.
 """
 
 from __future__ import annotations
@@ -97,12 +98,18 @@ class Kind(ABC):
     """Whether ``quantize_`` takes such a layer without being asked."""
     multiplies: ClassVar[bool] = True
     """Whether the weight is multiplied by activations; else its rows are looked up, and no activation is rounded."""
+    calibrated: ClassVar[bool] = True
+    """Whether ``calibrate`` counts the inputs of such a layer."""
     layout: ClassVar[str] = _C.LAYOUT
     """Of a packed weight that no layer of another kind shares."""
 
     @abstractmethod
     def has(self, cls: type[nn.Module]) -> bool:
         """Whether layers of this class are of the kind: float, packed or in training."""
+
+    def includes(self, module: nn.Module) -> bool:
+        """Whether a layer of such a class is of the kind, where its class alone does not tell."""
+        return True
 
     @abstractmethod
     def weights(self, module: nn.Module) -> tuple[LayerWeight, ...]:
@@ -128,6 +135,10 @@ class Kind(ABC):
     def hold(self, module: Any, key: str, packed: nn.Parameter, stored: StoredWeight, dtype: Any = None) -> None:
         """Give a layer a packed weight, which is as ``stored`` says, in place of the float one ``key``; by the first it
         becomes a `packed_class`. ``dtype``: of rows that are looked up; None: that of the float weight."""
+
+    def spec_of(self, module: Any, weight: LayerWeight) -> LinearSpec:
+        """Return how a packed weight of a layer is stored."""
+        return module.spec
 
     def layout_of(self, module: Any) -> str:
         """Return the layout that the weights of a packed layer are in."""
@@ -164,13 +175,25 @@ def _kind_of(cls: type[nn.Module]) -> Kind | None:
 
 def kind_of(module: nn.Module) -> Kind | None:
     """Return the kind of a layer, float, packed or in training; None of any other module."""
-    return _kind_of(type(module))
+    kind = _kind_of(type(module))
+    return kind if kind is not None and kind.includes(module) else None
 
 
 def weights_of(module: nn.Module) -> tuple[LayerWeight, ...]:
     """Return the weights of a layer that are packed or can be; none of any other module."""
-    kind = _kind_of(type(module))
+    kind = kind_of(module)
     return () if kind is None else kind.weights(module)
+
+
+def packed_weights(module: nn.Module) -> tuple[LayerWeight, ...]:
+    """Return the weights of a layer that are packed: all, but for a moment of one that has several."""
+    held = module._parameters
+    return tuple(weight for weight in weights_of(module) if is_packed_value(held[weight.key]))
+
+
+def is_packed_value(value: Tensor) -> bool:
+    """Whether the parameter of a layer's weight is a packed one."""
+    return value.dtype == torch.uint8
 
 
 def is_packed(module: nn.Module) -> bool:
@@ -181,7 +204,7 @@ def is_packed(module: nn.Module) -> bool:
 
 def is_packed_by_default(module: nn.Module) -> bool:
     """Whether ``quantize_`` and `LowbitConfig` take a layer of its kind without being asked."""
-    kind = _kind_of(type(module))
+    kind = kind_of(module)
     return kind is not None and kind.by_default
 
 

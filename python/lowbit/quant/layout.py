@@ -16,7 +16,7 @@ from lowbit import _C, devices
 from lowbit.formats.semi_sparse import FORMAT as SEMI_SPARSE
 from lowbit.formats.semi_sparse import fullest_four
 from lowbit.formats.spec import LinearSpec, StoredWeight
-from lowbit.quant.kinds import LayerWeight, kind_of, layout_name, weight_name
+from lowbit.quant.kinds import LayerWeight, kind_of, layout_name, packed_weights, weight_name
 
 
 def numbers_of(layout: Tensor) -> StoredWeight:
@@ -103,11 +103,13 @@ class PackedModule(nn.Module):
     """Base of the modules that hold packed weights: a state dict is checked, and brought into their layout."""
 
     spec: LinearSpec
+    """How its weight is stored; of several that of the last."""
 
     def state_dict_problem(self, state_dict: Mapping[str, Any], prefix: str) -> str | None:
         """Say why the entries of ``state_dict`` under ``prefix`` cannot be this layer's, or return None."""
         kind = kind_of(self)
-        held = ((weight, weight.stored(self.spec, kind.layout_of(self))) for weight in kind.weights(self))
+        layout = kind.layout_of(self)
+        held = ((weight, weight.stored(kind.spec_of(self, weight), layout)) for weight in packed_weights(self))
         return next((text for each in held if (text := _problem(state_dict, prefix, *each))), None)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
@@ -115,7 +117,7 @@ class PackedModule(nn.Module):
         if problem:
             raise ValueError(f"load_state_dict: {problem}")
         kind = kind_of(self)
-        for weight in kind.weights(self):
+        for weight in packed_weights(self):
             state_dict = in_layout(state_dict, f"{prefix}{weight.key}", kind.layout_of(self))
         super()._load_from_state_dict(state_dict, prefix, *args)
 

@@ -22,6 +22,7 @@ from lowbit.quant.kinds import (
     LayerWeight,
     features_of,
     is_packed,
+    is_packed_value,
     kind_of,
     layout_name,
     layout_of_all,
@@ -53,8 +54,8 @@ def load(model: nn.Module, file: str | Path | Mapping[str, Tensor], *, mmap: boo
             as it is while the model lives. False reads it into memory. None maps ``.safetensors`` files alone.
 
     Returns:
-        Names of the layers that were turned into QuantLinear, QuantEmbedding and BlockSparseLinear, a list; it prints
-        one line for those of a kind.
+        Names of the layers that were turned into QuantLinear, QuantEmbedding, QuantExperts and BlockSparseLinear, a
+        list; it prints one line for those of a kind.
 
     Raises:
         FileNotFoundError: there is no such file, or none in the folder.
@@ -110,7 +111,7 @@ def _layout_in_memory(stored: StoredWeight, layers: list[nn.Module]) -> str:
 
 def hold_unset(module: nn.Module, weight: LayerWeight, stored: StoredWeight) -> None:
     """Give a layer a packed weight without values, for those of a file, unless it is packed: it may have two names."""
-    if module._parameters[weight.key].dtype != torch.uint8:
+    if not is_packed_value(module._parameters[weight.key]):
         unset = nn.Parameter(torch.empty(stored.shape, dtype=torch.uint8, device="meta"), requires_grad=False)
         kind_of(module).hold(module, weight.key, unset, stored)
 
@@ -122,11 +123,11 @@ def stored_weights(
     does not fit its layer is refused. Only the layouts have to hold values."""
     for key, name, module, weight in named_weights(model):
         packed, layout = state.get(key), state.get(layout_name(key))
-        ours = is_packed(module)
+        kind, ours = kind_of(module), is_packed_value(module._parameters[weight.key])
         if (
             packed is None
             or f"{_prefix(name)}{INDICES[0]}" in state
-            or not (ours or kind_of(module).can_hold(module))
+            or not (ours or kind.can_hold(module))
             or (layout is None and packed.is_floating_point() and not ours)
         ):
             continue
@@ -141,10 +142,9 @@ def stored_weights(
             raise ValueError(f"{wanted}, got {got} as {error}") from None
         if not stored.is_as(weight.stored(stored.spec)) or tuple(packed.shape) != stored.shape:
             raise ValueError(f"{wanted}, got {got} as {stored}")
-        if ours and not stored.is_as(weight.stored(module.spec)):
-            raise ValueError(
-                f"load: {name} is quantized as {module.spec.name}, got {stored}; load into the float model"
-            )
+        if ours and not stored.is_as(weight.stored(kind.spec_of(module, weight))):
+            spec = kind.spec_of(module, weight)
+            raise ValueError(f"load: {name} is quantized as {spec.name}, got {stored}; load into the float model")
         yield name, module, weight, stored
 
 

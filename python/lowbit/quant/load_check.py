@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from lowbit.formats.spec import StoredWeight
 from lowbit.quant.adapters import adopt_lora_layers
 from lowbit.quant.block_sparse import BlockSparseLinear
-from lowbit.quant.kinds import is_fake_quantized, is_packed, kind_of, layout_name, weights_of
+from lowbit.quant.kinds import is_fake_quantized, is_packed, kind_of, layout_name, packed_weights
 from lowbit.quant.layout import numbers_of, repack_weight
 
 
@@ -59,7 +59,7 @@ def _repack_shared(layers: dict[str, nn.Module], state_dict: dict[str, Any]) -> 
     sharing: dict[tuple[Any, ...], list[tuple[str, StoredWeight]]] = {}
     for prefix, layer in layers.items():
         layout = kind_of(layer).layout_of(layer)
-        for name in (f"{prefix}{weight.key}" for weight in weights_of(layer)):
+        for name in (f"{prefix}{weight.key}" for weight in packed_weights(layer)):
             weight, numbers = state_dict.get(name), state_dict.get(layout_name(name))
             if isinstance(weight, Tensor) and not numbers.is_meta:
                 stored = numbers_of(numbers)

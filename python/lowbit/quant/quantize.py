@@ -55,10 +55,10 @@ def quantize_(
         config: a configuration, e.g. ``lowbit.int8_dynamic_activation_int4_weight(group_size=32)``, or one of torchao's
             own; one that lowbit does not have is refused, and the error names a replacement. Or
             ``lowbit.training.QATConfig(config)``, with which layers are trained first.
-        filter_fn: called with (module, qualified name), True selects nn.Linear, or nn.Embedding, which becomes a
-            `QuantEmbedding`. Default: every nn.Linear, and Conv1D of transformers, but those whose weight
-            something else reads or computes; the report lists those that were left out, with reasons. Adapters of
-            peft stay float.
+        filter_fn: called with (module, qualified name), True selects nn.Linear, experts, or nn.Embedding, which becomes
+            a `QuantEmbedding`. Default: every nn.Linear, Conv1D of transformers, and module of experts
+            (`QuantExperts`), but those whose weight something else reads or computes; the report lists those that were
+            left out, with reasons. Adapters of peft stay float.
         device: moves weights there, layer by layer, "cpu" or a device with kernels; None wants them there already.
         strict: raise where the default filter would skip a linear layer, or when nothing is selected.
         calibration: of ``lowbit.calibrate``, or an iterable of batches, which is given to it: errors then count
@@ -73,7 +73,7 @@ def quantize_(
 
     Raises:
         TypeError: config is no configuration, filter_fn is no function of two arguments or selects something else than
-            nn.Linear and nn.Embedding, or a weight is not float32, bfloat16 or float16.
+            nn.Linear, nn.Embedding and experts, or a weight is not float32, bfloat16 or float16.
         ValueError: a selected layer is already quantized, its weight is not finite or not on the cpu, an embedding has
             max_norm or is of a subclass; strict;
             calibration has not seen a layer, is not used by the configuration, or GPTQ lacks it.
@@ -185,7 +185,7 @@ def tell_and_guard(
 
 
 def _left(model: nn.Module, modules: Iterable[nn.Module]) -> list[FloatWeight]:
-    """The float weights (two dimensions or more) that no line is about: embeddings, convolutions, experts."""
+    """The float weights (two dimensions or more) that no line is about: embeddings, convolutions, routers."""
     told = {id(parameter) for module in modules for parameter in module.parameters(recurse=False)}
     left: dict[int, FloatWeight] = {}
     for prefix, module in model.named_modules():

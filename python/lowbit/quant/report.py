@@ -112,8 +112,7 @@ class ReportRow:
 
 @dataclass(frozen=True, slots=True)
 class FloatWeight:
-    """A weight of two or more dimensions in no linear layer, which stays float: an embedding, a convolution, experts
-    of an MoE.
+    """A weight of two or more dimensions in no linear layer, which stays float: an embedding, a convolution, a router.
 
     Args:
         name: of the parameter.
@@ -233,11 +232,11 @@ def row_name(name: str, module: nn.Module, weight: LayerWeight) -> str:
 
 
 def in_model_order(model: nn.Module, rows: Iterable[ReportRow]) -> list[ReportRow]:
-    """Sort lines by the places of their layers in ``named_modules``."""
-    place: dict[str, int] = {}
+    """Sort lines by the places of their layers in ``named_modules``, and of their weights in these."""
+    place: dict[str, tuple[int, int]] = {}
     for number, (name, module) in enumerate(model.named_modules()):
-        place[name] = number
-        place |= {f"{name}.{weight.key}": number for weight in weights_of(module)}
+        place[name] = number, 0
+        place |= {f"{name}.{weight.key}": (number, i) for i, weight in enumerate(weights_of(module))}
     return sorted(rows, key=lambda row: place[row.layer])
 
 

@@ -73,7 +73,7 @@ def select(
             if by_default:
                 skipped.append(Skipped(name, module, claim))
             continue
-        reason = (reason_to_skip(module) if kind in kinds else "") or claim
+        reason = (_reason_to_skip(module, kind, config) if kind in kinds else "") or claim
         if filter_fn is None:
             if not by_default and (module not in heads or reason):
                 continue
@@ -131,6 +131,16 @@ def reason_to_skip(module: nn.Module) -> str:
     return "" if kind is None or is_packed(module) or is_trained(module) else kind.refuses(module)
 
 
+def _reason_to_skip(module: nn.Module, kind: Kind, config: FormatConfig) -> str:
+    """Why a layer is not safe to take, or not as ``config`` says; or an empty string."""
+    if reason := reason_to_skip(module):
+        return reason
+    needs_inputs = isinstance(config.spec(torch.float32).algorithm, GPTQ)
+    if needs_inputs and kind.multiplies and not kind.calibrated and not is_packed(module):
+        return f"GPTQ needs its inputs, which calibrate does not count of a {kind.name}"
+    return ""
+
+
 def check_module(name: str, module: Any, device: torch.device | None, kinds: Sequence[Kind] = (LINEAR,)) -> None:
     """Raise unless the layer is float, of one of these kinds, and has weights that can be packed."""
     if is_packed(module):
@@ -144,7 +154,7 @@ def check_module(name: str, module: Any, device: torch.device | None, kinds: Seq
             f"select others with filter_fn, or end it with lowbit.training.{module.end}"
         )
     if kind_of(module) not in kinds:
-        wanted = " and ".join(kind.float_name for kind in kinds)
+        wanted = " and ".join(", ".join(kind.float_name for kind in kinds).rsplit(", ", 1))
         raise TypeError(
             f"quantize_: filter_fn must select {wanted} layers only, got {_label(name)}: {type(module).__name__}; "
             "it is asked about every module: begin it with `isinstance(module, torch.nn.Linear) and`"

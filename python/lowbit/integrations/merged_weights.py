@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parameters that transformers merges while it loads a checkpoint: the experts of a layer, which most checkpoints hold
+one by one (``experts.7.gate_proj.weight``) and its models as one tensor."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+
+
+@dataclass(frozen=True)
+class MergedWeight:
+    """A parameter that is made of several tensors of a checkpoint, or of one by more than a new name.
+
+    Args:
+        name: of the parameter.
+        sources: names of the tensors, in the order that transformers reads them in.
+    """
+
+    name: str
+    sources: tuple[str, ...]
+    _patterns: tuple[str, ...]
+    _converter: Any
+    _model: nn.Module
+
+    def value(self, read: Callable[[str], Tensor]) -> Tensor:
+        """Make the parameter of its tensors; all of them are in memory with it for a moment."""
+        converter = copy.deepcopy(self._converter)
+        for pattern, key in zip(self._patterns, self.sources, strict=True):
+            converter.add_tensor(self.name, key, pattern, read(key))
+        (value,) = converter.convert(self.name, model=self._model, config=self._model.config).values()
+        return value[0] if isinstance(value, list) else value
+
+    def missing(self, experts: int) -> list[int]:
+        """The experts of which the checkpoint lacks a tensor."""
+        count = len({*self._patterns})
+        found = [int(number) for key in self.sources for number in re.findall(r"\.(\d+)\.", key)[-1:]]
+        return [expert for expert in range(experts) if found.count(expert) < count]
+
+
+def merged_weights(model: nn.Module, keys: Iterable[str]) -> dict[str, MergedWeight]:
+    """Return the parameters of a model of transformers, by their names, of which each is made of some of these tensors
+    by a converter that makes nothing else."""
+    conversions = get_model_conversion_mapping(model)
+    renamings = [item for item in conversions if isinstance(item, WeightRenaming)]
+    converters = [item for item in conversions if isinstance(item, WeightConverter)]
+    by_pattern = {pattern: item for item in converters for pattern in item.source_patterns}
+    known, prefix = model.state_dict(keep_vars=True), model.base_model_prefix
+    found: dict[str, list[tuple[str, str]]] = defaultdict(list)
+    for key in sorted(keys, key=dot_natural_key):
+        name, pattern = rename_source_key(key, renamings, converters, prefix, known)
+        if pattern is not None and name in known and len(by_pattern[pattern].target_patterns) == 1:
+            found[name].append((pattern, key))
+    return {
+        name: MergedWeight(
+            name, tuple(key for _, key in parts), tuple(pattern for pattern, _ in parts), by_pattern[parts[0][0]], model
+        )
+        for name, parts in found.items()
+    }

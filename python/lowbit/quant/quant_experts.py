@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""QuantExperts: a module of experts (experts.py) whose weights are stored packed; and the kind of experts.
+
+gate_up_proj (or up_proj) and down_proj [E, panels, panel_bytes] uint8, frozen; biases as they were; beside each weight
+gate_up_proj_layout int64[9] has the meaning of the bytes (formats/spec.py). Plain tensors, of which FSDP2 shards whole
+experts. Rows of a gate and of its values that took turns are packed one after the other; their bias stays as it was.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lowbit import devices
+from lowbit.formats.spec import LinearSpec, OpArgs, StoredWeight
+from lowbit.ops.fakes import FLOATS
+from lowbit.ops.gather_linear import gather_linear
+from lowbit.quant.experts import DOWN, Form, dense_product, may_be_experts, refuses, run
+from lowbit.quant.kinds import (
+    Kind,
+    LayerWeight,
+    become_float,
+    become_packed,
+    layout_name,
+    register,
+    twin_of,
+)
+from lowbit.quant.layout import PackedModule
+from lowbit.quant.quant_linear import LINEAR
+
+_OP = "gather_linear"
+
+
+class QuantExperts(PackedModule):
+    """Compute the experts that a router names for each token, with packed weights.
+
+    ``y[t] = sum over j of top_k_weights[t, j] * down(gate(gate_up(x[t])))`` of expert ``top_k_index[t, j]``. Made of a
+    float module of experts by ``quantize_``, `lowbit.load`, or ``from_pretrained``, in place: the activation, its
+    limits and the biases are those of that module. The weights are frozen; gradients go to ``hidden_states``,
+    ``top_k_weights`` and the biases.
+    """
+
+    form: Form
+    stored: dict[str, StoredWeight]
+    """How each packed weight is stored, by its key; one that is not in it is float."""
+    op_args: dict[str, OpArgs]
+    float_class: type[nn.Module]
+    """Its former class: that of ``dequantize_``, which also has the gate."""
+
+    def __init__(self) -> None:
+        raise TypeError("QuantExperts: made of a float module of experts, by quantize_, lowbit.load or from_pretrained")
+
+    def __getattr__(self, name: str) -> Any:
+        """Attributes that the class of the float module has, which its gate may use."""
+        try:
+            return nn.Module.__getattr__(self, name)  # super() refuses where another thread made it float
+        except AttributeError:
+            for cls in getattr(self.__dict__.get("float_class"), "__mro__", ()):
+                if name in vars(cls):
+                    found = vars(cls)[name]
+                    return found.__get__(self, type(self)) if hasattr(found, "__get__") else found
+            raise
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Return ``[T, H]``, dtype of ``hidden_states``; the sum over the experts of a token is in float32, in the
+        order of ``top_k_index``.
+
+        Args:
+            hidden_states: ``[T, H]``; float32, bfloat16 or float16.
+            top_k_index: ``[T, J]``, int32 or int64: 0 to E - 1, or E for no expert, which adds nothing.
+            top_k_weights: ``[T, J]``, any float dtype.
+
+        Raises:
+            ValueError: a shape does not fit, or an index names no expert.
+            TypeError: a dtype is not one of the above.
+        """
+        inside = self.__dict__
+        form = inside.get("form")
+        if form is None:
+            return _float_forward(self, hidden_states, top_k_index, top_k_weights)
+        _check(hidden_states, top_k_index, top_k_weights)
+
+        def product(key: str, x: Tensor, index: Tensor, bias: Tensor | None) -> Tensor:
+            weight = inside["_parameters"][key]
+            if key in inside["op_args"]:
+                return gather_linear(x, weight, index, inside["op_args"][key], bias)
+            return dense_product(form.float_weight(self, key), weight, x, index, bias)
+
+        return run(self, inside["float_class"], form, product, hidden_states, top_k_index, top_k_weights)
+
+    def dequantize(self, key: str, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return the packed weight of this name as float, ``[E, n, k]``: of rows that took turns the first of each two
+        come before the second."""
+        stored, packed = self.stored[key], self._parameters[key]
+        args = stored.spec.weight_args(stored.n, stored.k)
+        matrices = packed.new_empty(len(packed), stored.n, stored.k, dtype=dtype)
+        for matrix, of_expert in zip(matrices, packed, strict=True):
+            matrix.copy_(torch.ops.lowbit.dequantize(of_expert, *args))
+        return matrices
+
+    def extra_repr(self) -> str:
+        sizes = (f"{key} {stored}" for key, stored in self.stored.items())
+        return f"{self.float_class.__name__}, {', '.join(sizes)}"
+
+
+def _check(x: Tensor, index: Tensor, weights: Tensor) -> None:
+    if x.dim() != 2:
+        raise ValueError(f"QuantExperts: hidden_states must have shape [T, H], got {list(x.shape)}")
+    if index.dim() != 2 or index.shape[0] != x.shape[0]:
+        raise ValueError(f"QuantExperts: top_k_index must have shape [{x.shape[0]}, J], got {list(index.shape)}")
+    if weights.shape != index.shape:
+        raise ValueError(f"QuantExperts: top_k_weights must have shape {list(index.shape)}, got {list(weights.shape)}")
+
+
+def _float_forward(module: nn.Module, *args: Tensor) -> Any:
+    """The result of a module that is called while it becomes packed or float (kinds.py), by its former class."""
+    cls = module.__dict__.get("float_class") or type(module)
+    return cls.forward(module, *args)
+
+
+class _ExpertsKind(Kind):
+    """Experts of transformers, and modules of others that take and have the same."""
+
+    name, float_name, packed_class = "module of experts", "experts", QuantExperts
+    calibrated = False
+
+    def has(self, cls: type[nn.Module]) -> bool:
+        return issubclass(cls, QuantExperts) or may_be_experts(cls)
+
+    def includes(self, module: nn.Module) -> bool:
+        return isinstance(module, QuantExperts) or Form.of(module) is not None
+
+    def weights(self, module: Any) -> tuple[LayerWeight, ...]:
+        form, stored = module.__dict__.get("form") or Form.of(module), module.__dict__.get("stored", {})
+        return tuple(
+            form.weight(module, key, stored[key].n, stored[key].k) if key in stored else form.float_weight(module, key)
+            for key in form.keys
+        )
+
+    def refuses(self, module: nn.Module) -> str:
+        form = Form.of(module)
+        if "forward" in module.__dict__:
+            return "its forward was replaced on the instance"
+        for key in form.keys:
+            value = module._parameters[key]
+            if type(value) is not nn.Parameter or value.dtype not in FLOATS:
+                return f"its {key} is a {type(value).__name__} of {value.dtype}"
+            if not value.is_meta and not devices.places.has_rows(_OP, value.device):
+                return f"{_OP} has no kernels for {value.device.type}"
+        return refuses(module, form, QuantExperts)
+
+    def kernel(self, weight: LayerWeight, spec: LinearSpec, like: Tensor) -> str:
+        """That of many rows, which also chooses for few."""
+        return f"gather_{LINEAR.kernel(weight, spec, like).rpartition(' ')[2]}"
+
+    def hold(self, module: Any, key: str, packed: nn.Parameter, stored: StoredWeight, dtype: Any = None) -> None:
+        """The object stays the same; until the second weight is packed too, it multiplies by one of each."""
+        twin = twin_of(module, QuantExperts)
+        if not isinstance(module, QuantExperts):
+            twin.form, twin.stored, twin.op_args = Form.of(module), {}, {}
+        twin.stored = twin.stored | {key: stored}
+        twin.op_args = twin.op_args | {key: stored.spec.op_args(stored.n, stored.k)}
+        twin.spec = stored.spec
+        twin._parameters[key] = packed
+        twin.register_buffer(layout_name(key), torch.tensor(stored.numbers, dtype=torch.int64, device=packed.device))
+        become_packed(module, twin)
+
+    def spec_of(self, module: Any, weight: LayerWeight) -> LinearSpec:
+        return module.stored[weight.key].spec
+
+    def dtype_of(self, module: Any, others: torch.dtype) -> torch.dtype:
+        bias = module._parameters.get(f"{DOWN}_bias")
+        return others if bias is None else bias.dtype
+
+    def dequantize(self, module: Any, weight: LayerWeight, dtype: torch.dtype) -> Tensor:
+        if weight.key not in module.stored:
+            return module._parameters[weight.key].detach().to(dtype)
+        return weight.value(module.dequantize(weight.key, dtype))
+
+    def give_back(self, module: Any, weights: dict[str, nn.Parameter]) -> None:
+        twin = twin_of(module, module.float_class)
+        twin._parameters |= weights
+        for key in module.stored:
+            del twin._buffers[layout_name(key)]
+        del twin.form, twin.stored, twin.op_args, twin.spec
+        become_float(module, twin)
+
+
+EXPERTS = register(_ExpertsKind())
