@@ -45,7 +45,8 @@ namespace lowbit {
   X(kv_quantize, KvQuantizeArgs) \
   X(kv_dequantize, KvDequantizeArgs) \
   X(rms_norm, RmsNormArgs) \
-  X(rope_append, RopeAppendArgs)
+  X(rope_append, RopeAppendArgs) \
+  X(route, RouteArgs)
 
 #define LOWBIT_OP(op, Args) struct Args;
 LOWBIT_OPS(LOWBIT_OP)

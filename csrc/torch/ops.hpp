@@ -40,7 +40,8 @@ struct RegisteredOp {
   X(kv_dequantize) \
   X(rms_norm) \
   X(rope_append) \
-  X(decoder_layers)
+  X(decoder_layers) \
+  X(route)
 
 #define LOWBIT_OP(op) extern const RegisteredOp op##_op;
 LOWBIT_TORCH_OPS(LOWBIT_OP)

@@ -92,6 +92,7 @@ if TYPE_CHECKING:
     from lowbit.integrations.trainer_optimizer import trainer_optimizer
     from lowbit.ops.gather_linear import gather_linear
     from lowbit.ops.linear import linear
+    from lowbit.ops.route import route
     from lowbit.quant import (
         BlockSparseLinear,
         Calibration,
@@ -134,6 +135,7 @@ _HOME = {
         ),
         "lowbit.ops.gather_linear": "gather_linear",
         "lowbit.ops.linear": "linear",
+        "lowbit.ops.route": "route",
         "lowbit.attention.sdpa": "scaled_dot_product_attention",
         "lowbit.attention.flex": "flex_attention AuxRequest AuxOutput",
         "lowbit.attention.block_mask": "BlockMask create_block_mask create_mask and_masks or_masks noop_mask",
@@ -237,6 +239,7 @@ __all__ = [
     "quantize_checkpoint",
     "recorder",
     "rotate_",
+    "route",
     "scaled_dot_product_attention",
     "semi_sparse_weight",
     "smooth_",

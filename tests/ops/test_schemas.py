@@ -46,6 +46,9 @@ SCHEMAS = (
     "Tensor? mask, bool causal, float scale, int[] score_mod, Tensor[] norms, float eps, float offset, "
     "Tensor[] weights, int[] linears, int activation, Tensor[] head_norms, float heads_eps, float heads_offset) "
     "-> Tensor",
+    "route(Tensor logits, int k, int scoring, Tensor? correction=None, int groups=1, int groups_kept=1, "
+    "int group_top=1, bool zero_outside=False, bool normalize=False, float eps=0., float least=0., float scale=1., "
+    "Tensor? expert_scale=None) -> (Tensor, Tensor)",
 )
 
 
