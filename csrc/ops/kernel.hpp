@@ -46,7 +46,8 @@ namespace lowbit {
   X(kv_dequantize, KvDequantizeArgs) \
   X(rms_norm, RmsNormArgs) \
   X(rope_append, RopeAppendArgs) \
-  X(route, RouteArgs)
+  X(route, RouteArgs) \
+  X(sample, SampleArgs)
 
 #define LOWBIT_OP(op, Args) struct Args;
 LOWBIT_OPS(LOWBIT_OP)

@@ -41,7 +41,8 @@ struct RegisteredOp {
   X(rms_norm) \
   X(rope_append) \
   X(decoder_layers) \
-  X(route)
+  X(route) \
+  X(sample)
 
 #define LOWBIT_OP(op) extern const RegisteredOp op##_op;
 LOWBIT_TORCH_OPS(LOWBIT_OP)

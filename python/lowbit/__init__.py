@@ -93,6 +93,7 @@ if TYPE_CHECKING:
     from lowbit.ops.gather_linear import gather_linear
     from lowbit.ops.linear import linear
     from lowbit.ops.route import route
+    from lowbit.ops.sample import sample
     from lowbit.quant import (
         BlockSparseLinear,
         Calibration,
@@ -136,6 +137,7 @@ _HOME = {
         "lowbit.ops.gather_linear": "gather_linear",
         "lowbit.ops.linear": "linear",
         "lowbit.ops.route": "route",
+        "lowbit.ops.sample": "sample",
         "lowbit.attention.sdpa": "scaled_dot_product_attention",
         "lowbit.attention.flex": "flex_attention AuxRequest AuxOutput",
         "lowbit.attention.block_mask": "BlockMask create_block_mask create_mask and_masks or_masks noop_mask",
@@ -240,6 +242,7 @@ __all__ = [
     "recorder",
     "rotate_",
     "route",
+    "sample",
     "scaled_dot_product_attention",
     "semi_sparse_weight",
     "smooth_",
