@@ -47,7 +47,8 @@ RouteArgs route_args(const RouteArgs& given, int64_t scoring) {
   check_range("group_top", args.group_top, size, "the experts of a group");
   check(args.zero_outside || args.k <= args.groups_kept * size, value, kRoute, ": k must be at most ",
         args.groups_kept * size, ", the experts of the ", args.groups_kept, " groups that are kept, got ", args.k);
-  check(std::isfinite(args.eps) && args.eps >= 0, value, kRoute, ": eps must be finite and not negative, got ", args.eps);
+  check(std::isfinite(args.eps) && args.eps >= 0, value, kRoute, ": eps must be finite and not negative, got ",
+        args.eps);
   check(std::isfinite(args.least) && args.least >= 0, value, kRoute, ": least must be finite and not negative, got ",
         args.least);
   check(std::isfinite(args.scale), value, kRoute, ": scale must be finite, got ", args.scale);
