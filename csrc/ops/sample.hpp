@@ -19,7 +19,7 @@ namespace lowbit {
 struct SampleArgs {
   Place place{};
   TensorView logits;       // [B, V] float32, bfloat16 or float16, contiguous; the row checks that none is nan
-  TensorView ids;          // [B, L] int32 or int64, contiguous: 0 to V - 1, or -1 for none, which the row checks; or none
+  TensorView ids;          // [B, L] int32 or int64, contiguous: 0 to V - 1, or -1, which the row checks; or no ids
   double temperature = 1;
   int64_t top_k = 0;       // 0: all
   double top_p = 1, min_p = 0, repetition_penalty = 1;
