@@ -6,6 +6,7 @@
 #include "bindings/register.hpp"
 #include "bindings/tensor_caster.hpp"
 #include "ops/preferred_row.hpp"
+#include "ops/route.hpp"
 
 namespace lowbit {
 namespace {
@@ -50,6 +51,7 @@ void register_linear(py::module_& m) {
   using py::arg;
   m.attr("X_FORMATS") = numbered(kXFormatNames);
   m.attr("ACTIVATIONS") = numbered(kActivationNames);
+  m.attr("SCORINGS") = numbered(kScoringNames);
   m.def("explain_linear", explain_linear, arg("m"), arg("n"), arg("k"), arg("format"), arg("group_size"),
         arg("asymmetric"), arg("x_format"), arg("dtype"), arg("device") = "cpu",
         arg("row") = 0, arg("activation") = 0,

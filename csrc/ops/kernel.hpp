@@ -46,7 +46,9 @@ namespace lowbit {
   X(kv_quantize, KvQuantizeArgs) \
   X(kv_dequantize, KvDequantizeArgs) \
   X(rms_norm, RmsNormArgs) \
-  X(rope_append, RopeAppendArgs)
+  X(rope_append, RopeAppendArgs) \
+  X(route, RouteArgs) \
+  X(sample, SampleArgs)
 
 #define LOWBIT_OP(op, Args) struct Args;
 LOWBIT_OPS(LOWBIT_OP)

@@ -41,7 +41,9 @@ struct RegisteredOp {
   X(kv_dequantize) \
   X(rms_norm) \
   X(rope_append) \
-  X(run_program)
+  X(run_program) \
+  X(route) \
+  X(sample)
 
 #define LOWBIT_OP(op) extern const RegisteredOp op##_op;
 LOWBIT_TORCH_OPS(LOWBIT_OP)

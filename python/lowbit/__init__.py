@@ -93,6 +93,8 @@ if TYPE_CHECKING:
     from lowbit.ops.experts import experts
     from lowbit.ops.gather_linear import gather_linear
     from lowbit.ops.linear import linear
+    from lowbit.ops.route import route
+    from lowbit.ops.sample import sample
     from lowbit.quant import (
         BlockSparseLinear,
         Calibration,
@@ -137,6 +139,8 @@ _HOME = {
         "lowbit.ops.experts": "experts",
         "lowbit.ops.gather_linear": "gather_linear",
         "lowbit.ops.linear": "linear",
+        "lowbit.ops.route": "route",
+        "lowbit.ops.sample": "sample",
         "lowbit.attention.sdpa": "scaled_dot_product_attention",
         "lowbit.attention.flex": "flex_attention AuxRequest AuxOutput",
         "lowbit.attention.block_mask": "BlockMask create_block_mask create_mask and_masks or_masks noop_mask",
@@ -242,6 +246,8 @@ __all__ = [
     "quantize_checkpoint",
     "recorder",
     "rotate_",
+    "route",
+    "sample",
     "scaled_dot_product_attention",
     "semi_sparse_weight",
     "smooth_",

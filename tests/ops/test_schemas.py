@@ -46,6 +46,11 @@ SCHEMAS = (
     "rope_append_(Tensor qkv, Tensor cos, Tensor sin, Tensor(a!) keys, Tensor(b!) values, SymInt start, "
     "Tensor? q_weight=None, Tensor? k_weight=None, float eps=0., float offset=0.) -> Tensor",
     "run_program_(int[] program, Tensor[] constants, Tensor(a!)[] states, Tensor[] inputs, SymInt[] starts) -> Tensor",
+    "route(Tensor logits, int k, int scoring, Tensor? correction=None, int groups=1, int groups_kept=1, "
+    "int group_top=1, bool zero_outside=False, bool normalize=False, float eps=0., float least=0., float scale=1., "
+    "Tensor? expert_scale=None) -> (Tensor, Tensor)",
+    "sample(Tensor logits, Tensor? ids=None, float temperature=1., int top_k=0, float top_p=1., float min_p=0., "
+    "float repetition_penalty=1., int seed=0, SymInt position=0) -> Tensor",
 )
 
 

@@ -60,10 +60,17 @@ def with_a_gradient() -> dict[str, tuple[list[Any], list[Tensor], Callable[[], A
     from lowbit.ops.fake_quantize import fake_quantize_activations, fake_quantize_weight
 
     row = _C.X_FORMATS["int8_row"], 0
+    softmax, experts_scale = (5, _C.SCORINGS["softmax"]), torch.rand(64, requires_grad=True)
+    groups = torch.randn(64), 4, 2, 2, False
     return {
         "linear": ([x, packed, *numbers, bias, 2, mul, add], [x, bias, mul, add], lambda: lowbit.linear(x, packed, numbers, bias, 2, mul, add)),
         "gather_linear": ([x, experts, index, *numbers, biases], [x, biases], lambda: lowbit.gather_linear(x, experts, index, numbers, biases)),
         "experts": ([x, experts, down, index, router, *pair, 4, True, False, 1.0, 0.0, 0.0, biases], [x, router, biases], lambda: lowbit.experts(x, experts, down, index, router, *pair, gate_up_bias=biases)),
+        "route": (
+            [x, *softmax, *groups, True, 0.1, 0.0, 2.5, experts_scale],
+            [x, experts_scale],
+            lambda: lowbit.route(x, 5, correction=groups[0], groups=4, groups_kept=2, group_top=2, normalize=True, eps=0.1, scale=2.5, expert_scale=experts_scale),
+        ),
         "attention_forward": (attention, [q, k, v, mask, sink], lambda: attend(q, k, v, scale=0.3, causal=True, mask=mask, sink=sink)),
         "fake_quantize": ([weight, *int4, scale, None], [weight, scale], lambda: fake_quantize_weight(weight, int4, scale)),
         "fake_quantize_activations": ([x, *row], [x], lambda: fake_quantize_activations(x, *row)),

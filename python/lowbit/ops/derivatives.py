@@ -29,6 +29,7 @@ _MODULES = {
     "attention_forward": "attention",
     "fake_quantize": "fake_quantize",
     "fake_quantize_activations": "fake_quantize",
+    "route": "route",
 }
 """Files in which ``differentiated_<op>`` is: the op, of its arguments by name, with its derivative."""
 _OF_DTYPES = ("dequantize", "embedding")  # they read the dtype of a floating argument, and none of its numbers
