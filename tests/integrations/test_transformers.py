@@ -219,6 +219,22 @@ def test_attention_weights_are_refused_by_every_model(name: str, compiled: bool)
         assert call(ids(), output_hidden_states=True).hidden_states is not None
 
 
+def test_a_block_is_compiled_while_another_thread_collects_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers' collector is one of the process while anything is traced: neither its content nor its guards count."""
+    from transformers.utils.output_capturing import _active_collector
+
+    model = llama().eval()
+    model.set_attn_implementation("lowbit")
+    prompt = ids()
+    wanted = model(prompt).logits
+    torch._dynamo.reset()
+    lowbit.compile_blocks(model, backend="eager", fullgraph=True)
+    monkeypatch.setattr(_active_collector, "set", lambda value: None)  # as of a thread that began before the tracing
+    monkeypatch.setattr(_active_collector, "compiling", True)
+    monkeypatch.setattr(_active_collector, "global_var", {"attentions": []})
+    torch.testing.assert_close(model(prompt).logits, wanted)
+
+
 def test_the_name_is_there_without_an_import_of_ours(python: Callable[..., str], subtests: pytest.Subtests) -> None:
     """Whichever is imported first, and `import lowbit` imports no transformers."""
     model = """

@@ -18,6 +18,7 @@ from torch.nn.attention import flex_attention as torch_flex
 from torch.nn.attention.flex_attention import BlockMask, and_masks, create_mask, noop_mask, or_masks
 
 from lowbit import _C
+from lowbit.ops.tracing import is_traced
 from lowbit.score.program import UnknownOp
 from lowbit.score.program_cache import bind, positional_arguments, warn_unknown
 
@@ -63,7 +64,7 @@ def create_block_mask(
     rest = {
         name: value for name, (value, default) in given.items() if value != default
     }  # arguments that older torch does not know are not handed on
-    traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+    traced = is_traced() or torch._C._are_functorch_transforms_active()
     if not traced and device.type not in ("cpu", "meta") and _captures_nothing(mask_mod):
         return create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN, "cpu", BLOCK_SIZE, **rest).to(device)
     if traced or device.type != "cpu":

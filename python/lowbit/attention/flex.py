@@ -18,6 +18,7 @@ from lowbit.attention.compiled import compiled_attention
 from lowbit.attention.packed import with_documents
 from lowbit.attention.plain import DTYPES, autocast_device, is_plain, softmax_scale
 from lowbit.attention.run_mods import WHOLE, run_mods
+from lowbit.ops.tracing import is_traced
 from lowbit.score.program_cache import positional_arguments
 
 _NAME = "flex_attention"
@@ -145,7 +146,7 @@ def _check(
             f"{_NAME}: Cannot specify both return_lse and return_aux. return_lse is deprecated, please use "
             "return_aux=AuxRequest(lse=True)"
         )
-    if return_lse and not torch.compiler.is_compiling():
+    if return_lse and not is_traced():
         warnings.warn(
             f"{_NAME}: return_lse is deprecated, please use return_aux=AuxRequest(lse=True)",
             FutureWarning,

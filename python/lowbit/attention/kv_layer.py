@@ -12,6 +12,7 @@ from torch.autograd import forward_ad
 from lowbit import devices
 from lowbit.ops.forward_mode import refuse_tangents
 from lowbit.ops.registration import function_of, register
+from lowbit.ops.tracing import is_traced
 
 register()
 
@@ -206,7 +207,7 @@ class QuantizedKVLayer:
             IndexError: an entry is not in the batch.
         """
         if (
-            self._k is None or index.numel() == 0 or torch.compiler.is_compiling()
+            self._k is None or index.numel() == 0 or is_traced()
         ):  # a graph does not look: the copy itself refuses
             return
         if not (int(index.min()) >= 0 and int(index.max()) < self._k.codes.shape[0]):

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, and_masks
 
 from lowbit.attention.block_mask import EMPTY, FULL, PARTIAL, from_classes, to_classes
+from lowbit.ops.tracing import is_traced
 
 
 def with_documents(cu_seqlens: Tensor, block_mask: BlockMask | None, query: Tensor, key: Tensor) -> BlockMask:
@@ -36,7 +37,7 @@ def with_documents(cu_seqlens: Tensor, block_mask: BlockMask | None, query: Tens
             f"flex_attention: cu_seqlens needs query and key of one length, got {length} and {key.size(2)}"
         )
     ascends = (cu_seqlens[0] == 0) & (cu_seqlens[-1] == length) & (cu_seqlens.diff() >= 0).all()
-    if torch.compiler.is_compiling() or cu_seqlens.is_cuda:  # no wait for a GPU
+    if is_traced() or cu_seqlens.is_cuda:  # no wait for a GPU
         torch._assert_async(ascends, "flex_attention: cu_seqlens must ascend from 0 to the length")
     elif not ascends:
         raise ValueError(

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from lowbit.integrations.fused_layer import FusedDecoderLayer, in_one_call
 from lowbit.integrations.layer_program import LayerProgram
+from lowbit.ops.tracing import is_traced
 from lowbit.quant.fused import Fused, probe_of
 
-_is_compiling = torch.compiler.is_compiling
 _RECORDED = ("output_hidden_states", "output_attentions")
 _NOT_HANDED_ON = "fuse: the model does not hand the result of each layer to the next, as it did when it was fused"
 _SHARED = ("attention_mask", "position_embeddings", "past_key_values")
@@ -29,7 +29,7 @@ class FusedDecoder(Fused):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         facts = self.facts
         layers = facts["layers"]
-        own = self.training or _is_compiling() or any(kwargs.get(name) for name in _RECORDED)
+        own = self.training or is_traced() or any(kwargs.get(name) for name in _RECORDED)
         if own or not self._hands_on(layers):  # in training, models may leave layers out
             return super().forward(*args, **kwargs)
         joined = JoinedLayers(layers, facts)

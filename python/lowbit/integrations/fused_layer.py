@@ -15,6 +15,7 @@ from lowbit.integrations.decoder_pieces import FOUR_NORMS, HALVES, TWO_NORMS
 from lowbit.integrations.half_steps import HALF_STEPS
 from lowbit.integrations.layer_program import LayerProgram
 from lowbit.integrations.lowbit_attention import lowbit_attention, weights_are_recorded
+from lowbit.ops.tracing import is_traced
 from lowbit.quant.fused import Fused, has_own_tensors, hooked, is_inference, probe_of
 from lowbit.quant.fused_norm import FusedRMSNorm
 
@@ -23,7 +24,6 @@ _READ = {"attention_mask", "position_embeddings", "past_key_values"}
 _READ |= {"position_ids", "use_cache", "cache_position"}  # these nothing inside a layer reads
 _MISSING = torch.empty(0, device="cpu")
 """Stands for a mask that is not given."""
-_is_compiling = torch.compiler.is_compiling
 _TOLERANCE = 1e-6  # of the largest value: sums of float32
 _HIDDEN = (2, 3)  # batch and tokens of the probe
 
@@ -32,7 +32,7 @@ class FusedDecoderLayer(Fused):
     """A decoder layer as one call of the op, or as a part of one; made in place by `lowbit.fuse`."""
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if args or _is_compiling():
+        if args or is_traced():
             return super().forward(hidden_states, *args, **kwargs)
         y = in_one_call((self,), self.facts, hidden_states, (kwargs,))
         return super().forward(hidden_states, **kwargs) if y is None else y

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
+from lowbit.ops.tracing import is_traced
+
 LEAST_ROOM = 256  # tokens; a quarter of a longer cache: 1 of 5 tokens is moved once more, however long it gets
 
 
@@ -88,7 +90,7 @@ class _Growing:
             self.lazy_initialization(key_states, value_states)
         self._served = None
         held = self.keys, self.values, key_states, value_states
-        if torch.compiler.is_compiling() or (torch.is_grad_enabled() and any(states.requires_grad for states in held)):
+        if is_traced() or (torch.is_grad_enabled() and any(states.requires_grad for states in held)):
             return super().update(key_states, value_states, *args, **kwargs)
         for room, states, new in zip(self._rooms, held[:2], held[2:], strict=True):
             room.append(states, new)

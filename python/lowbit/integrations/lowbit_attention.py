@@ -113,8 +113,8 @@ def weights_are_recorded(module: torch.nn.Module) -> bool:
     """Whether a model around this call collects attention weights; not every model hands ``output_attentions`` on."""
     if _active_collector is None:
         return False
-    if torch.compiler.is_dynamo_compiling() and not (_active_collector.compiling or module._forward_hooks):
-        return False  # without the model around this call in the graph, Dynamo cannot look; its hooks could not either
+    if torch.compiler.is_dynamo_compiling() and not module._forward_hooks:
+        return False  # what is not hooked is not recorded; while Dynamo traces, other threads' calls write the collector too
     return any("attentions" in key for key in _active_collector.get() or ())
 
 

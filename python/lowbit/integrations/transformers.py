@@ -25,6 +25,7 @@ from lowbit.attention.kv_layer import QuantizedKVLayer
 from lowbit.integrations.attention_masks import lowbit_mask
 from lowbit.integrations.growing_cache import grow_caches_in_place
 from lowbit.integrations.lowbit_attention import lowbit_attention
+from lowbit.ops.tracing import is_traced
 
 if int(transformers.__version__.partition(".")[0]) < 5:
     raise ImportError(
@@ -90,7 +91,7 @@ class _Layer(CacheLayerMixin):
             self.lazy_initialization(key_states, value_states)
         if first:
             return key_states, value_states
-        if torch.compiler.is_compiling():
+        if is_traced():
             return _traced_states(self.store, key_states.dtype)
         return CachedStates(self.store, 0, key_states.dtype), CachedStates(self.store, 1, key_states.dtype)
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from lowbit import _C
 from lowbit.ops.decoded_rows import PANEL, WeightArgs, decoded_rows
 from lowbit.ops.registration import function_of, register
+from lowbit.ops.tracing import is_traced
 
 register()
 _dequantize_op = function_of("dequantize")
@@ -34,7 +35,7 @@ def input_gradient(grad_out: Tensor, weight: Tensor, weight_args: WeightArgs) ->
         return grad_out @ _dequantize_op(weight, n, k, *rest, grad_out)
     grad_out = grad_out.float()
     panels = max(1, _SLICE // (PANEL * k))
-    if torch.compiler.is_compiling() or panels >= weight.shape[0]:
+    if is_traced() or panels >= weight.shape[0]:
         return grad_out @ _dequantize_op(weight, n, k, *rest)
     rows, total = grad_out.reshape(-1, n), None
     for start in range(0, n, PANEL * panels):

@@ -19,6 +19,7 @@ from torch import Tensor
 from lowbit import _C
 from lowbit.ops import derivatives
 from lowbit.ops.registration import keep
+from lowbit.ops.tracing import is_traced
 
 SCHEMA = (
     "optim_step_(int rule, int state_format, int block_size, Tensor(a!)[] params, Tensor(b!)[] grads, "
@@ -80,7 +81,7 @@ def _checked_lr(lr: Any) -> float | Tensor:
     if isinstance(lr, Tensor) and lr.numel() == 1 and not lr.is_complex():
         return lr
     if isinstance(lr, Real):
-        return lr if torch.compiler.is_compiling() else float(lr)
+        return lr if is_traced() else float(lr)
     got = f"a tensor {list(lr.shape)} of {lr.dtype}" if isinstance(lr, Tensor) else repr(lr)
     raise TypeError(f"optim_step: lr must be a number or a tensor of one number, got {got}")
 
@@ -92,7 +93,7 @@ def take(steps: Sequence[Step]) -> None:
         TypeError, ValueError: a tensor with the wrong dtype, shape or strides, or an lr that is no number; nothing is
             changed by any step.
     """
-    if torch.compiler.is_compiling():
+    if is_traced():
         for step in steps:
             step.take_compiled()
         return

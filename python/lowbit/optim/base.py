@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lowbit._C import OPTIM_RULES, STATE_FORMATS
 from lowbit.ops.optim import Step, take
+from lowbit.ops.tracing import is_traced
 from lowbit.optim import loading, moments, sharding
 from lowbit.optim.checks import LARGEST_SEED, check_group, check_param
 from lowbit.optim.moments import StateOptions
@@ -155,7 +156,7 @@ class LowBitOptimizer(torch.optim.Optimizer):
     def _check_changed_options(self) -> None:
         """Raise ValueError for an option of a group that was changed to a value that no step could serve, before
         anything changes. Not for lr, which schedulers may take below 0: `take` has its check."""
-        if torch.compiler.is_compiling():
+        if is_traced():
             return
         for index, group in enumerate(self.param_groups):
             options = {name: value for name, value in group.items() if name not in ("params", "lr")}
@@ -167,7 +168,7 @@ class LowBitOptimizer(torch.optim.Optimizer):
         """Return the plan of a group's step, the last one while it serves."""
         with_grad = [param for param in group["params"] if param.grad is not None]
         options = StateOptions.of(self.RULE, group)
-        if torch.compiler.is_compiling():
+        if is_traced():
             return self._new_plan(with_grad, options)
         known = self._plans.get(index)
         if known is None or not known.serves(with_grad, [self.state[param] for param in with_grad], options):

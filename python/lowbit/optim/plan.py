@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lowbit.ops.optim import StepLists
+from lowbit.ops.tracing import is_traced
 from lowbit.optim import sharding
 from lowbit.optim.moments import StateOptions
 from lowbit.optim.state_format import Layout, has_codes
@@ -48,7 +49,7 @@ class CallLists:
         moments: Sequence[str],
     ) -> CallLists:
         local = [sharding.local(param) for param in params]
-        if torch.compiler.is_compiling():
+        if is_traced():
             local = [param.detach() for param in local]
         stored = [
             [sharding.local_moment(state[name], state.get(f"{name}_scale"), layout) for name in moments]
@@ -150,7 +151,7 @@ def _places(params: list[Tensor], sharded: list[Tensor]) -> list[Any]:
     """The places of parameters: equal ones mean that they lie as before, and that views are of the
     same local tensors."""
     places: list[Any] = [*[param.shape for param in params], *[param.stride() for param in params]]
-    if sharded and not torch.compiler.is_compiling():
+    if sharded and not is_traced():
         local = [sharding.local(tensor) for tensor in sharded]
         places += [(tensor.data_ptr(), tensor.shape, tensor.stride()) for tensor in local]
     return places
@@ -167,7 +168,7 @@ def _is_dense(local: Tensor, layout: Layout) -> bool:
 
 def _any_is_negated(tensors: list[Tensor]) -> bool:
     """Whether one is lazily negated; a graph sees none."""
-    return not torch.compiler.is_compiling() and any(map(Tensor.is_neg, tensors))
+    return not is_traced() and any(map(Tensor.is_neg, tensors))
 
 
 def _in_order(grad: Tensor, param: Tensor, member: Tensor) -> Tensor:

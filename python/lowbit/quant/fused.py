@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn.modules.module import _has_any_global_hook
 
+from lowbit.ops.tracing import is_traced
 from lowbit.tables.folding import LayerNames, told
 
 _is_grad_enabled = torch.is_grad_enabled
-_is_compiling = torch.compiler.is_compiling
 _is_transformed = torch._C._are_functorch_transforms_active
 _is_autocast_enabled = torch.is_autocast_enabled
 _taking = threading.Lock()
@@ -113,7 +113,7 @@ def is_inference(x: Tensor) -> bool:
         type(x) is Tensor
         and x.is_cpu
         and not _is_grad_enabled()
-        and not _is_compiling()
+        and not is_traced()
         and not _is_transformed()
         and not _is_autocast_enabled("cpu")
         and forward_ad._current_level < 0  # -1 outside of forward mode

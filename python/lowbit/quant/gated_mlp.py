@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lowbit.ops.linear import activation_functions, linear
+from lowbit.ops.tracing import is_traced
 from lowbit.quant.fused import Fused, FusedModules, has_own_tensors, hooked, probe_of
 from lowbit.quant.quant_linear import QuantLinear
 from lowbit.quant.unchanged import Attributes
@@ -44,7 +45,7 @@ class FusedGatedMLP(Fused):
         changed; None: the op does not have it."""
         function, facts = getattr(self, "act_fn", None), self.facts
         if function is not facts["act_fn"] or type(function) is not facts["kind"] or not facts["noted"].hold(function):
-            if torch.compiler.is_compiling():
+            if is_traced():
                 return None
             facts = self.facts = _facts(function)
         return facts["activation"]
