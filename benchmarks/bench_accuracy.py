@@ -34,8 +34,8 @@ from harness import Run, table
 from torch import Tensor, nn
 
 import lowbit
-from lowbit.integrations.gguf.file import GgufFile
-from lowbit.integrations.gguf.weights import StateReader
+from lowbit.checkpoints.gguf.file import GgufFile
+from lowbit.checkpoints.gguf.weights import StateReader
 
 W4A8 = lowbit.int8_dynamic_activation_int4_weight
 W4 = lowbit.int4_weight_only
@@ -97,7 +97,7 @@ def by_llama(model: nn.Module, file: Path, batches: list[Tensor], python: str, t
     """The file that llama.cpp makes of the model, with the mean squares of its layers' inputs."""
     floats, importance, out = folder / "floats.gguf", folder / "importance.npz", folder / f"{type}.gguf"
     if not floats.exists():
-        lowbit.integrations.gguf.save(model, floats, like=file)
+        lowbit.checkpoints.gguf.save(model, floats, like=file)
         names = StateReader(GgufFile.open(floats), model, "float").names
         layers = lowbit.calibrate(model, batches).layers
         paths = {name: path.removesuffix(".weight") for name, path in names.items()}

@@ -86,7 +86,7 @@ def work(mode: str, options: argparse.Namespace) -> None:
     import bitsandbytes
     import torch
 
-    from lowbit.integrations import bitsandbytes_ops
+    from lowbit.peers import bitsandbytes_ops
 
     torch.set_num_threads(options.threads)
     if mode == "lowbit":

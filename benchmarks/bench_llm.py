@@ -51,7 +51,7 @@ def run_transformers(name: str, path: Path, tokens: list[int], contexts: list[in
     import transformers
 
     import lowbit
-    import lowbit.integrations.transformers  # noqa: F401
+    import lowbit.huggingface.registration  # noqa: F401
 
     torch.set_num_threads(threads)
     transformers.logging.set_verbosity_error()
@@ -60,7 +60,7 @@ def run_transformers(name: str, path: Path, tokens: list[int], contexts: list[in
         dtype = getattr(torch, name.split()[1])
         model = transformers.AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=dtype)
     else:
-        from lowbit.integrations.gguf.loading import load_model
+        from lowbit.huggingface.load_gguf import load_model
 
         model = load_model(path, activations=name.split()[1], fuse=not name.endswith(("unfused", "compiled")))
         if name.endswith("compiled"):
@@ -169,8 +169,8 @@ def peak_mib() -> float:
 
 def tokens_of(path: Path, count: int, pages: Iterable[str | Path] = TEXT) -> list[int]:
     """The first tokens of the text of these pages, as the tokenizer of the file cuts it."""
-    from lowbit.integrations.gguf.file import GgufFile
-    from lowbit.integrations.gguf.tokenizer import load_tokenizer
+    from lowbit.checkpoints.gguf.file import GgufFile
+    from lowbit.checkpoints.gguf.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(GgufFile.open(path))
     text = "\n".join((ROOT / page).read_text() for page in pages)

@@ -17,8 +17,8 @@ from torch import Tensor
 from transformers.integrations.executorch import TorchExportableModuleWithStaticCache
 
 import lowbit
-import lowbit.integrations.transformers  # noqa: F401  (attn_implementation="lowbit")
-from lowbit.integrations.gguf.loading import load_model
+import lowbit.huggingface.registration  # noqa: F401  (attn_implementation="lowbit")
+from lowbit.huggingface.load_gguf import load_model
 
 
 class Decoder(TorchExportableModuleWithStaticCache):

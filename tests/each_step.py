@@ -13,7 +13,7 @@ from types import FrameType
 from typing import Any
 
 CHANGING = ("quant/kinds.py", "quant/quant_linear.py", "quant/quant_embedding.py", "quant/quant_experts.py", "quant/block_sparse.py", "quant/fused.py")
-CALLING = (*CHANGING, "quant/fused_norm.py", "quant/gated_mlp.py", "quant/merged.py", "integrations/fused_attention.py", "integrations/fused_layer.py", "integrations/fused_decoder.py", "integrations/layer_program.py", "integrations/half_steps.py", "integrations/growing_cache.py")  # fmt: skip
+CALLING = (*CHANGING, "quant/fused_norm.py", "quant/gated_mlp.py", "quant/merged.py", "models/fused_attention.py", "models/fused_layer.py", "models/fused_decoder.py", "models/layer_program.py", "models/half_steps.py", "models/growing_cache.py")  # fmt: skip
 
 
 def at_each_step(

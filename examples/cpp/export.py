@@ -18,7 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.integrations.executorch import TorchExportableModuleWithStaticCache
 
 import lowbit
-import lowbit.integrations.transformers  # noqa: F401  (attn_implementation="lowbit")
+import lowbit.huggingface.registration  # noqa: F401  (attn_implementation="lowbit")
 
 
 def random_model(layers: int, hidden: int) -> LlamaForCausalLM:

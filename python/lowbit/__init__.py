@@ -83,13 +83,14 @@ if TYPE_CHECKING:
         nf4_weight_only,
         semi_sparse_weight,
     )
-    from lowbit.integrations.fuse import fuse
-    from lowbit.integrations.gguf import load_gguf
-    from lowbit.integrations.lowbit_config import LowbitConfig
-    from lowbit.integrations.quantize_checkpoint import quantize_checkpoint
-    from lowbit.integrations.rotate import rotate_
-    from lowbit.integrations.smooth import smooth_
-    from lowbit.integrations.trainer_optimizer import trainer_optimizer
+    from lowbit.huggingface.load_gguf import load_gguf
+    from lowbit.huggingface.lowbit_config import LowbitConfig
+    from lowbit.huggingface.quantize_checkpoint import quantize_checkpoint
+    from lowbit.huggingface.trainer_optimizer import trainer_optimizer
+    from lowbit.models.fuse import fuse
+    from lowbit.models.quantized_cache import QuantizedCache
+    from lowbit.models.rotate import rotate_
+    from lowbit.models.smooth import smooth_
     from lowbit.ops.experts import experts
     from lowbit.ops.gather_linear import gather_linear
     from lowbit.ops.linear import linear
@@ -119,9 +120,10 @@ _HOME = {
             "quantize_ sparsify_ calibrate Calibration dequantize_ fuse_gated_mlps load QuantLinear QuantEmbedding "
             "QuantExperts BlockSparseLinear QuantizationReport"
         ),
-        "lowbit.integrations.fuse": "fuse",
-        "lowbit.integrations.rotate": "rotate_",
-        "lowbit.integrations.smooth": "smooth_",
+        "lowbit.models.fuse": "fuse",
+        "lowbit.models.rotate": "rotate_",
+        "lowbit.models.smooth": "smooth_",
+        "lowbit.models.quantized_cache": "QuantizedCache",
         "lowbit.attention.kv_cache": "QuantizedKVCache",
         "lowbit.formats": (
             "GPTQ HQQ MappingType PerAxis PerGroup PerRow PerToken "
@@ -149,10 +151,10 @@ _HOME = {
         "lowbit.diagnostics.explain": "explain",
         "lowbit.diagnostics.info": "info",
         "lowbit.recorder.profile": "profile",
-        "lowbit.integrations.gguf": "load_gguf",
-        "lowbit.integrations.lowbit_config": "LowbitConfig",
-        "lowbit.integrations.quantize_checkpoint": "quantize_checkpoint",
-        "lowbit.integrations.trainer_optimizer": "trainer_optimizer",
+        "lowbit.huggingface.load_gguf": "load_gguf",
+        "lowbit.huggingface.lowbit_config": "LowbitConfig",
+        "lowbit.huggingface.quantize_checkpoint": "quantize_checkpoint",
+        "lowbit.huggingface.trainer_optimizer": "trainer_optimizer",
         "lowbit.compile.blocks": "compile_blocks",
         "lowbit.compile.c_shims": "c_shim_options",
         "lowbit.compile.options": "compile_options",
@@ -161,8 +163,8 @@ _HOME = {
     for name in names.split()
 }
 _MODULES = (
-    "attention", "autotune", "backends", "devices", "formats", "integrations", "optim", "quant", "recorder", "testing",
-    "training",
+    "attention", "autotune", "backends", "checkpoints", "devices", "export", "formats", "models", "optim", "peers",
+    "quant", "recorder", "testing", "training",
 )  # fmt: skip
 __all__ = [
     "AuxOutput",
@@ -197,6 +199,7 @@ __all__ = [
     "QuantExperts",
     "QuantLinear",
     "QuantizationReport",
+    "QuantizedCache",
     "QuantizedKVCache",
     "SemiSparseWeightConfig",
     "__version__",
@@ -258,8 +261,8 @@ __all__ = [
 ]
 
 if _torch is not None:
-    from lowbit.integrations.when_imported import join_when_imported
     from lowbit.ops.registration import register
+    from lowbit.peers.when_imported import join_when_imported
 
     register()
     join_when_imported()

@@ -130,7 +130,7 @@ def _quantize(options: argparse.Namespace) -> object:
         raise ValueError("quantize: needs --config, --plan or --embeddings")
     head = None if options.head == "None" else options.head
     if options.out.endswith(".gguf"):
-        from lowbit.integrations.gguf import quantize_to_file
+        from lowbit.huggingface.quantize_gguf import quantize_to_file
 
         if options.config is None or options.plan or options.embeddings:
             raise ValueError("quantize: a .gguf OUT needs --config, and takes no --plan and no --embeddings")
@@ -151,7 +151,7 @@ def _quantize(options: argparse.Namespace) -> object:
 
 
 def _chat(options: argparse.Namespace) -> object:
-    from lowbit.integrations.gguf.chat import chat
+    from lowbit.huggingface.chat import chat
 
     return chat(
         options.file,

@@ -52,6 +52,6 @@ def bitsandbytes() -> None:
     if os.environ.get("LOWBIT_BITSANDBYTES") == "0":
         return
     with _Keeping("bitsandbytes"):
-        from lowbit.integrations.bitsandbytes_ops import take_ops
+        from lowbit.peers.bitsandbytes_ops import take_ops
 
         take_ops()

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lowbit.autotune import timing
-from lowbit.autotune.timing import LEAST, Timed, Times, Timer, last_cache_bytes
+from lowbit.autotune.timing import LEAST, Timed, Timer, Times, last_cache_bytes
 
 
 @pytest.fixture

@@ -122,7 +122,7 @@ def _write_model() -> object:
 
 @pytest.mark.parametrize("cache", ["float", "int8", "int4"])
 def test_the_example_decodes_the_tokens_of_python(decode: Path, llama: tuple[torch.nn.Module, Path], cache: str) -> None:
-    from lowbit.integrations.transformers import QuantizedCache
+    from lowbit.models.quantized_cache import QuantizedCache
 
     model, path = llama
     prompt = torch.tensor([[7, 123, 45, 6, 299, 0, 31]])

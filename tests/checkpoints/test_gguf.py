@@ -14,14 +14,14 @@ from gguf_files import CONFIGS, HALVES, gguf, random_blocks, transformers, write
 import lowbit
 from lowbit import _C
 from lowbit.__main__ import main
+from lowbit.checkpoints.gguf import saving
+from lowbit.checkpoints.gguf.blocks import BLOCK_TYPES, pack_blocks
+from lowbit.checkpoints.gguf.config import config_of
+from lowbit.checkpoints.gguf.file import GgufFile
+from lowbit.checkpoints.gguf.saving import save
+from lowbit.checkpoints.gguf.weights import StateReader
 from lowbit.formats.spec import StoredWeight
-from lowbit.integrations.gguf import saving
-from lowbit.integrations.gguf.blocks import BLOCK_TYPES, pack_blocks
-from lowbit.integrations.gguf.config import config_of
-from lowbit.integrations.gguf.file import GgufFile
-from lowbit.integrations.gguf.quantizing import quantize_to_file
-from lowbit.integrations.gguf.saving import save
-from lowbit.integrations.gguf.weights import StateReader
+from lowbit.huggingface.quantize_gguf import quantize_to_file
 from lowbit.quant.codes import CodedWeight
 from lowbit.quant.load import load
 

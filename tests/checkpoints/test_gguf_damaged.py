@@ -13,12 +13,12 @@ import torch
 from gguf_files import gguf, transformers, write
 
 import lowbit
-from lowbit.integrations.gguf import file as gguf_file
-from lowbit.integrations.gguf.counts import check_counts
-from lowbit.integrations.gguf.errors import errors_of
-from lowbit.integrations.gguf.file import GgufFile
-from lowbit.integrations.gguf.loading import load_model
-from lowbit.integrations.gguf.weights import StateReader
+from lowbit.checkpoints.gguf import file as gguf_file
+from lowbit.checkpoints.gguf.counts import check_counts
+from lowbit.checkpoints.gguf.errors import errors_of
+from lowbit.checkpoints.gguf.file import GgufFile
+from lowbit.checkpoints.gguf.weights import StateReader
+from lowbit.huggingface.load_gguf import load_model
 
 
 def header_length(whole: bytes) -> int:

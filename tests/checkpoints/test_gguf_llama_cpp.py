@@ -16,7 +16,9 @@ import pytest
 pytest.importorskip("gguf")
 pytest.importorskip("transformers")
 
-from lowbit.integrations.gguf import load_model, quantize_to_file, save
+from lowbit.checkpoints.gguf import save
+from lowbit.huggingface.load_gguf import load_model
+from lowbit.huggingface.quantize_gguf import quantize_to_file
 
 BENCH = Path(__file__).parents[2] / "benchmarks" / "bench_llm.py"
 

@@ -17,7 +17,7 @@ import torch
 from gguf_files import CONFIGS, gguf, write
 from test_gguf_metadata import both, divisors_of_llama3, every_second, frequencies, linear, longrope, yarn
 
-from lowbit.integrations.gguf import load_model
+from lowbit.huggingface.load_gguf import load_model
 
 SCRIPT = """
 import ctypes, sys

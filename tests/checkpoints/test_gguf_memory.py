@@ -17,7 +17,7 @@ from gguf_files import transformers, write
 SCRIPT = """
 import json, sys
 import lowbit, transformers
-from lowbit.integrations.gguf import load_gguf, load_model
+from lowbit.huggingface.load_gguf import load_gguf, load_model
 from transformers.models.llama import modeling_llama
 
 def memory(key):

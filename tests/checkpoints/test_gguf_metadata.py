@@ -15,11 +15,12 @@ import torch
 from gguf_files import CONFIGS, SIZES, gguf, transformers, write
 
 import lowbit
-from lowbit.integrations.gguf import load_model, save
-from lowbit.integrations.gguf.architectures import ARCHITECTURES
-from lowbit.integrations.gguf.config import attributes_of
-from lowbit.integrations.gguf.file import GgufFile
-from lowbit.integrations.gguf.metadata import WITHOUT_EFFECT
+from lowbit.checkpoints.gguf import save
+from lowbit.checkpoints.gguf.architectures import ARCHITECTURES
+from lowbit.checkpoints.gguf.config import attributes_of
+from lowbit.checkpoints.gguf.file import GgufFile
+from lowbit.checkpoints.gguf.metadata import WITHOUT_EFFECT
+from lowbit.huggingface.load_gguf import load_model
 
 More = Callable[[gguf.GGUFWriter], None]
 HALF = 32  # pairs of columns of a head in these files

@@ -14,9 +14,9 @@ import pytest
 from gguf_files import gguf, transformers, write
 
 import lowbit
-from lowbit.integrations.gguf.file import GgufFile
-from lowbit.integrations.gguf.splitting import SPLITTINGS
-from lowbit.integrations.gguf.tokenizer import load_tokenizer
+from lowbit.checkpoints.gguf.file import GgufFile
+from lowbit.checkpoints.gguf.splitting import SPLITTINGS
+from lowbit.checkpoints.gguf.tokenizer import load_tokenizer
 
 NORMAL, UNKNOWN, CONTROL, USER, BYTE = (gguf.TokenType[name] for name in ("NORMAL", "UNKNOWN", "CONTROL", "USER_DEFINED", "BYTE"))
 

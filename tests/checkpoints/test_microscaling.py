@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import lowbit
-from lowbit.integrations.microscaling import from_mxfp4, from_nvfp4
-from lowbit.integrations.torchao import from_torchao
+from lowbit.checkpoints.microscaling import from_mxfp4, from_nvfp4
+from lowbit.peers.torchao import from_torchao
 
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 

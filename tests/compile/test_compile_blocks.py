@@ -129,7 +129,7 @@ def test_our_cache_is_written_by_one_graph_of_all_blocks() -> None:
 @pytest.mark.parametrize("cache", ["dynamic", "static", "quantized", "growing", "fused", "in another order"])
 def test_caches_of_transformers_make_no_graph_for_a_layer(cache: str) -> None:
     transformers = pytest.importorskip("transformers")
-    import lowbit.integrations.transformers as ours
+    import lowbit.models.quantized_cache as ours
 
     implementation = "lowbit" if cache in ("growing", "fused") else "sdpa"
     config = transformers.LlamaConfig(

@@ -16,7 +16,7 @@ from lowbit import testing
 TESTS = Path(__file__).parents[1]
 FILES = (
     "attention/test_sdpa.py", "compile/test_compile_blocks.py", "compile/test_max_autotune.py", "compile/test_options.py",
-    "integrations/test_fuse.py", "integrations/test_transformers.py", "quant/test_quantize_model.py", "training/test_int8.py",
+    "models/test_fuse.py", "models/test_transformers.py", "quant/test_quantize_model.py", "training/test_int8.py",
 )  # fmt: skip
 HELD = {
     "avx2": {"LOWBIT_ISA": "avx2", "ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"},

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import pytest
 
 from lowbit import _C
-from lowbit.integrations import when_imported
+from lowbit.peers import when_imported
 
 INSTALLED = any(entry.value == "lowbit_autoload:autoload" for entry in importlib.metadata.entry_points(group="torch.backends"))
 pytestmark = pytest.mark.skipif(not INSTALLED, reason="lowbit is not installed with its entry points (run from a source tree)")
@@ -58,8 +58,8 @@ def test_strict_mode_raises(python: Callable[..., str]) -> None:
 
 def test_strict_mode_raises_what_an_integration_does(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(when_imported, "failures", {})
-    finder = when_imported._Finder("json", ("lowbit.integrations.no_such",))
-    assert finder.joined() and "lowbit.integrations.no_such" in when_imported.failures
+    finder = when_imported._Finder("json", ("lowbit.peers.no_such",))
+    assert finder.joined() and "lowbit.peers.no_such" in when_imported.failures
     monkeypatch.setenv("LOWBIT_STRICT", "1")
     with pytest.raises(ModuleNotFoundError, match="no_such"):
         finder.joined()
@@ -75,7 +75,7 @@ def test_it_imports_nothing_but_its_own_few_modules(python: Callable[..., str]) 
     loaded = set(python(code).split()) - set(python(code, TORCH_DEVICE_BACKEND_AUTOLOAD="0").split())
     ours = {"lowbit_autoload", "lowbit", "lowbit._C", "lowbit.ops"}
     ours |= {f"lowbit.ops.{name}" for name in ("registration", "derivatives", "fakes", "autocast", "attention_fakes", "forward_mode")}
-    ours |= {"lowbit.integrations", "lowbit.integrations.when_imported"}
+    ours |= {"lowbit.peers", "lowbit.peers.when_imported"}
     standard = set(sys.stdlib_module_names)
     others = {name for name in loaded - ours if name.partition(".")[0] not in standard}
     assert {name for name in others if not name.startswith("lowbit._C.")} == set()  # submodules: no file of their own

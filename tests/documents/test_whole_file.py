@@ -85,8 +85,10 @@ def report(kind: str, folder: Path) -> Callable[[Path], object]:
 
 def gguf(folder: Path) -> Callable[[Path], object]:
     pytest.importorskip("gguf"), pytest.importorskip("transformers")
-    from lowbit.integrations.gguf import load_model, save
-    from tests.integrations.gguf_files import write
+    from gguf_files import write
+
+    from lowbit.checkpoints.gguf import save
+    from lowbit.huggingface.load_gguf import load_model
 
     source = write(folder / "source.gguf", "llama")
     model = load_model(source, fuse=False)
@@ -95,7 +97,7 @@ def gguf(folder: Path) -> Callable[[Path], object]:
 
 def onnx(external_data: bool) -> Callable[[Path], object]:
     pytest.importorskip("onnx"), pytest.importorskip("onnxscript")
-    from lowbit.integrations.onnx import export
+    from lowbit.export.onnx import export
 
     model = torch.nn.Sequential(torch.nn.Linear(32, 32)).eval()
     lowbit.quantize_(model, lowbit.int8_weight_only())
@@ -146,7 +148,7 @@ def test_a_full_disk_or_an_interrupt_leaves_the_old_file(name: str, tmp_path: Pa
 
 ELSEWHERE = {
     "quant/safetensors_file.py": 1,  # write_safetensors, whose caller gives it the place
-    "integrations/gguf/saving.py": 1,  # the same
+    "checkpoints/gguf/saving.py": 1,  # the same
 }
 """Calls that write a file outside of the block of a `replaced_file`, by the file that holds them."""
 _WRITING = re.compile(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""lowbit.integrations.executorch.export: the graph that XNNPACK's partitioner takes, and, where ExecuTorch is there,
+"""lowbit.export.executorch.export: the graph that XNNPACK's partitioner takes, and, where ExecuTorch is there,
 that its runtime computes it within the roundings of XNNPACK."""
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
 import lowbit
-from lowbit.integrations.executorch import export
+from lowbit.export.executorch import export
 from lowbit.quant import QuantLinear
 from lowbit.testing import assert_within
 

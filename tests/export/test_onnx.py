@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""lowbit.integrations.onnx.export: the nodes and bytes that each format becomes, and, where onnxruntime is there, that
+"""lowbit.export.onnx.export: the nodes and bytes that each format becomes, and, where onnxruntime is there, that
 it computes lowbit's numbers within the budget of float64."""
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from torch.export import Dim
 
 import lowbit
 from lowbit import _C
+from lowbit.export.onnx import export
+from lowbit.export.onnx.matrices import TableMatrix
 from lowbit.formats.spec import LinearSpec
-from lowbit.integrations.onnx import export
-from lowbit.integrations.onnx.matrices import TableMatrix
 from lowbit.quant import QuantEmbedding, QuantLinear
 from lowbit.testing import LinearCase, assert_within, decode_weight, format_cases, make_data, pack_weight
 
@@ -300,7 +300,7 @@ def test_an_op_that_onnx_does_not_have_is_refused_before_anything_is_written(tmp
 def test_export_of_torch_names_ours(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(K, N)).eval()
     lowbit.quantize_(model, lowbit.int8_weight_only())
-    with pytest.raises(Exception, match=r"lowbit\.integrations\.onnx\.export\(model, args\) exports quantized models"):
+    with pytest.raises(Exception, match=r"lowbit\.export\.onnx\.export\(model, args\) exports quantized models"):
         torch.onnx.export(model, (torch.randn(3, K),), tmp_path / "model.onnx")
 
 
@@ -352,6 +352,6 @@ def test_what_is_exported_is_the_weight_that_is_there_now(tmp_path: Path) -> Non
 
 def test_nothing_of_onnx_is_imported_before_it_is_asked_for(python: Callable[..., str]) -> None:
     code = (
-        "import sys, lowbit, lowbit.integrations.onnx; print([name for name in sys.modules if name.startswith('onnx')])"
+        "import sys, lowbit, lowbit.export.onnx; print([name for name in sys.modules if name.startswith('onnx')])"
     )
     assert python(code).strip() == "[]"

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import lowbit
-from lowbit import MappingType, _C, testing
+from lowbit import _C, MappingType, testing
 
 WIDTHS = {bits: getattr(torch, f"int{bits}") for bits in range(2, 9)}
 OWN = (2, 3, 5, 6, 7)  # without a class of their own

@@ -14,7 +14,7 @@ from gguf_files import CONFIGS, gguf, write
 
 import lowbit
 from lowbit.__main__ import main
-from lowbit.integrations.gguf import chat as module
+from lowbit.huggingface import chat as module
 
 TEMPLATE = "{% for turn in messages %}{{ turn['content'] }}{% endfor %}"
 GREEDY = ("--greedy", "--max-new-tokens", "4")

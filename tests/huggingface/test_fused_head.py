@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import lowbit
 from lowbit import QuantLinear
-from lowbit.integrations import fused_head
-from lowbit.integrations.fused_head import DecodedRows, ServedHead, with_globals
+from lowbit.huggingface import fused_head
+from lowbit.huggingface.fused_head import DecodedRows, ServedHead, with_globals
 
 pytest.importorskip("trl")
 from trl.kernels import chunked_divergence  # noqa: E402

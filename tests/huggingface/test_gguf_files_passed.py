@@ -32,5 +32,5 @@ def test_load_gguf_passes_through_so_many_files(tmp_path: Path, python: Callable
     """In a process of its own: each package that was imported beside transformers is asked, too."""
     path = gguf_files.write(tmp_path / "model.gguf", "llama", words=True)
     passed = python(SCRIPT, str(path), str(fuse)).split()
-    assert {"quant/load.py", "quant/kinds.py", "integrations/gguf/weights.py"} <= {*passed}
+    assert {"quant/load.py", "quant/kinds.py", "checkpoints/gguf/weights.py"} <= {*passed}
     assert len(passed) <= most, passed

@@ -205,7 +205,7 @@ def test_packed_experts_are_refused_by_name_where_float_ones_are_wanted(tmp_path
     with pytest.raises(ValueError, match=r"target_parameters trains float weights, got model\.layers\.0\.mlp\.experts as int4 g32"):
         peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], target_parameters=["mlp.experts.gate_up_proj"]))
     with pytest.raises(ValueError, match=r"export: model\.layers\.0\.mlp\.experts must be a linear layer or an embedding, got a module of experts"):
-        lowbit.integrations.onnx.export(model, (IDS,), tmp_path / "model.onnx")
+        lowbit.export.onnx.export(model, (IDS,), tmp_path / "model.onnx")
 
 
 def test_tensors_of_a_file_are_those_of_the_modules(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from lowbit import QuantEmbedding, QuantLinear
 
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
-from lowbit.integrations.peft import READS_WEIGHT  # noqa: E402
+from lowbit.huggingface.peft import READS_WEIGHT  # noqa: E402
 
 SIZES = dict(
     vocab_size=96, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,

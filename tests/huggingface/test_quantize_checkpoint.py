@@ -24,7 +24,7 @@ import lowbit
 from lowbit.__main__ import main
 from lowbit.autotune.plan_row import PlanRow
 from lowbit.formats import FORMATS
-from lowbit.integrations import quantize_checkpoint
+from lowbit.huggingface import quantize_checkpoint
 from lowbit.quant.kinds import is_packed, weights_of
 from lowbit.quant.report import row_name
 

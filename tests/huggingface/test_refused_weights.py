@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import lowbit
-from lowbit.integrations import when_imported
+from lowbit.peers import when_imported
 
 transformers = pytest.importorskip("transformers")
 
@@ -111,7 +111,7 @@ def liger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleTyp
     before = set(sys.modules)
     yield importlib.import_module("liger_kernel.transformers")
     for name in set(sys.modules) - before:
-        if name.startswith(("liger_kernel", "lowbit.integrations.liger")):
+        if name.startswith(("liger_kernel", "lowbit.huggingface.liger")):
             del sys.modules[name]
     assert not when_imported.failures
 

@@ -349,7 +349,7 @@ def test_a_model_of_bitsandbytes_whose_layers_were_replaced_comes_back(tmp_path)
     folder = save("llama", tmp_path)
     config = transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
     model = transformers.LlamaForCausalLM.from_pretrained(folder, quantization_config=config, device_map="cpu", dtype=torch.float32)
-    lowbit.integrations.bitsandbytes.replace_linear4bit(model)
+    lowbit.peers.bitsandbytes.replace_linear4bit(model)
     assert not hasattr(model, "hf_quantizer") and entry(model)["config"].startswith("nf4_weight_only")
     check_it_comes_back(model, tmp_path)
 
@@ -360,7 +360,7 @@ def test_a_model_of_a_gguf_file_comes_back(name, type, tmp_path):
     files = pytest.importorskip("gguf_files")
     path = files.write(tmp_path / "file.gguf", name, type)
     for more in ({}, {"attention": "sdpa", "fuse": False}):
-        model = lowbit.integrations.gguf.load_model(path, activations="float", **more)
+        model = lowbit.huggingface.load_gguf.load_model(path, activations="float", **more)
         assert entry(model) == lowbit.LowbitConfig("gguf", activations="float", fuse=not more).to_dict()
         model.save_pretrained(tmp_path / "packed")
         loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "packed", attn_implementation=more.get("attention", "lowbit"))

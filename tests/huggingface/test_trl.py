@@ -258,12 +258,12 @@ add = sft_trainer.add_fused_lm_head
 compute = DistillationTrainer._compute_loss
 print(add is utils.add_fused_lm_head, add._before_lowbit.__module__, hasattr(compute, "_before_lowbit"))
 del utils.add_fused_lm_head
-import importlib, lowbit.integrations.trl
+import importlib, lowbit.huggingface.trl
 try:
-    importlib.reload(lowbit.integrations.trl)
+    importlib.reload(lowbit.huggingface.trl)
 except ImportError as error:
     print(error)
 """
     lines = python(code, TORCH_DEVICE_BACKEND_AUTOLOAD="0", LOWBIT_BITSANDBYTES="0").splitlines()
     assert lines[0] == "True trl.trainer.utils True"
-    assert "lowbit.integrations.trl knows the fused head of trl 1.16, got trl " in lines[1]
+    assert "lowbit.huggingface.trl knows the fused head of trl 1.16, got trl " in lines[1]

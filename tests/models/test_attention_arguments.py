@@ -17,10 +17,10 @@ from tiny_architectures import tiny_config, tiny_model  # noqa: E402
 from tiny_inputs import inputs  # noqa: E402
 from transformers.utils import TransformersKwargs  # noqa: E402
 
-from lowbit.integrations import attention_arguments  # noqa: E402
-from lowbit.integrations.attention_masks import lowbit_mask, wants_eager_mask  # noqa: E402
-from lowbit.integrations.lowbit_attention import lowbit_attention  # noqa: E402
-from lowbit.integrations.transformers import QuantizedCache  # noqa: E402
+from lowbit.models import attention_arguments  # noqa: E402
+from lowbit.models.attention_masks import lowbit_mask, wants_eager_mask  # noqa: E402
+from lowbit.models.lowbit_attention import lowbit_attention  # noqa: E402
+from lowbit.models.quantized_cache import QuantizedCache  # noqa: E402
 
 KNOWN = {*attention_arguments.SERVED, *attention_arguments.WITHOUT_EFFECT, *attention_arguments.REFUSED}
 

@@ -78,7 +78,7 @@ def test_every_use_says_the_same(name: str, use: str) -> None:
 
 
 def test_quantized_cache_and_other_attention() -> None:
-    from lowbit.integrations.transformers import QuantizedCache
+    from lowbit.models.quantized_cache import QuantizedCache
 
     model = made("llama")
     wanted = answer(model, prompt(), past_key_values=QuantizedCache("int8"))
@@ -252,7 +252,7 @@ def test_a_gguf_file_is_fused_unless_it_is_asked_not_to(name: str, tmp_path: Pat
     pytest.importorskip("gguf")
     import gguf_files
 
-    from lowbit.integrations.gguf.loading import load_model
+    from lowbit.huggingface.load_gguf import load_model
 
     file = gguf_files.write(tmp_path / "model.gguf", name)
     fused, plain = load_model(file, activations="float"), load_model(file, activations="float", fuse=False)

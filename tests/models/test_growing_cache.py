@@ -14,7 +14,7 @@ transformers = pytest.importorskip("transformers")
 from test_transformers import ids, llama, text  # noqa: E402
 from transformers.cache_utils import DynamicCache, DynamicLayer  # noqa: E402
 
-from lowbit.integrations.growing_cache import LEAST_ROOM, GrowingLayer  # noqa: E402
+from lowbit.models.growing_cache import LEAST_ROOM, GrowingLayer  # noqa: E402
 
 
 def states(tokens: int, batch: int = 2, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:

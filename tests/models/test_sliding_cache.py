@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 import lowbit
-from lowbit.integrations.growing_cache import LEAST_ROOM, GrowingLayer, GrowingSlidingLayer, new_tokens
+from lowbit.models.growing_cache import LEAST_ROOM, GrowingLayer, GrowingSlidingLayer, new_tokens
 
 
 def states(tokens: int, batch: int = 2, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:

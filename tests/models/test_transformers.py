@@ -14,7 +14,7 @@ transformers = pytest.importorskip("transformers")
 
 import lowbit  # noqa: E402
 from lowbit import _C  # noqa: E402
-from lowbit.integrations.transformers import CachedStates, QuantizedCache  # noqa: E402
+from lowbit.models.quantized_cache import CachedStates, QuantizedCache  # noqa: E402
 
 
 def llama(dtype: torch.dtype = torch.float32, **changes: int) -> torch.nn.Module:
@@ -184,7 +184,7 @@ def test_cached_states_are_dequantized_by_any_operation() -> None:
 
 
 def test_what_it_has_not_is_refused_by_name() -> None:
-    from lowbit.integrations.transformers import lowbit_attention
+    from lowbit.models.lowbit_attention import lowbit_attention
 
     q = torch.randn(1, 2, 3, 32)
     with pytest.raises(NotImplementedError, match="attention weights"):

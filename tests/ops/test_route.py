@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """route: every row against float64; ties, nan and infinities; its gradient against that of the formula; what it
-refuses. tests/integrations/test_routers.py has the routers of transformers."""
+refuses. tests/models/test_routers.py has the routers of transformers."""
 
 from __future__ import annotations
 

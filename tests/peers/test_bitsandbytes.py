@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import lowbit
-from lowbit.integrations.bitsandbytes import from_bitsandbytes, replace_linear4bit, to_bitsandbytes
+from lowbit.peers.bitsandbytes import from_bitsandbytes, replace_linear4bit, to_bitsandbytes
 from lowbit.reference.quantize import LEVELS
 
 bnb = pytest.importorskip("bitsandbytes")

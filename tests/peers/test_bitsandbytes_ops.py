@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("bitsandbytes")
 
-from lowbit.integrations.bitsandbytes_ops import OPS  # noqa: E402
+from lowbit.peers.bitsandbytes_ops import OPS  # noqa: E402
 
 STATES = "\nimport lowbit\nprint(lowbit.info()['bitsandbytes'])"
 
@@ -32,7 +32,7 @@ def test_a_failure_breaks_no_import_and_is_told(joined):
 import sys
 class Broken:
     def find_spec(self, name, path=None, target=None):
-        if name == "lowbit.integrations.bitsandbytes_optim":
+        if name == "lowbit.peers.bitsandbytes_optim":
             raise ImportError("broken (test)")
 sys.meta_path.insert(0, Broken())
 import bitsandbytes
@@ -43,7 +43,7 @@ import bitsandbytes
 def test_an_op_with_other_arguments_is_left(joined):
     """As of another version of bitsandbytes."""
     code = """
-import lowbit.integrations.bitsandbytes_optim as optim
+import lowbit.peers.bitsandbytes_optim as optim
 update = optim.optimizer_update_32bit
 def optimizer_update_32bit(theirs, name, g): ...
 optim.optimizer_update_32bit = optimizer_update_32bit

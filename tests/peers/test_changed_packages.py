@@ -13,11 +13,11 @@ for package in ("accelerate", "bitsandbytes", "peft", "torchao", "transformers",
 PAGE = Path(__file__).parents[2] / "docs" / "architecture.md"
 CODE = f"""
 import sys
-sys.path.insert(0, {str(Path(__file__).parent)!r})
+sys.path.insert(0, {str(Path(__file__).parents[1] / "tiny")!r})
 from types import FunctionType
 import accelerate.utils, bitsandbytes, peft, torchao.float8.float8_linear_utils, torchao.quantization, transformers.modeling_utils
 import trl.trainer.utils, trl.trainer.distillation_trainer
-import lowbit, lowbit.integrations.fused_decoder
+import lowbit, lowbit.models.fused_decoder
 from foreign_functions import callables_and_tables
 for path, value in callables_and_tables(("accelerate", "bitsandbytes", "peft", "torch", "torchao", "transformers", "trl")):
     if isinstance(value, FunctionType) and value.__code__.co_filename.startswith(lowbit.__path__[0]) and not value.__module__.startswith("lowbit."):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""lowbit.integrations.torchao has torchao's names; torchao's own quantize_ takes our configurations."""
+"""lowbit.peers.torchao has torchao's names; torchao's own quantize_ takes our configurations."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import nn
 
 import lowbit
 from lowbit.formats import FORMATS
-from lowbit.integrations import torchao as alias
+from lowbit.peers import torchao as alias
 
 
 def model() -> nn.Sequential:
@@ -21,9 +21,9 @@ def model() -> nn.Sequential:
 
 
 def test_a_program_changes_its_imports_alone():
-    from lowbit.integrations.torchao import quantize_
-    from lowbit.integrations.torchao.optim import AdamW8bit
-    from lowbit.integrations.torchao.quantization import Int8WeightOnlyConfig, PerGroup
+    from lowbit.peers.torchao import quantize_
+    from lowbit.peers.torchao.optim import AdamW8bit
+    from lowbit.peers.torchao.quantization import Int8WeightOnlyConfig, PerGroup
 
     net = model()
     quantize_(net, Int8WeightOnlyConfig(granularity=PerGroup(32)), filter_fn=lambda module, name: isinstance(module, nn.Linear))
@@ -35,10 +35,10 @@ def test_a_program_changes_its_imports_alone():
 @pytest.mark.parametrize("room", ["quantization", "optim"])
 def test_every_name_of_torchao_is_there_or_says_what_to_use(room):
     theirs = pytest.importorskip(f"torchao.{room}")
-    ours = importlib.import_module(f"lowbit.integrations.torchao.{room}")
+    ours = importlib.import_module(f"lowbit.peers.torchao.{room}")
     for name in theirs.__all__:
         if name not in ours.__all__:
-            with pytest.raises(AttributeError, match=f"'lowbit.integrations.torchao.{room}' has no attribute '{name}'; use "):
+            with pytest.raises(AttributeError, match=f"'lowbit.peers.torchao.{room}' has no attribute '{name}'; use "):
                 getattr(ours, name)
     assert all(getattr(ours, name) is not None for name in ours.__all__)
     assert len(set(theirs.__all__) & set(ours.__all__)) >= 6
@@ -77,5 +77,5 @@ print(type(model[0]).__name__)
 
 
 def test_without_torchao_the_names_are_there(python: Callable[..., str]):
-    code = "import sys\nsys.modules['torchao'] = None\nfrom lowbit.integrations.torchao import quantize_\nprint(quantize_.__module__)"
+    code = "import sys\nsys.modules['torchao'] = None\nfrom lowbit.peers.torchao import quantize_\nprint(quantize_.__module__)"
     assert python(code).strip() == "lowbit.quant.quantize"

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import lowbit
-from lowbit.integrations.torchao import from_torchao
+from lowbit.peers.torchao import from_torchao
 
 ao = pytest.importorskip("torchao.quantization")
 
@@ -164,7 +164,7 @@ def test_a_file_is_read_without_torchao(python: Callable[..., str], tmp_path) ->
     code = f"""
 import sys
 sys.modules["torchao"] = None
-from lowbit.integrations.torchao import from_torchao
+from lowbit.peers.torchao import from_torchao
 print(sorted(from_torchao({str(file)!r})))"""
     assert python(code).split("\n")[-2] == "['layer.layout', 'layer.weight']"
 

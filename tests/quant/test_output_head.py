@@ -163,7 +163,7 @@ def test_what_else_is_said_of_a_head_stands_above(options, head, tmp_path):
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_tables_are_resized_before_they_are_packed(tied):
-    import lowbit.integrations.quantizer  # noqa: F401  # an installed lowbit does so by its entry point
+    import lowbit.huggingface.quantizer  # noqa: F401  # an installed lowbit does so by its entry point
 
     model = llama(tied)
     lowbit.quantize_(model, W4A8)

@@ -41,8 +41,8 @@ The models of transformers {transformers.__version__}, made tiny with random flo
 - **saved**: the result of the quantized model when it was saved and loaded.
 
 **yes** is within {BOUND:g} of its size. A model of several kinds of input that is tried with *text alone* gets no image or
-sound, because its own processor has to make those. `tests/integrations/test_architectures.py` holds each line;
-`python tests/integrations/architecture_sweep.py` writes the page.
+sound, because its own processor has to make those. `tests/models/test_architectures.py` holds each line;
+`python tests/tiny/architecture_sweep.py` writes the page.
 """
 HEAD = "\n## {}\n\n| model | attention | quantized | saved |\n|---|---|---|---|\n"
 

@@ -12,7 +12,7 @@ class QuantizedKVCache:
     """Keys and values of all layers of a model, quantized when they are appended and never dequantized as a whole.
 
     A quarter (int8) or an eighth (int4) of float32. For transformers:
-    `lowbit.integrations.transformers.QuantizedCache`.
+    `lowbit.QuantizedCache`.
 
     Args:
         format: ``"int8"``: symmetric, one scale per token and kv head; or ``"int4"``: one scale per 32 elements, keys

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lowbit import _C
-from lowbit.integrations.selection import tied_modules
+from lowbit.checkpoints.tied_modules import tied_modules
 from lowbit.quant.block_sparse import Blocks, hold_blocks
 from lowbit.quant.kinds import is_packed, kind_of, layer_with, layout_name, packed_weights, weight_in
 from lowbit.quant.layout import in_layout

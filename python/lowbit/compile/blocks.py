@@ -100,7 +100,7 @@ def _compiled(block: nn.Module, options: dict[str, Any]) -> Callable[..., Any]:
 
     def with_own_cache(*args: Any, **kwargs: Any) -> Any:
         if "transformers" in sys.modules and kwargs.get("past_key_values") is not None:
-            from lowbit.integrations.cache_layer import with_cache_of_layer
+            from lowbit.models.cache_layer import with_cache_of_layer
 
             kwargs = with_cache_of_layer(kwargs, index)
         return call(*args, **kwargs)

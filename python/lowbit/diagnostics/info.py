@@ -11,8 +11,8 @@ from lowbit import _C, devices
 from lowbit.backends.report import report, told
 from lowbit.devices import level_zero
 from lowbit.devices.autoload import autoload_state
-from lowbit.integrations.supported import integration_states
 from lowbit.ops.registration import registered
+from lowbit.peers.supported import integration_states
 from lowbit.tables.table import html_table, text_table
 
 _SAID_APART = {"cuda", "onednn", "level_zero", "level_zero_xpu"}

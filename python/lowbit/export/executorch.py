@@ -16,9 +16,9 @@ from torch.export import ExportedProgram
 from torch.nn import functional
 
 from lowbit import _C
+from lowbit.export.exported import exported
+from lowbit.export.rewritten import RewrittenEmbedding, rewritten, with_class
 from lowbit.formats.spec import LinearSpec
-from lowbit.integrations.exported import exported
-from lowbit.integrations.rewritten import RewrittenEmbedding, rewritten, with_class
 from lowbit.quant.codes import CodedWeight
 from lowbit.quant.kinds import kind_of
 from lowbit.quant.layout import numbers_of
@@ -80,7 +80,7 @@ def export(
     Example:
         >>> config = lowbit.int8_dynamic_activation_int4_weight(group_size=32, scale="absmax")
         >>> lowbit.quantize_(model, config)
-        >>> program = lowbit.integrations.executorch.export(model, (x,))
+        >>> program = lowbit.export.executorch.export(model, (x,))
         >>> lowered = to_edge_transform_and_lower(program, partitioner=[XnnpackPartitioner()])
     """
     return exported(rewritten(model, _written), args, kwargs, dynamic_shapes, "ExecuTorch")

@@ -9,7 +9,7 @@ from typing import Any
 from accelerate.utils import bnb, transformer_engine
 from torch import nn
 
-from lowbit.integrations.refused import refuse_packed_layers
+from lowbit.huggingface.refused import refuse_packed_layers
 
 _INSTEAD = "lowbit.dequantize_(model) makes the model float"
 

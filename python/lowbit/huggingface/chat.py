@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
 
-from lowbit.integrations.fuse import fuse
-from lowbit.integrations.gguf.loading import load_gguf
+from lowbit.huggingface.load_gguf import load_gguf
+from lowbit.models.fuse import fuse
 
 _SAID_BELOW = 256
 """Tokens that are left of the context when a remark says so."""

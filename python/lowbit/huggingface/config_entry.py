@@ -24,11 +24,11 @@ from transformers.modeling_utils import PreTrainedModel
 from transformers.quantizers import HfQuantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
 
+from lowbit.checkpoints.tied_modules import tied_modules
 from lowbit.formats.base import FormatConfig
 from lowbit.formats.spec import LinearSpec
 from lowbit.formats.text import config_of
-from lowbit.integrations.lowbit_config import METHOD, STORED, LowbitConfig
-from lowbit.integrations.selection import tied_modules
+from lowbit.huggingface.lowbit_config import METHOD, STORED, LowbitConfig
 from lowbit.quant.block_sparse import BlockSparseLinear
 from lowbit.quant.kinds import is_packed, is_packed_by_default, weights_of
 from lowbit.quant.output_head import INT8, head_config, head_layers

@@ -10,7 +10,7 @@ from typing import Any
 from liger_kernel.transformers import monkey_patch
 from torch import nn
 
-from lowbit.integrations.refused import refuse_packed_layers
+from lowbit.huggingface.refused import refuse_packed_layers
 
 _HEADS = ("lm_head", "embed_out")
 _INSTEAD = (

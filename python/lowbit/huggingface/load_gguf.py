@@ -4,20 +4,22 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig
 
-from lowbit.integrations.fuse import fuse as fuse_pieces
-from lowbit.integrations.gguf.config import config_of
-from lowbit.integrations.gguf.errors import errors_of
-from lowbit.integrations.gguf.file import GgufFile
-from lowbit.integrations.gguf.tokenizer import load_tokenizer
-from lowbit.integrations.gguf.weights import ACTIVATIONS, StateReader
-from lowbit.integrations.lowbit_config import LowbitConfig
+from lowbit.checkpoints.gguf.config import config_of
+from lowbit.checkpoints.gguf.errors import errors_of
+from lowbit.checkpoints.gguf.file import GgufFile
+from lowbit.checkpoints.gguf.tokenizer import load_tokenizer
+from lowbit.checkpoints.gguf.weights import ACTIVATIONS, StateReader
+from lowbit.huggingface.lowbit_config import LowbitConfig
+from lowbit.models.fuse import fuse as fuse_pieces
 from lowbit.quant.load import load
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 
 def load_gguf(
@@ -66,6 +68,8 @@ def _opened(path: str | Path, activations: str) -> tuple[GgufFile, PreTrainedCon
 
 
 def _model(file: GgufFile, config: PreTrainedConfig, activations: str, attention: str, fuse: bool) -> nn.Module:
+    from transformers import AutoModelForCausalLM
+
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.float32)
     model.tie_weights()

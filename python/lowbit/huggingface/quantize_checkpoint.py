@@ -23,13 +23,13 @@ from torch import nn
 from transformers import AutoConfig
 
 from lowbit import _C
+from lowbit.checkpoints.merged_weights import MergedWeight, merged_weights
+from lowbit.checkpoints.names import model_names
+from lowbit.checkpoints.progress import CheckpointProgress
 from lowbit.documents.whole_file import replaced_file, write_whole
-from lowbit.integrations.checkpoint_names import model_names
-from lowbit.integrations.checkpoint_progress import CheckpointProgress
-from lowbit.integrations.lowbit_config import LowbitConfig
-from lowbit.integrations.merged_weights import MergedWeight, merged_weights
-from lowbit.integrations.quantizer import LowbitQuantizer, metadata_of
-from lowbit.integrations.selection import Selection
+from lowbit.huggingface.lowbit_config import LowbitConfig
+from lowbit.huggingface.quantizer import LowbitQuantizer, metadata_of
+from lowbit.huggingface.selection import Selection
 from lowbit.ops.fakes import FLOATS
 from lowbit.quant.kinds import layout_name, weights_of
 from lowbit.quant.output_head import INT8

@@ -10,12 +10,12 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from lowbit.checkpoints.gguf.saving import save
 from lowbit.formats.base import FormatConfig
 from lowbit.formats.text import config_of
-from lowbit.integrations.gguf.loading import load_model
-from lowbit.integrations.gguf.saving import save
-from lowbit.integrations.lowbit_config import LowbitConfig
-from lowbit.integrations.quantizer import LowbitQuantizer
+from lowbit.huggingface.load_gguf import load_model
+from lowbit.huggingface.lowbit_config import LowbitConfig
+from lowbit.huggingface.quantizer import LowbitQuantizer
 from lowbit.quant.dequantize import dequantize_
 from lowbit.quant.output_head import INT8, head_config
 from lowbit.quant.quantize import quantize_

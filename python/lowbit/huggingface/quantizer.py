@@ -30,14 +30,14 @@ from transformers.quantizers import HfQuantizer, register_quantization_config, r
 from transformers.utils.quantization_config import QuantizationMethod
 
 from lowbit import _C, devices
-from lowbit.integrations.checkpoint_names import LayoutRenaming, renamed, stored_tensors
-from lowbit.integrations.config_entry import note_formats
-from lowbit.integrations.fuse import fuse
-from lowbit.integrations.lowbit_config import METHOD, LowbitConfig
-from lowbit.integrations.mapped_pages import release_pages
-from lowbit.integrations.resizing import refuse_to_resize_packed_tables
-from lowbit.integrations.selection import Selection
-from lowbit.integrations.stored_layers import hold_stored, leave_bias, repack
+from lowbit.checkpoints.mapped_pages import release_pages
+from lowbit.checkpoints.names import LayoutRenaming, renamed, stored_tensors
+from lowbit.checkpoints.stored_layers import hold_stored, leave_bias, repack
+from lowbit.huggingface.config_entry import note_formats
+from lowbit.huggingface.lowbit_config import METHOD, LowbitConfig
+from lowbit.huggingface.resizing import refuse_to_resize_packed_tables
+from lowbit.huggingface.selection import Selection
+from lowbit.models.fuse import fuse
 from lowbit.quant.changing_layers import OBSERVERS
 from lowbit.quant.dequantize import dequantize_
 from lowbit.quant.kinds import LayerWeight, is_packed, layout_name, packed_weights, weights_of
@@ -128,8 +128,8 @@ class LowbitQuantizer(HfQuantizer):
     def read_header(self, gguf_file: str) -> None:
         """Note the file, and make the configuration say what lowbit reads in it: transformers leaves out keys that
         change the numbers."""
-        from lowbit.integrations.gguf.config import attributes_of
-        from lowbit.integrations.gguf.file import GgufFile
+        from lowbit.checkpoints.gguf.config import attributes_of
+        from lowbit.checkpoints.gguf.file import GgufFile
 
         self.gguf_file = gguf_file
         model_type, attributes = attributes_of(GgufFile.open(gguf_file))
@@ -147,9 +147,9 @@ class LowbitQuantizer(HfQuantizer):
 
     def get_state_dict(self, gguf_file: str, model: nn.Module) -> dict[str, Tensor]:
         """Read all parameters of the model from a GGUF file, packed, and make its layers those that hold them."""
-        from lowbit.integrations.gguf.errors import errors_of
-        from lowbit.integrations.gguf.file import GgufFile
-        from lowbit.integrations.gguf.weights import StateReader
+        from lowbit.checkpoints.gguf.errors import errors_of
+        from lowbit.checkpoints.gguf.file import GgufFile
+        from lowbit.checkpoints.gguf.weights import StateReader
 
         with errors_of(gguf_file, "the weights"):
             state = StateReader(GgufFile.open(gguf_file), model, self.quantization_config.activations).read()

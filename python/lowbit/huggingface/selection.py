@@ -7,20 +7,17 @@ that share the weight are packed, and share the packed one.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Mapping
-
 from torch import Tensor, nn
 from transformers.quantizers.quantizers_utils import should_convert_module
 
+from lowbit.checkpoints.tied_modules import tied_modules
 from lowbit.formats.base import FormatConfig
-from lowbit.integrations.lowbit_config import LowbitConfig
+from lowbit.huggingface.lowbit_config import LowbitConfig
 from lowbit.quant.kinds import (
     KINDS,
     LayerWeight,
     is_packed_by_default,
     kind_of,
-    layer_with,
     layout_of_all,
     weight_named,
     weights_of,
@@ -159,14 +156,3 @@ class Selection:
                 self.layers[name] = config
             else:
                 self.left.append(ReportRow.skipped(name, module, reason))
-
-
-def tied_modules(model: nn.Module) -> dict[str, tuple[str, ...]]:
-    """By the name of each module whose weight transformers ties: the names of all that share it, sorted."""
-    shared: dict[str, set[str]] = defaultdict(set)
-    ties: Mapping[str, str] = model.all_tied_weights_keys
-    for target, source in ties.items():
-        layers = {layer_with(target), layer_with(source)}
-        if None not in layers:
-            shared[source] |= layers
-    return {name: tuple(sorted(names)) for names in shared.values() for name in names}

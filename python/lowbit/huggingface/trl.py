@@ -17,14 +17,14 @@ import trl
 from torch import nn
 from trl.trainer import utils
 
-from lowbit.integrations.fused_head import ServedHead, is_served, output_head, with_globals
+from lowbit.huggingface.fused_head import ServedHead, is_served, output_head, with_globals
 
 _FUNCTION = "_ChunkedLogProbFunction"
 _WEIGHT = 1  # apply(hidden, weight, bias, ...)
 
 if not (hasattr(utils, "add_fused_lm_head") and hasattr(utils, _FUNCTION)):
     raise ImportError(
-        f"lowbit.integrations.trl knows the fused head of trl 1.16, got trl {trl.__version__}, which has another: its "
+        f"lowbit.huggingface.trl knows the fused head of trl 1.16, got trl {trl.__version__}, which has another: its "
         "trainers want models whose output head is float (LowbitConfig(head=None), filter_fn of quantize_)"
     )
 

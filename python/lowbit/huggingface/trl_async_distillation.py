@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 from trl.experimental.async_distillation.async_distillation_trainer import AsyncDistillationTrainer
 
-from lowbit.integrations.fused_head import is_served, output_head
+from lowbit.huggingface.fused_head import is_served, output_head
 
 _NAME = "AsyncDistillationTrainer"
 

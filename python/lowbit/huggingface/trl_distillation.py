@@ -14,7 +14,7 @@ import trl
 from torch import nn
 from trl.trainer import distillation_trainer
 
-from lowbit.integrations.fused_head import ServedHead, is_served, output_head, with_globals
+from lowbit.huggingface.fused_head import ServedHead, is_served, output_head, with_globals
 
 _FUNCTION = "ChunkedDivergenceFunction"
 _LOSS = "_chunked_divergence_loss"
@@ -27,7 +27,7 @@ if not (
     and "_compute_loss" in vars(_Trainer)
 ):
     raise ImportError(
-        f"lowbit.integrations.trl_distillation knows the loss of trl 1.16, got trl {trl.__version__}, which has "
+        f"lowbit.huggingface.trl_distillation knows the loss of trl 1.16, got trl {trl.__version__}, which has "
         "another: its trainer wants models whose output head is float (LowbitConfig(head=None), filter_fn of "
         "quantize_)"
     )

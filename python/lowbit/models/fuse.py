@@ -76,10 +76,10 @@ def _kinds(model: nn.Module) -> list[tuple[_Kind, ...]]:
     norm = _Kind(lambda _, module: type(module).__name__.endswith("RMSNorm"), _fuse_norm)
     if "transformers" not in sys.modules:
         return [(norm,)]
-    from lowbit.integrations.decoder_pieces import is_decoder_layer
-    from lowbit.integrations.fused_attention import fuse_attention
-    from lowbit.integrations.fused_decoder import fuse_decoder, has_fused_layers
-    from lowbit.integrations.fused_layer import fuse_decoder_layer
+    from lowbit.models.decoder_pieces import is_decoder_layer
+    from lowbit.models.fused_attention import fuse_attention
+    from lowbit.models.fused_decoder import fuse_decoder, has_fused_layers
+    from lowbit.models.fused_layer import fuse_decoder_layer
 
     columns = _rotary_columns(model)
     attention = _Kind(lambda _, module: "o_proj" in module._modules, lambda module: fuse_attention(module, columns))

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from lowbit.integrations.decoder_pieces import APART, HEAD_NORMS, PACKED
-from lowbit.integrations.growing_cache import GrowingLayer, GrowingSlidingLayer, growing_layer, new_tokens
+from lowbit.models.decoder_pieces import APART, HEAD_NORMS, PACKED
+from lowbit.models.growing_cache import GrowingLayer, GrowingSlidingLayer, growing_layer, new_tokens
 from lowbit.ops.rope_append import rope_append
 from lowbit.quant.fused import Fused, has_own_tensors, hooked, is_inference, probe_of
 from lowbit.quant.fused_norm import norm_facts, said_eps

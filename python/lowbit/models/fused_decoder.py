@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowbit.integrations.fused_layer import FusedDecoderLayer, in_one_call
-from lowbit.integrations.layer_program import LayerProgram
+from lowbit.models.fused_layer import FusedDecoderLayer, in_one_call
+from lowbit.models.layer_program import LayerProgram
 from lowbit.ops.tracing import is_traced
 from lowbit.quant.fused import Fused, probe_of
 

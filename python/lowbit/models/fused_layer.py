@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from lowbit.integrations.decoder_pieces import FOUR_NORMS, HALVES, TWO_NORMS
-from lowbit.integrations.half_steps import HALF_STEPS
-from lowbit.integrations.layer_program import LayerProgram
-from lowbit.integrations.lowbit_attention import lowbit_attention, weights_are_recorded
+from lowbit.models.decoder_pieces import FOUR_NORMS, HALVES, TWO_NORMS
+from lowbit.models.half_steps import HALF_STEPS
+from lowbit.models.layer_program import LayerProgram
+from lowbit.models.lowbit_attention import lowbit_attention, weights_are_recorded
 from lowbit.ops.tracing import is_traced
 from lowbit.quant.fused import Fused, has_own_tensors, hooked, is_inference, probe_of
 from lowbit.quant.fused_norm import FusedRMSNorm

@@ -13,8 +13,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from lowbit.formats.spec import OpArgs
-from lowbit.integrations.fused_attention import FusedAttention
-from lowbit.integrations.lowbit_attention import softcap_program
+from lowbit.models.fused_attention import FusedAttention
+from lowbit.models.lowbit_attention import softcap_program
 from lowbit.ops.program import Program
 from lowbit.quant.fused import Fused, hooked
 from lowbit.quant.fused_norm import EPS

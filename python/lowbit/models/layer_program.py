@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowbit.integrations.decoder_pieces import HALVES
-from lowbit.integrations.growing_cache import GrowingLayer, GrowingSlidingLayer, growing_layers, new_tokens
-from lowbit.integrations.half_steps import HALF_STEPS, Steps
+from lowbit.models.decoder_pieces import HALVES
+from lowbit.models.growing_cache import GrowingLayer, GrowingSlidingLayer, growing_layers, new_tokens
+from lowbit.models.half_steps import HALF_STEPS, Steps
 from lowbit.ops.program import Program
 from lowbit.ops.run_program import KeptProgram
 from lowbit.quant.fused import Fused, has_hooks, hooked

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from lowbit.attention.sdpa import scaled_dot_product_attention
-from lowbit.integrations import attention_arguments
-from lowbit.integrations.attention_masks import wants_eager_mask
+from lowbit.models import attention_arguments
+from lowbit.models.attention_masks import wants_eager_mask
 from lowbit.ops.attention import attention
 from lowbit.score.program import ProgramBuilder
 

@@ -1,14 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""transformers: ``attn_implementation="lowbit"``, and a quantized cache as ``past_key_values``.
+"""QuantizedCache: a cache of transformers in int8 or int4, as ``past_key_values``.
 
-Importing this module registers the name with transformers; lowbit does so itself as soon as transformers is imported
-(when_imported.py). The cache works with every attention implementation (another one is given dequantized
-keys and values); with "lowbit" its codes are multiplied as they are.
-
-Example:
-    >>> model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="lowbit")
-    >>> from lowbit.integrations.transformers import QuantizedCache
-    >>> model.generate(ids, past_key_values=QuantizedCache("int8"), max_new_tokens=20)
+It works with every attention implementation (another one is given dequantized keys and values); with "lowbit" its codes
+are multiplied as they are.
 """
 
 from __future__ import annotations
@@ -16,25 +10,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor
-from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from lowbit.attention.kv_layer import QuantizedKVLayer
-from lowbit.integrations.attention_masks import lowbit_mask
-from lowbit.integrations.growing_cache import grow_caches_in_place
-from lowbit.integrations.lowbit_attention import lowbit_attention
 from lowbit.ops.tracing import is_traced
-
-if int(transformers.__version__.partition(".")[0]) < 5:
-    raise ImportError(
-        f"lowbit.integrations.transformers needs transformers 5 or later, got {transformers.__version__}: older caches "
-        "are other "
-        "classes"
-    )
-
-NAME = "lowbit"
 
 
 class QuantizedCache(Cache):
@@ -47,6 +27,10 @@ class QuantizedCache(Cache):
 
     Raises:
         ValueError: the format is another one.
+
+    Example:
+        >>> model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="lowbit")
+        >>> model.generate(ids, past_key_values=lowbit.QuantizedCache("int8"), max_new_tokens=20)
     """
 
     def __init__(self, format: str = "int8") -> None:
@@ -169,8 +153,3 @@ def _traced_states(store: QuantizedKVLayer, dtype: torch.dtype) -> tuple[Tensor,
     key, value = store.keys(dtype), store.values(dtype)
     key.store = store
     return key, value
-
-
-AttentionInterface.register(NAME, lowbit_attention)
-AttentionMaskInterface.register(NAME, lowbit_mask)
-grow_caches_in_place(NAME)

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from lowbit.integrations.decoder_pieces import Decoder, Half, Norm, decoder_of
-from lowbit.integrations.folded_weights import Changes, make_checked
+from lowbit.models.decoder_pieces import Decoder, Half, Norm, decoder_of
+from lowbit.models.folded_weights import Changes, make_checked
 from lowbit.quant.rotation import KINDS, Rotation, rotation
 
 

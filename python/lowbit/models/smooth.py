@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from lowbit.formats.base import FormatConfig
 from lowbit.formats.int4 import int8_dynamic_activation_int4_weight
 from lowbit.formats.torchao import from_torchao
-from lowbit.integrations.decoder_pieces import Half, decoder_of
-from lowbit.integrations.folded_weights import Changes, make_checked
+from lowbit.models.decoder_pieces import Half, decoder_of
+from lowbit.models.folded_weights import Changes, make_checked
 from lowbit.quant.calibration import Calibration, calibrate
 from lowbit.quant.input_moments import InputMoments
 from lowbit.quant.packing import pack_weight

@@ -119,7 +119,7 @@ def _fake(name: str) -> Callable[..., Any]:
     def fake(*given: Any, **named: Any) -> Any:
         if torch.onnx.is_in_onnx_export():
             raise NotImplementedError(
-                f"torch.onnx.export: ONNX has no op {name} of lowbit; lowbit.integrations.onnx.export(model, args) "
+                f"torch.onnx.export: ONNX has no op {name} of lowbit; lowbit.export.onnx.export(model, args) "
                 "exports quantized models"
             )
         values = defaults | dict(zip(names, given, strict=False)) | named

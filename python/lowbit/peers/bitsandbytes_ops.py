@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
-from lowbit.integrations.bitsandbytes_codes import quantize_blockwise
-from lowbit.integrations.bitsandbytes_linear import dequantize_4bit, gemm_4bit, gemv_4bit, int8_scaled_mm
-from lowbit.integrations.bitsandbytes_optim import optimizer_update_8bit_blockwise, optimizer_update_32bit
 from lowbit.ops.registration import keep
+from lowbit.peers.bitsandbytes_codes import quantize_blockwise
+from lowbit.peers.bitsandbytes_linear import dequantize_4bit, gemm_4bit, gemv_4bit, int8_scaled_mm
+from lowbit.peers.bitsandbytes_optim import optimizer_update_8bit_blockwise, optimizer_update_32bit
 
 OPS: tuple[Callable[..., Any], ...] = (
     optimizer_update_8bit_blockwise,

@@ -14,9 +14,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from lowbit.integrations.bitsandbytes_codes import is_signed_map
 from lowbit.ops.fakes import FLOATS
 from lowbit.ops.optim import Step, StepLists, take
+from lowbit.peers.bitsandbytes_codes import is_signed_map
 
 BLOCK_SIZE = 256
 _RULES = {"adam": "adamw", "lamb": "adamw", "momentum": "sgd", "lars": "sgd", "lion": "lion"}

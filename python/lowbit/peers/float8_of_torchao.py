@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 from torchao.float8 import float8_linear_utils
 
-from lowbit.integrations.refused import refuse_packed_layers
+from lowbit.huggingface.refused import refuse_packed_layers
 
 
 def _reads(name: str, layer: nn.Module, given: Mapping[str, Any]) -> bool:

@@ -7,7 +7,7 @@ import importlib.metadata
 import os
 import sys
 
-from lowbit.integrations.when_imported import failures
+from lowbit.peers.when_imported import failures
 
 _OLDEST = {"transformers": 5, "peft": 0, "bitsandbytes": 0, "torchao": 0}
 _WHAT = {
@@ -42,7 +42,7 @@ def _bitsandbytes() -> str:
     failure = getattr(sys.modules.get("lowbit_autoload"), "failures", {}).get("bitsandbytes")
     if failure is not None:
         return f"left as it is: {failure}"
-    taken = getattr(sys.modules.get("lowbit.integrations.bitsandbytes_ops"), "states", {})
+    taken = getattr(sys.modules.get("lowbit.peers.bitsandbytes_ops"), "states", {})
     if taken:
         return "; ".join(f"{name}: {state}" for name, state in taken.items())
     if "bitsandbytes" in sys.modules:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Join our integrations to the packages that they serve once these are imported, and never import them ourselves.
+"""Join lowbit to the packages that it serves once these are imported, and never import them ourselves.
 
 ``attn_implementation="lowbit"`` is a name in a table of transformers. It has to be there before a model is made, also
 where a program never names lowbit (torch imports this package by its autoload entry point). So the import system is
@@ -16,24 +16,24 @@ from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 
 _SERVED = {
-    "torch.utils.flop_counter": ("lowbit.integrations.flop_counter",),
-    "transformers.modeling_utils": ("lowbit.integrations.transformers", "lowbit.integrations.quantizer"),
-    "torchao.quantization.quant_api": ("lowbit.integrations.torchao_configs",),
-    "torchao.float8.float8_linear_utils": ("lowbit.integrations.float8_of_torchao",),
-    "accelerate.utils": ("lowbit.integrations.accelerate",),
-    "liger_kernel.transformers.monkey_patch": ("lowbit.integrations.liger",),
-    "peft.tuners.tuners_utils": ("lowbit.integrations.peft",),
-    "peft.peft_model": ("lowbit.integrations.peft_prompts",),
-    "trl.trainer.utils": ("lowbit.integrations.trl",),
-    "trl.trainer.distillation_trainer": ("lowbit.integrations.trl_distillation",),
-    "trl.experimental.async_distillation.async_distillation_trainer": ("lowbit.integrations.trl_async_distillation",),
+    "torch.utils.flop_counter": ("lowbit.ops.flop_counter",),
+    "transformers.modeling_utils": ("lowbit.huggingface.registration", "lowbit.huggingface.quantizer"),
+    "torchao.quantization.quant_api": ("lowbit.peers.torchao_configs",),
+    "torchao.float8.float8_linear_utils": ("lowbit.peers.float8_of_torchao",),
+    "accelerate.utils": ("lowbit.huggingface.accelerate",),
+    "liger_kernel.transformers.monkey_patch": ("lowbit.huggingface.liger",),
+    "peft.tuners.tuners_utils": ("lowbit.huggingface.peft",),
+    "peft.peft_model": ("lowbit.huggingface.peft_prompts",),
+    "trl.trainer.utils": ("lowbit.huggingface.trl",),
+    "trl.trainer.distillation_trainer": ("lowbit.huggingface.trl_distillation",),
+    "trl.experimental.async_distillation.async_distillation_trainer": ("lowbit.huggingface.trl_async_distillation",),
 }
 failures: dict[str, str] = {}
 """Integrations that do not fit the package that is there: they say why when they are imported by name, and in info."""
 
 
 def join_when_imported() -> None:
-    """Import the integrations as soon as their package has been imported, now if it is already.
+    """Import what serves a package as soon as that has been imported, now if it is already.
     Imports nothing itself."""
     for package, integrations in _SERVED.items():
         finder = _Finder(package, integrations)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tell integrations when layers of a model have been packed, or are float again, by whatever function did it."""
+"""Tell other rooms when layers of a model have been packed, or are float again, by whatever function did it."""
 
 from __future__ import annotations
 

@@ -11,7 +11,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from attention_calls import BY_WARPGROUPS, CASES, ROWS, WGMMA, AttentionCase, assert_right, expected, make_data, rows_of_warpgroups, run
+from attention_calls import (
+    BY_WARPGROUPS,
+    CASES,
+    ROWS,
+    WGMMA,
+    AttentionCase,
+    assert_right,
+    expected,
+    make_data,
+    rows_of_warpgroups,
+    run,
+)
 from settings import forced
 
 import lowbit

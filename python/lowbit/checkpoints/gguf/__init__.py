@@ -13,8 +13,6 @@ except ModuleNotFoundError as error:
         f"lowbit.load_gguf needs gguf and transformers; {error.name} is not installed: pip install gguf transformers"
     ) from error
 
-from lowbit.integrations.gguf.loading import load_gguf, load_model
-from lowbit.integrations.gguf.quantizing import quantize_to_file
-from lowbit.integrations.gguf.saving import save
+from lowbit.checkpoints.gguf.saving import save
 
-__all__ = ["load_gguf", "load_model", "quantize_to_file", "save"]
+__all__ = ["save"]

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from lowbit.integrations.gguf.metadata import Metadata
+from lowbit.checkpoints.gguf.metadata import Metadata
 
 FREQUENCIES, SHORT, LONG = "rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight"
 SIZES = ("context_length", "embedding_length", "block_count", "feed_forward_length", "attention.head_count")

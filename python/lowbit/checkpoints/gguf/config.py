@@ -7,11 +7,11 @@ from typing import Any
 
 from transformers import AutoConfig, PreTrainedConfig
 
-from lowbit.integrations.gguf.architectures import ARCHITECTURES, SIZES, Architecture
-from lowbit.integrations.gguf.file import GgufFile
-from lowbit.integrations.gguf.metadata import Metadata
-from lowbit.integrations.gguf.rope import rope_parameters
-from lowbit.integrations.gguf.special_tokens import special_tokens
+from lowbit.checkpoints.gguf.architectures import ARCHITECTURES, SIZES, Architecture
+from lowbit.checkpoints.gguf.file import GgufFile
+from lowbit.checkpoints.gguf.metadata import Metadata
+from lowbit.checkpoints.gguf.rope import rope_parameters
+from lowbit.checkpoints.gguf.special_tokens import special_tokens
 
 _TOKENIZER = ("model", "pre", "scores", "token_type", "add_bos_token", "add_eos_token", "add_space_prefix")
 """Keys that `load_tokenizer` reads, besides the arrays of texts and the numbers of special words."""

@@ -18,8 +18,8 @@ from typing import Any
 import gguf
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
 
-from lowbit.integrations.gguf.counts import check_counts
-from lowbit.integrations.gguf.open_file import OpenFile
+from lowbit.checkpoints.gguf.counts import check_counts
+from lowbit.checkpoints.gguf.open_file import OpenFile
 
 _NUMBERS = {
     GGUFValueType.UINT8: "B",

@@ -8,7 +8,7 @@ import math
 import re
 from typing import Any
 
-from lowbit.integrations.gguf.file import GgufFile
+from lowbit.checkpoints.gguf.file import GgufFile
 from lowbit.tables.folding import first_five
 
 WITHOUT_EFFECT = {

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from lowbit.integrations.gguf.architectures import FREQUENCIES, LONG, SHORT, Architecture
-from lowbit.integrations.gguf.metadata import Metadata
+from lowbit.checkpoints.gguf.architectures import FREQUENCIES, LONG, SHORT, Architecture
+from lowbit.checkpoints.gguf.metadata import Metadata
 
 _BASE = 10000.0  # where a file has none, as in llama.cpp
 

@@ -12,10 +12,10 @@ import torch
 from gguf import GGMLQuantizationType
 from torch import Tensor, nn
 
+from lowbit.checkpoints.gguf.file import GgufFile, GgufTensor
+from lowbit.checkpoints.gguf.weights import StateReader
 from lowbit.documents.whole_file import replaced_file
 from lowbit.formats.spec import StoredWeight
-from lowbit.integrations.gguf.file import GgufFile, GgufTensor
-from lowbit.integrations.gguf.weights import StateReader
 from lowbit.quant.codes import CodedWeight
 from lowbit.quant.kinds import is_packed, kind_of, layout_name, weight_named
 from lowbit.quant.layout import numbers_of
@@ -47,7 +47,7 @@ def save(model: nn.Module, path: str | Path, like: str | Path) -> None:
 
     Example:
         >>> model, tokenizer = lowbit.load_gguf("model.gguf")
-        >>> lowbit.integrations.gguf.save(model, "copy.gguf", like="model.gguf")
+        >>> lowbit.checkpoints.gguf.save(model, "copy.gguf", like="model.gguf")
     """
     source = GgufFile.open(like)
     reader = StateReader(source, model, "float")

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lowbit.integrations.gguf.metadata import Metadata
+from lowbit.checkpoints.gguf.metadata import Metadata
 
 _NONE = 2**32 - 1  # -1, as some writers say "no such word"
 ENDS = frozenset(

@@ -17,10 +17,10 @@ from gguf import TokenType
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from lowbit.integrations.gguf.file import GgufFile
-from lowbit.integrations.gguf.metadata import Metadata
-from lowbit.integrations.gguf.special_tokens import ENDS, special_tokens
-from lowbit.integrations.gguf.splitting import SPLITTINGS
+from lowbit.checkpoints.gguf.file import GgufFile
+from lowbit.checkpoints.gguf.metadata import Metadata
+from lowbit.checkpoints.gguf.special_tokens import ENDS, special_tokens
+from lowbit.checkpoints.gguf.splitting import SPLITTINGS
 
 _SPACE = "\u2581"
 

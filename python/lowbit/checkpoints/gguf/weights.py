@@ -13,11 +13,11 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from torch import Tensor, nn
 from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
 
+from lowbit.checkpoints.gguf.architectures import ARCHITECTURES
+from lowbit.checkpoints.gguf.blocks import BLOCK_TYPES, FLOAT_TYPES, pack_blocks
+from lowbit.checkpoints.gguf.file import GgufFile, GgufTensor
+from lowbit.checkpoints.tied_modules import tied_modules
 from lowbit.formats.spec import LinearSpec
-from lowbit.integrations.gguf.architectures import ARCHITECTURES
-from lowbit.integrations.gguf.blocks import BLOCK_TYPES, FLOAT_TYPES, pack_blocks
-from lowbit.integrations.gguf.file import GgufFile, GgufTensor
-from lowbit.integrations.selection import tied_modules
 from lowbit.quant.kinds import layout_name, layout_of_all, weight_named
 from lowbit.quant.packing import pack_weight
 from lowbit.tables.folding import first_five

@@ -3,6 +3,6 @@
 
 from __future__ import annotations
 
-from lowbit.integrations.onnx.exporting import export
+from lowbit.export.onnx.exporting import export
 
 __all__ = ["export"]

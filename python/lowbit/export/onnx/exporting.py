@@ -8,14 +8,13 @@ import warnings
 from typing import Any
 
 import torch
-from torch import nn
-from torch import Tensor
+from torch import Tensor, nn
 from torch.export import Dim
 from torch.utils import _pytree
 
 from lowbit.documents.whole_file import replaced_file
-from lowbit.integrations.exported import exported
-from lowbit.integrations.onnx.layers import in_onnx
+from lowbit.export.exported import exported
+from lowbit.export.onnx.layers import in_onnx
 
 _OPSETS = range(21, 24)  # from DequantizeLinear in blocks to the last that torch's exporter has
 
@@ -57,7 +56,7 @@ def export(
 
     Example:
         >>> lowbit.quantize_(model, lowbit.int4_weight_only(group_size=32))
-        >>> lowbit.integrations.onnx.export(model, (x,), "model.onnx", dynamic_shapes={"x": {0: "batch"}})
+        >>> lowbit.export.onnx.export(model, (x,), "model.onnx", dynamic_shapes={"x": {0: "batch"}})
     """
     if opset_version not in _OPSETS:
         raise ValueError(f"export: opset_version must be {_OPSETS[0]} to {_OPSETS[-1]}, got {opset_version!r}")

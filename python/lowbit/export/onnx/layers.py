@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from lowbit.export.onnx.matrices import Matrix, matrix_of
+from lowbit.export.rewritten import RewrittenEmbedding, rewritten, with_class
 from lowbit.formats.spec import LinearSpec
-from lowbit.integrations.onnx.matrices import Matrix, matrix_of
-from lowbit.integrations.rewritten import RewrittenEmbedding, rewritten, with_class
 from lowbit.quant.kinds import kind_of
 from lowbit.quant.layout import numbers_of
 

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from lowbit import _C
+from lowbit.export.onnx.activations import rounded
 from lowbit.formats.spec import LinearSpec, StoredWeight
-from lowbit.integrations.onnx.activations import rounded
 from lowbit.quant.codes import CodedWeight, bit_stream, levels_of
 
 _WIDTHS = (2, 4, 8)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""torchao's names on lowbit: change ``torchao`` to ``lowbit.integrations.torchao`` in the imports of a program.
+"""torchao's names on lowbit: change ``torchao`` to ``lowbit.peers.torchao`` in the imports of a program.
 
 Example:
-    >>> from lowbit.integrations.torchao import quantize_
-    >>> from lowbit.integrations.torchao.quantization import Int8WeightOnlyConfig, PerGroup
-    >>> from lowbit.integrations.torchao.optim import AdamW8bit
+    >>> from lowbit.peers.torchao import quantize_
+    >>> from lowbit.peers.torchao.quantization import Int8WeightOnlyConfig, PerGroup
+    >>> from lowbit.peers.torchao.optim import AdamW8bit
     >>> quantize_(model, Int8WeightOnlyConfig(granularity=PerGroup(128)))
 
 A name of torchao that lowbit does not have raises an error with a replacement. torchao itself need not be installed.
@@ -12,8 +12,8 @@ A name of torchao that lowbit does not have raises an error with a replacement. 
 
 from __future__ import annotations
 
-from lowbit.integrations.torchao import optim, quantization, sparsity
-from lowbit.integrations.torchao.quantization import quantize_
-from lowbit.integrations.torchao.weights import from_torchao
+from lowbit.peers.torchao import optim, quantization, sparsity
+from lowbit.peers.torchao.quantization import quantize_
+from lowbit.peers.torchao.weights import from_torchao
 
 __all__ = ["from_torchao", "optim", "quantization", "quantize_", "sparsity"]

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from lowbit import _C
+from lowbit.checkpoints.microscaling import from_nvfp4
 from lowbit.formats.base import granularity_of, require, x_format_of
 from lowbit.formats.intx import int_format_of
 from lowbit.formats.spec import LinearSpec
-from lowbit.integrations.bitsandbytes import layer_of_blocks
-from lowbit.integrations.microscaling import from_nvfp4
-from lowbit.integrations.torchao.stored import Stored, stored_tensors
+from lowbit.peers.bitsandbytes import layer_of_blocks
+from lowbit.peers.torchao.stored import Stored, stored_tensors
 from lowbit.quant.kinds import layer_with, layout_name
 from lowbit.quant.quant_linear import QuantLinear
 

@@ -1,0 +1,23 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``attn_implementation="lowbit"``: importing this module gives transformers the name, which lowbit does itself as soon
+as transformers is imported (peers/when_imported.py)."""
+
+from __future__ import annotations
+
+import transformers
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from lowbit.models.attention_masks import lowbit_mask
+from lowbit.models.growing_cache import grow_caches_in_place
+from lowbit.models.lowbit_attention import lowbit_attention
+
+if int(transformers.__version__.partition(".")[0]) < 5:
+    raise ImportError(
+        f"lowbit.huggingface needs transformers 5 or later, got {transformers.__version__}: older caches are other classes"
+    )
+
+NAME = "lowbit"
+
+AttentionInterface.register(NAME, lowbit_attention)
+AttentionMaskInterface.register(NAME, lowbit_mask)
+grow_caches_in_place(NAME)
