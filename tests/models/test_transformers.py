@@ -248,6 +248,13 @@ print("there")
             assert "there" in python("import sys\n" + first.replace("; ", "\n") + model)
 
 
+@pytest.mark.parametrize("module", ["models.attention_masks", "models.lowbit_attention", "models.fuse", "huggingface.quantizer"])
+def test_the_name_is_there_whichever_of_our_modules_is_imported_first(module: str, python: Callable[..., str]) -> None:
+    """They import transformers, which is joined in the middle of that."""
+    code = f"import lowbit.{module}, transformers.modeling_utils as theirs; from lowbit.peers.when_imported import failures"
+    assert "there" in python(f"{code}\nassert 'lowbit' in theirs.ALL_ATTENTION_FUNCTIONS and not failures, failures\nprint('there')")
+
+
 def gemma2(softcap: float | None) -> torch.nn.Module:
     config = transformers.Gemma2Config(
         vocab_size=97, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=32,

@@ -11,8 +11,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
-from transformers import PreTrainedModel
 from transformers.masking_utils import eager_mask, sdpa_mask
 
 _AS_WITH_SDPA = {
@@ -52,7 +52,7 @@ def wants_eager_mask(config: Any) -> bool:
         return False
     kind = type(config)
     if kind not in _floating:
-        models = [model for model in _subclasses(PreTrainedModel) if model.config_class is kind]
+        models = [model for model in _subclasses(transformers.PreTrainedModel) if model.config_class is kind]
         if not models:  # which are yet to be imported
             return False
         _floating[kind] = not all(model._supports_sdpa for model in models)
