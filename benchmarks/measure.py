@@ -167,20 +167,17 @@ def measure(args: argparse.Namespace, name: str, benchmark: Benchmark, isa: str,
 
 
 def write(page: Path, mark: str, text: str) -> None:
-    """Put ``text`` between the marks of a page, wrapped as pages are.
+    """Put ``text`` between the marks of a page.
 
     Raises:
         ValueError: the page has no such marks.
     """
-    sys.path.insert(0, str(ROOT / "tools"))
-    from wrap_prose import wrap_page
-
     begin, end = f"<!-- measured: {mark} -->", "<!-- /measured -->"
     before = page.read_text()
     after, count = re.subn(f"{begin}\n.*?\n{end}", lambda _: f"{begin}\n\n{text}\n\n{end}", before, flags=re.DOTALL)
     if count != 1:
         raise ValueError(f"{page}: must have one table between {begin} and {end}, has {count}")
-    page.write_text(wrap_page(after))
+    page.write_text(after)
 
 
 if __name__ == "__main__":

@@ -26,6 +26,9 @@ except ModuleNotFoundError as error:
         raise
     _torch = None  # `import lowbit._C` works; every public name raises an error that names torch
 
+if "t" in getattr(sys, "abiflags", ""):
+    raise ImportError(f"lowbit needs a Python with the GIL, got a free-threaded Python {sys.version.split()[0]}")
+
 from lowbit import _C
 from lowbit._C import version as __version__
 

@@ -97,6 +97,11 @@ def test_missing_torch_is_explained_by_every_public_name(python: Callable[..., s
     assert 'pip install "lowbit[torch]"' in python(explained)
 
 
+def test_a_free_threaded_python_is_refused_in_a_sentence(python: Callable[..., str]) -> None:
+    code = "import sys; sys.abiflags = 't'\ntry:\n    import lowbit\nexcept ImportError as error:\n    print(error)"
+    assert "lowbit needs a Python with the GIL, got a free-threaded Python 3." in python(code)
+
+
 def test_the_compiled_part_works_without_torch(python: Callable[..., str]) -> None:
     code = f"{NO_TORCH}\nimport lowbit._C\nimport lowbit\nprint(lowbit._C.isa()['detected'], lowbit.__version__, hasattr(lowbit, 'nothing'))"
     assert python(code).split() == [_C.isa()["detected"], _C.version, "False"]
