@@ -47,7 +47,7 @@ def packaged_file() -> Path:
 
 
 def loaded(path: Path) -> tuple[nn.Module, Any]:
-    model, tokenizer = lowbit.load_gguf(path, activations="float", attention="sdpa", fuse=False)
+    model, tokenizer = lowbit.load_gguf(path, activations="float", attn_implementation="sdpa", fuse=False)
     lowbit.dequantize_(model)
     lowbit.rotate_(model, "orthogonal", heads=False)
     return model, tokenizer

@@ -136,7 +136,7 @@ def main() -> None:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     path = options.file or packaged_file()
-    base, tokenizer = lowbit.load_gguf(path, activations="float", attention="sdpa", fuse=False)
+    base, tokenizer = lowbit.load_gguf(path, activations="float", attn_implementation="sdpa", fuse=False)
     lowbit.dequantize_(base)
     base.to(torch.bfloat16)
     quantized = lowbit.quantize_(base, lowbit.nf4_weight_only(group_size=64))

@@ -77,7 +77,7 @@ def _parser() -> argparse.ArgumentParser:
         "default for a folder: the last layer, and the output head unless --head has a format for it; for a .gguf OUT: "
         "none"
     )
-    quantize.add_argument("--keep", nargs="+", metavar="NAME", help=told)
+    quantize.add_argument("--modules-to-not-convert", nargs="+", metavar="NAME", help=told)
     quantize.add_argument("--like", metavar="FILE", help=".gguf file whose metadata a .gguf OUT takes; default: MODEL")
     quantize.set_defaults(run=_quantize)
     chat = commands.add_parser(
@@ -135,8 +135,9 @@ def _quantize(options: argparse.Namespace) -> object:
         if options.config is None or options.plan or options.embeddings:
             raise ValueError("quantize: a .gguf OUT needs --config, and takes no --plan and no --embeddings")
         return quantize_to_file(
-            options.model, options.out, options.config, like=options.like, keep=options.keep, head=head
-        )
+            options.model, options.out, options.config, like=options.like,
+            modules_to_not_convert=options.modules_to_not_convert, head=head,
+        )  # fmt: skip
     if options.model.endswith(".gguf") or options.like:
         raise ValueError("quantize: a .gguf MODEL and --like are for a .gguf OUT")
     return lowbit.quantize_checkpoint(
@@ -144,7 +145,7 @@ def _quantize(options: argparse.Namespace) -> object:
         options.out,
         options.config,
         plan=options.plan,
-        modules_to_not_convert=options.keep,
+        modules_to_not_convert=options.modules_to_not_convert,
         embeddings=options.embeddings,
         head=head,
     )

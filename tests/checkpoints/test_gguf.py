@@ -264,7 +264,7 @@ def test_quantize_in_a_terminal_writes_a_file(tmp_path, capsys):
     assert (tensors["blk.0.attn_q.weight"].type, tensors["output.weight"].type) == ("Q4_0", "Q8_0")
     in_float(path).save_pretrained(tmp_path / "folder")
     arguments = ["quantize", str(tmp_path / "folder"), str(tmp_path / "eight.gguf"), "--config", "int8_weight_only(group_size=32)"]
-    assert main([*arguments, "--like", str(path), "--keep", "model.layers.1", "lm_head"]) == 0
+    assert main([*arguments, "--like", str(path), "--modules-to-not-convert", "model.layers.1", "lm_head"]) == 0
     tensors = GgufFile.open(tmp_path / "eight.gguf").tensors
     assert (tensors["blk.0.attn_q.weight"].type, tensors["blk.1.attn_q.weight"].type) == ("Q8_0", "F32")
     assert distance(logits(read(tmp_path / "eight.gguf")), logits(read(path))) < 0.05
@@ -294,7 +294,7 @@ def test_names_that_stay_float_mean_the_same_for_a_file_and_a_folder(pattern, tm
     path = write(tmp_path / "model.gguf", "llama", "F32")
     in_float(path).save_pretrained(tmp_path / "folder")
     config = "int4_weight_only(group_size=32)"
-    report = quantize_to_file(path, tmp_path / "out.gguf", config, keep=[pattern])
+    report = quantize_to_file(path, tmp_path / "out.gguf", config, modules_to_not_convert=[pattern])
     tensors = GgufFile.open(tmp_path / "out.gguf").tensors
     names = [f"blk.{layer}.{name}" for layer in (0, 1) for name in ("attn_q", "ffn_up", "ffn_down")]
     assert {name for name in (*names, "output") if tensors[f"{name}.weight"].type == "F32"} == KEPT[pattern]

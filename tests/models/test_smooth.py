@@ -109,7 +109,7 @@ def test_what_does_not_fit_is_refused_before_anything_changes() -> None:
     before = state(model)
     calibration = lowbit.calibrate(model, batches())
     del calibration.layers["model.layers.1.mlp.down_proj"]
-    with pytest.raises(ValueError, match="smooth_: batches must reach model.layers.1.mlp.down_proj, whose inputs have k=96, got none"):
+    with pytest.raises(ValueError, match="smooth_: calibration must reach model.layers.1.mlp.down_proj, whose inputs have k=96, got none"):
         lowbit.smooth_(model, calibration)
     with pytest.raises(TypeError, match="smooth_: config must be a configuration or None, got str"):
         lowbit.smooth_(model, calibration, "int4")

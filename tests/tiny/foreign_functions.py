@@ -17,6 +17,8 @@ def callables_and_tables(packages: Collection[str]) -> Iterator[tuple[str, Any]]
         if module_name.partition(".")[0] not in packages or module is None:
             continue
         for name, value in list(vars(module).items()):
+            if name.startswith("__compiled_fn_"):  # Dynamo's, gone when it is reset
+                continue
             path = f"{module_name}.{name}"
             if type(value) is FunctionType or isinstance(value, type):
                 yield path, value

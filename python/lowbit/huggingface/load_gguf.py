@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def load_gguf(
-    path: str | Path, *, activations: str = "int8", attention: str = "lowbit", fuse: bool = True
+    path: str | Path, *, activations: str = "int8", attn_implementation: str = "lowbit", fuse: bool = True
 ) -> tuple[nn.Module, Any]:
     """Return the model and the tokenizer of a GGUF file; its weights are packed with the codes that they have.
 
@@ -33,7 +33,7 @@ def load_gguf(
     Args:
         path: the file, or the first of one that was split.
         activations: "int8" rounds the inputs of linear layers on the fly, as llama.cpp does; "float" leaves them.
-        attention: ``attn_implementation`` of transformers.
+        attn_implementation: as of transformers.
         fuse: make the pieces around the linear layers faster, as `lowbit.fuse` does.
 
     Raises:
@@ -48,15 +48,15 @@ def load_gguf(
     file, config = _opened(path, activations)
     with errors_of(path, "the tokenizer"):  # before the weights, which take more time
         tokenizer = load_tokenizer(file)
-    return _model(file, config, activations, attention, fuse), tokenizer
+    return _model(file, config, activations, attn_implementation, fuse), tokenizer
 
 
 def load_model(
-    path: str | Path, *, activations: str = "int8", attention: str = "lowbit", fuse: bool = True
+    path: str | Path, *, activations: str = "int8", attn_implementation: str = "lowbit", fuse: bool = True
 ) -> nn.Module:
     """Return the model alone; arguments and errors are those of `load_gguf`."""
     file, config = _opened(path, activations)
-    return _model(file, config, activations, attention, fuse)
+    return _model(file, config, activations, attn_implementation, fuse)
 
 
 def _opened(path: str | Path, activations: str) -> tuple[GgufFile, PreTrainedConfig]:
@@ -67,11 +67,11 @@ def _opened(path: str | Path, activations: str) -> tuple[GgufFile, PreTrainedCon
         return file, config_of(file)
 
 
-def _model(file: GgufFile, config: PreTrainedConfig, activations: str, attention: str, fuse: bool) -> nn.Module:
+def _model(file: GgufFile, config: PreTrainedConfig, activations: str, attn_implementation: str, fuse: bool) -> nn.Module:
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.float32)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=attn_implementation, dtype=torch.float32)
     model.tie_weights()
     model.config.quantization_config = LowbitConfig("gguf", activations=activations, fuse=fuse)
     with errors_of(file.paths[0], "the weights"):

@@ -28,7 +28,7 @@ def quantize_to_file(
     config: Any,
     *,
     like: str | Path | None = None,
-    keep: list[str] | None = None,
+    modules_to_not_convert: list[str] | None = None,
     head: Any = INT8,
 ) -> QuantizationReport:
     """Quantize a model and write it as a GGUF file, which llama.cpp and `load_gguf` read; the float model is in memory.
@@ -38,7 +38,7 @@ def quantize_to_file(
         out: the file to write.
         config: a configuration whose codes a type of GGUF holds (`save`), or its text.
         like: a GGUF file of the same architecture and tokenizer; default: ``model``, if it is one.
-        keep: names of layers that stay float, as ``modules_to_not_convert`` of `lowbit.LowbitConfig` has them.
+        modules_to_not_convert: names of layers that stay float, as of `lowbit.LowbitConfig`.
         head: of `quantize_`; a table that is tied to the head is packed with it under every configuration.
 
     Raises:
@@ -55,7 +55,7 @@ def quantize_to_file(
         dequantize_(network)
     else:
         network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    report = _quantize(network, config_of(config), keep or [], head)
+    report = _quantize(network, config_of(config), modules_to_not_convert or [], head)
     save(network, out, like)
     return report
 

@@ -68,7 +68,7 @@ class SmoothingReport:
 
 
 def smooth_(
-    model: nn.Module, batches: Calibration | Iterable[Any], config: FormatConfig | Any | None = None
+    model: nn.Module, calibration: Calibration | Iterable[Any], config: FormatConfig | Any | None = None
 ) -> SmoothingReport:
     """Move scales of channels of a language model of transformers from activations into weights, in place.
 
@@ -81,7 +81,7 @@ def smooth_(
 
     Args:
         model: in float on the CPU.
-        batches: inputs that it is run on, or a result of ``lowbit.calibrate`` with ``hessian=True``; without, only the
+        calibration: inputs that it is run on, or a result of ``lowbit.calibrate`` with ``hessian=True``; without, only the
             mean of x^2 of each channel counts, which may choose scales that are worse than none.
         config: the format that the errors are those of; None is
             ``int8_dynamic_activation_int4_weight(group_size=32)``.
@@ -103,7 +103,7 @@ def smooth_(
         raise TypeError(f"smooth_: config must be a configuration or None, got {type(config).__name__}")
     decoder = decoder_of("smooth_", model)
     inputs = [of for half in decoder.halves for of in (_behind_norm(half), _in_front_of_writer(half))]
-    seen = _seen(model, batches, {decoder.names[id(of.layers[0])] for of in inputs})
+    seen = _seen(model, calibration, {decoder.names[id(of.layers[0])] for of in inputs})
     changes, rows = Changes(), []
     for of in inputs:
         name = decoder.names[id(of.layers[0])]
@@ -156,14 +156,16 @@ def _in_front_of_writer(half: Half) -> _Input:
     return _Input((half.writer,), (shared, size), move)
 
 
-def _seen(model: nn.Module, batches: Calibration | Iterable[Any], names: set[str]) -> Calibration:
-    given = isinstance(batches, Calibration)
-    seen = batches if given else calibrate(model, batches, hessian=True, filter_fn=lambda module, name: name in names)
+def _seen(model: nn.Module, calibration: Calibration | Iterable[Any], names: set[str]) -> Calibration:
+    given = isinstance(calibration, Calibration)
+    seen = calibration
+    if not given:
+        seen = calibrate(model, calibration, hessian=True, filter_fn=lambda module, name: name in names)
     for name in sorted(names):
         layer, k = seen.layers.get(name), model.get_submodule(name).in_features
         if layer is None or len(layer.squares) != k:
             got = "none" if layer is None else f"k={len(layer.squares)}"
-            raise ValueError(f"smooth_: batches must reach {name}, whose inputs have k={k}, got {got}")
+            raise ValueError(f"smooth_: calibration must reach {name}, whose inputs have k={k}, got {got}")
     return seen
 
 

@@ -74,9 +74,9 @@ class Calibration:
 def calibrate(
     model: nn.Module,
     batches: Iterable[Any],
+    filter_fn: Callable[[nn.Module, str], bool] | None = None,
     *,
     hessian: bool = False,
-    filter_fn: Callable[[nn.Module, str], bool] | None = None,
 ) -> Calibration:
     """Run ``model`` on ``batches`` and return the moments of its linear layers' inputs.
 
@@ -87,8 +87,8 @@ def calibrate(
         model: in float; layers that are quantized are counted too.
         batches: an iterable of inputs: a tensor is the one argument, a tuple or list the positional ones, a mapping
             the keyword ones.
-        hessian: keep the mean of x x^T too, which `GPTQ` needs: 4 k^2 bytes per layer.
         filter_fn: called with (module, qualified name) of each linear layer, True counts it; None counts all.
+        hessian: keep the mean of x x^T too, which `GPTQ` needs: 4 k^2 bytes per layer.
 
     Returns:
         A Calibration, which `quantize_` takes.
