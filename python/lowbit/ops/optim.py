@@ -8,7 +8,7 @@ does not count.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any
@@ -59,21 +59,22 @@ class Step:
 
     def take_compiled(self) -> None:
         """Put the op into the graph that is being traced."""
-        lists, lr = self.lists, _checked_lr(self.lr)
-        torch.ops.lowbit.optim_step_(
-            _C.OPTIM_RULES[self.rule]["number"], _C.STATE_FORMATS[self.state_format], self.block_size,
-            lists.params, lists.grads, _flat(lists.states), _flat(lists.scales), lists.steps,
-            lr if isinstance(lr, Tensor) else torch.zeros((), dtype=torch.float64, device="cpu") + lr,
-            [float(self.hyper.get(name, 0.0)) for name in HYPER], self.grad_scale, self.found_inf, self.seed,
-        )  # fmt: skip
+        lr = _checked_lr(self.lr)
+        lr = lr if isinstance(lr, Tensor) else torch.zeros((), dtype=torch.float64, device="cpu") + lr
+        hyper = [float(self.hyper.get(name, 0.0)) for name in HYPER]
+        self._given_to(torch.ops.lowbit.optim_step_, _flat(self.lists.states), _flat(self.lists.scales), lr, hyper)
 
     def checked(self) -> _C.OptimStep:
         """Return the step after all of its checks."""
+        hyper = {"lr": float(_checked_lr(self.lr)), **self.hyper}
+        return self._given_to(_C.OptimStep, self.lists.states, self.lists.scales, hyper)
+
+    def _given_to(self, call: Callable[..., Any], states: Sequence[Any], scales: Sequence[Any], *hyper: Any) -> Any:
         lists = self.lists
-        return _C.OptimStep(
+        return call(
             _C.OPTIM_RULES[self.rule]["number"], _C.STATE_FORMATS[self.state_format], self.block_size,
-            lists.params, lists.grads, lists.states, lists.scales, lists.steps,
-            {"lr": float(_checked_lr(self.lr)), **self.hyper}, self.grad_scale, self.found_inf, self.seed,
+            lists.params, lists.grads, states, scales, lists.steps,
+            *hyper, self.grad_scale, self.found_inf, self.seed,
         )  # fmt: skip
 
 
@@ -109,14 +110,11 @@ def take(steps: Sequence[Step]) -> None:
             torch.autograd.graph.increment_version(step.lists.grads)
 
 
-def _op(rule, state_format, block_size, params, grads, states, scales, steps, lr, hyper, grad_scale=None,
-        found_inf=None, seed=None):  # fmt: skip
+def _op(rule, state_format, block_size, params, grads, states, scales, steps, lr, hyper, *unscaling_and_seed):
+    states, scales = _split(states, len(params)), _split(scales, len(params))
     values = dict(zip(HYPER, hyper, strict=True), lr=float(_checked_lr(lr)))
-    count = len(params)
-    states, scales = _split(states, count), _split(scales, count)
-    _C.OptimStep(
-        rule, state_format, block_size, params, grads, states, scales, steps, values, grad_scale, found_inf, seed
-    ).run()
+    given = rule, state_format, block_size, params, grads, states, scales, steps, values, *unscaling_and_seed
+    _C.OptimStep(*given).run()
 
 
 def _flat(lists: Sequence[Sequence[Tensor]]) -> list[Tensor]:
