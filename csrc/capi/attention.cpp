@@ -81,7 +81,7 @@ int lowbit_kv_sizes(int32_t dtype, int64_t columns, int64_t* row_bytes, int64_t*
     check(row_bytes && groups, value, op, ": row_bytes and groups must be given, got NULL");
     check(dtype == LOWBIT_INT8 || dtype == LOWBIT_UINT8, type, op,
           ": dtype must be LOWBIT_INT8 or LOWBIT_UINT8 (two int4 codes a byte), got dtype=", dtype);
-    check(columns >= 1 && columns <= kMostKvColumns, value, op, ": columns must be 1..", kMostKvColumns, ", got ",
+    check(columns >= 1 && columns <= kMaxKvColumns, value, op, ": columns must be 1..", kMaxKvColumns, ", got ",
           columns);
     const KvFormat format = dtype == LOWBIT_INT8 ? KvFormat::int8 : KvFormat::int4;
     *row_bytes = kv_row_bytes(format, columns), *groups = kv_groups(format, columns);

@@ -75,9 +75,9 @@ class Ahead {
 
  private:
   LOWBIT_INLINE static int64_t stretch_of(const WeightSpec& spec, const PanelView& panel) {
-    constexpr int64_t kMostBytes = 64 << 10;
+    constexpr int64_t kMaxBytes = 64 << 10;
     const int64_t bytes = panel.end - panel.codes;
-    return bytes <= kMostBytes ? bytes : round_up(ceil_div(bytes, ceil_div(bytes, kMostBytes)), spec.tile_bytes());
+    return bytes <= kMaxBytes ? bytes : round_up(ceil_div(bytes, ceil_div(bytes, kMaxBytes)), spec.tile_bytes());
   }
   // Sets the lines to fetch while the codes from used_ on are read: a stretch, or in one stream the codes of a step.
   LOWBIT_INLINE void begin(const PanelView& panel) { four_ ? begin_stretch(panel) : begin_one(panel); }

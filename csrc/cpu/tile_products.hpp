@@ -110,12 +110,12 @@ template <class T>
 [[gnu::noinline, gnu::noclone]] void multiply(std::type_identity_t<LeftFactor<T>> a, Matrix<T> b, Matrix<T> c,
                                               const ProductSize& size, const ProductOptions& options = {}) {
   const RowTiles tiles = product_tiles(size.rows);
-  constexpr int64_t kMostTiles = 16;
+  constexpr int64_t kMaxTiles = 16;
   const int64_t tile_bytes = larger(1, size.depth) * static_cast<int64_t>(sizeof(T)) * kFloatRows;
-  const int64_t block = smaller(kMostTiles, larger(1, kL1Block / tile_bytes));
+  const int64_t block = smaller(kMaxTiles, larger(1, kL1Block / tile_bytes));
   for (int64_t first = 0; first < tiles.count; first += block) {
     const int64_t last = smaller(tiles.count, first + block);
-    int64_t begin[kMostTiles + 1];  // a division each: once, not for every strip
+    int64_t begin[kMaxTiles + 1];  // a division each: once, not for every strip
     for (int64_t tile = first; tile <= last; tile++) begin[tile - first] = tiles.begin(tile);
     for (int64_t j = 0; j < size.columns; j += 16 * kFloatPanels) {
       const int vectors = static_cast<int>(smaller(kFloatPanels, ceil_div(size.columns - j, 16)));

@@ -51,13 +51,13 @@ struct LinearKind {
   DType dtype = DType::bfloat16;
 
   // More rows a CTA, as far as their sums and the parts of both factors fit in 128 registers, and in shared memory.
-  int most_rows() const {
+  int max_rows() const {
     const int parts = shape().parts, products = x_parts * parts;
     int most = products > 3 || (x_parts > 1 && (asymmetric || tile_groups > 2)) ? 16 : 32;
     if (products == 0) most = tile_groups ? 16 : 32;
     if (parts > 1 && tile_groups > 1) most = 8;
     for (ProductShape of = shape();; most /= 2)
-      if (of.rows = most; of.bytes() <= kMostShared) return most;
+      if (of.rows = most; of.bytes() <= kMaxShared) return most;
   }
   // The same by products of warpgroups, of activations of `of`. Codes of weights without groups are multiplied as they
   // are, those of others as float16.
@@ -69,7 +69,7 @@ struct LinearKind {
     return kind;
   }
   // A weight is decoded once for all rows of a CTA; codes need no decoding, and more columns share their activations.
-  int most_wgmma_rows() const { return x_parts ? 256 : 128; }
+  int max_wgmma_rows() const { return x_parts ? 256 : 128; }
   WgmmaShape wgmma_shape() const { return {bits(format), x_parts == 0, tile_groups, asymmetric, rows}; }
   ProductShape shape() const {
     return {bits(format), parts_of_product((significant_bits(format) + 7) / 8, in_place), x_parts, tile_groups,

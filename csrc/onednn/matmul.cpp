@@ -128,7 +128,7 @@ std::shared_ptr<const Matmul> matmul(const Product& product) {
   }
   kept.emplace_front(product, std::make_shared<const Matmul>(product));
   found[product] = kept.begin();
-  if (kept.size() > kMostKept) {
+  if (kept.size() > kMaxKept) {
     found.erase(kept.back().first);
     kept.pop_back();
   }

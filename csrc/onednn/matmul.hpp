@@ -58,10 +58,10 @@ class Matmul {
   int64_t scratchpad_bytes_ = 0;
 };
 
-// Finds or makes one. Each thread keeps the last kMostKept that it asked for: there is no lock that a forked child
+// Finds or makes one. Each thread keeps the last kMaxKept that it asked for: there is no lock that a forked child
 // could find held. oneDNN shares the large part of equal primitives, their code.
 std::shared_ptr<const Matmul> matmul(const Product& product);
-constexpr std::size_t kMostKept = 256;
+constexpr std::size_t kMaxKept = 256;
 LOWBIT_API std::size_t kept_primitives();
 
 }  // namespace lowbit::onednn

@@ -171,8 +171,8 @@ Ring* ring() {
 }
 
 void start(std::optional<int64_t> records, const std::string& in) {
-  check(!records || (*records >= 1 && *records <= kMostRecords), ErrorKind::value, "start: records must be 1 to ",
-        kMostRecords, ", got ", records.value_or(0));
+  check(!records || (*records >= 1 && *records <= kMaxRecords), ErrorKind::value, "start: records must be 1 to ",
+        kMaxRecords, ", got ", records.value_or(0));
   if ((wants.load() & kRing) && !records && in.empty()) return;
   {
     const Making lock;

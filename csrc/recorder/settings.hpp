@@ -9,7 +9,7 @@
 
 namespace lowbit::recorder {
 
-inline constexpr uint32_t kMostRecords = 1 << 20;
+inline constexpr uint32_t kMaxRecords = 1 << 20;
 
 struct Settings {
   bool on = false;                // LOWBIT_RECORD is a number above 0, or is not set and there is a timeout

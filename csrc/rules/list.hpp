@@ -37,11 +37,11 @@ LOWBIT_INLINE constexpr auto with_rule(Rule rule, Body&& body) {
 }
 
 template <class RuleType>
-inline constexpr int kMostMoments = static_cast<int>(std::size(RuleType::moments));
+inline constexpr int kMaxMomentsOf = static_cast<int>(std::size(RuleType::moments));
 
 // The most moments of any rule.
 inline constexpr int kMaxMoments = [] {
-#define LOWBIT_RULE(name, Type) kMostMoments<Type>,
+#define LOWBIT_RULE(name, Type) kMaxMomentsOf<Type>,
   const int counts[] = {LOWBIT_RULES(LOWBIT_RULE)};
 #undef LOWBIT_RULE
   int most = 0;
@@ -60,7 +60,7 @@ LOWBIT_INLINE constexpr bool is_set(const Hyper& hyper, HyperField field) {
   __builtin_unreachable();
 }
 
-// The number of moments that a rule keeps with these numbers; the fewest where no number asks for more.
+// The number of moments that a rule keeps with these hyperparameters; the minimum if none asks for more.
 template <class RuleType>
 LOWBIT_INLINE constexpr int moments_of(const Hyper& hyper) {
   int count = 0;

@@ -173,7 +173,7 @@ int ScoreGraph::copy_of(const ScoreNode& node, std::span<const int> operands) {
 }
 
 std::vector<Affine> affine_forms(const ScoreGraph& graph) {
-  constexpr int64_t kMostGrowth = int64_t{1} << 40;  // beyond any tensor; products of constants would leave int64
+  constexpr int64_t kMaxGrowth = int64_t{1} << 40;  // beyond any tensor; products of constants would leave int64
   std::vector<Affine> forms(graph.nodes.size());
   for (std::size_t i = 0; i < forms.size(); i++) {
     const ScoreNode& node = graph.nodes[i];
@@ -197,7 +197,7 @@ std::vector<Affine> affine_forms(const ScoreGraph& graph) {
           const bool fits = std::abs(of.q) <= INT32_MAX && std::abs(of.k) <= INT32_MAX;  // `by` does
           forms[i] = fits ? Affine{of.valid, by * of.q, by * of.k} : Affine{};
         }
-    if (std::abs(forms[i].q) > kMostGrowth || std::abs(forms[i].k) > kMostGrowth) forms[i] = {};
+    if (std::abs(forms[i].q) > kMaxGrowth || std::abs(forms[i].k) > kMaxGrowth) forms[i] = {};
   }
   return forms;
 }

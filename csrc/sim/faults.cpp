@@ -31,7 +31,7 @@ struct State {
   }
 };
 
-std::array<State, kMostDevices> states;
+std::array<State, kMaxDevices> states;
 
 State& state_of(int device) {
   check(device >= 0 && device < device_count(), ErrorKind::value, "lowbit_sim: there is no device ", device,

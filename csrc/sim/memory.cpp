@@ -107,8 +107,8 @@ struct Device {
   }
 };
 
-std::array<Device, kMostDevices>& devices() {
-  static auto* all = new std::array<Device, kMostDevices>;  // tensors may be freed after static destructors
+std::array<Device, kMaxDevices>& devices() {
+  static auto* all = new std::array<Device, kMaxDevices>;  // tensors may be freed after static destructors
   return *all;
 }
 
@@ -127,7 +127,7 @@ Device& device_at(int device) {
 
 void start(int wanted, std::size_t bytes) {
   check(count == 0, ErrorKind::runtime, "lowbit_sim: the simulated devices run already");
-  check(wanted >= 1 && wanted <= kMostDevices, ErrorKind::value, "lowbit_sim: devices must be 1 to ", kMostDevices,
+  check(wanted >= 1 && wanted <= kMaxDevices, ErrorKind::value, "lowbit_sim: devices must be 1 to ", kMaxDevices,
         ", got ", wanted);
   check(bytes >= kLarge, ErrorKind::value, "lowbit_sim: memory must be at least ", kLarge, " bytes, got ", bytes);
   static constexpr PrivateUse kOurs{.type = DeviceType::simulated, .device_count = device_count, .allocate = allocate,

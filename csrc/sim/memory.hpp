@@ -10,7 +10,7 @@
 
 namespace lowbit::sim {
 
-inline constexpr int kMostDevices = 8;
+inline constexpr int kMaxDevices = 8;
 
 // Reserves address space for `devices` of `bytes` each and claims torch's place for them; once per process.
 LOWBIT_API void start(int devices, std::size_t bytes);

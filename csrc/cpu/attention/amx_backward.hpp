@@ -59,7 +59,7 @@ struct AmxBackwardTile : BackwardScores<float> {
         buffer(arena.matrix<float>(kStep, larger(e, ev))),
         transposed(arena.matrix<float>(kBackwardKvTile, larger(e, ev))),
         last_rows(arena.matrix<float>(kTileRows, e)),
-        places(args.group() * tiles * packed_bytes() <= kMostPackedBytes ? args.group() * tiles : 1),
+        places(args.group() * tiles * packed_bytes() <= kMaxPackedBytes ? args.group() * tiles : 1),
         packed(arena.array<char>(places * packed_bytes())),
         is_packed(arena.array<bool>(places)),
         queries(of(0)) {}

@@ -17,12 +17,12 @@ constexpr int64_t kTileKeys = 256, kBlockQueries = 2 * kTileRows;
 template <int kParts>
 struct PackedKeys {
   uint8_t* data = nullptr;
-  int64_t tiles, most_keys, e, ev;
+  int64_t tiles, max_keys, e, ev;
 
   LOWBIT_INLINE PackedKeys(const ForwardCall& args, const Tiling& kv)
-      : tiles(kv.count), most_keys(round_up(kv.tile, kStep)), e(args.q.size(3)), ev(args.ev()) {}
-  LOWBIT_INLINE int64_t key_bytes() const { return most_keys / 16 * steps_of(e) * kParts * kTileBytes; }
-  LOWBIT_INLINE int64_t value_bytes() const { return ceil_div(ev, 16) * steps_of(most_keys) * kParts * kTileBytes; }
+      : tiles(kv.count), max_keys(round_up(kv.tile, kStep)), e(args.q.size(3)), ev(args.ev()) {}
+  LOWBIT_INLINE int64_t key_bytes() const { return max_keys / 16 * steps_of(e) * kParts * kTileBytes; }
+  LOWBIT_INLINE int64_t value_bytes() const { return ceil_div(ev, 16) * steps_of(max_keys) * kParts * kTileBytes; }
   LOWBIT_INLINE int64_t head_bytes() const { return tiles * (key_bytes() + value_bytes()); }
   LOWBIT_INLINE uint8_t* keys(int64_t head, int64_t j) const {
     return data + head * head_bytes() + j * (key_bytes() + value_bytes());
@@ -121,7 +121,7 @@ void finish_block(const ForwardCall& args, const PackedKeys<kParts>& packed, Sco
   take_rows<kParts>(args, block, block.at.rows, tile);
   multiply<kParts>({.a = block.probabilities<kParts>(),
                     .b = block.values,
-                    .b_steps = steps_of(packed.most_keys),
+                    .b_steps = steps_of(packed.max_keys),
                     .c = tile.out.from(block.at.skipped),
                     .row_tiles = ceil_div(block.at.rows, kTileRows),
                     .panels = {0, ceil_div(packed.ev, 16)},
@@ -195,7 +195,7 @@ void pack_keys(const ForwardCall& args, const Tiling& kv, const PackedKeys<kPart
     const Matrix<float> buffer = arena.matrix<float>(kStep, larger(packed.e, packed.ev));
     pack_transposed<kParts>(keys_of(args, b, h), kv.begin(j), kv.size(j), packed.e, rows, packed.keys(head, j),
                             buffer);
-    pack_rows<kParts>(values_of(args, b, h), kv.begin(j), kv.size(j), packed.ev, packed.most_keys, buffer,
+    pack_rows<kParts>(values_of(args, b, h), kv.begin(j), kv.size(j), packed.ev, packed.max_keys, buffer,
                       packed.values(head, j));
   });
 }
@@ -213,7 +213,7 @@ void attention_forward_amx(const ForwardCall& args) {
   const Tilings tilings(args, choose_amx_q_tile(args, threads), kTileKeys);
   PackedKeys<kParts> packed(args, tilings.kv);
   const int64_t kv_heads = args.batch() * args.kv_heads(), group = args.group();
-  const int64_t at_once = smaller(kv_heads, larger(1, kMostPackedBytes / larger(1, packed.head_bytes())));
+  const int64_t at_once = smaller(kv_heads, larger(1, kMaxPackedBytes / larger(1, packed.head_bytes())));
   const Scratch keys(at_once * packed.head_bytes());
   packed.data = keys.as<uint8_t>();
   for (int64_t first = 0; first < kv_heads; first += at_once) {

@@ -11,7 +11,7 @@ namespace {
 
 // The most bytes that a thread or a call packs at a time. 16384 queries of head dimension 128 and one kv head, in
 // one part.
-constexpr int64_t kMostPackedBytes = 64 << 20;
+constexpr int64_t kMaxPackedBytes = 64 << 20;
 
 // The element type of rows that are cut into kParts.
 template <int kParts>
@@ -63,13 +63,13 @@ void pack_transposed(const HeadView& head, int64_t first, int64_t rows, int64_t 
 
 // Rows of a head, to be summed over: [columns / 16][rows / 32][part], zeros where there is no row. buffer: 32 rows.
 template <int kParts>
-void pack_rows(const HeadView& head, int64_t first, int64_t rows, int64_t columns, int64_t most_rows,
+void pack_rows(const HeadView& head, int64_t first, int64_t rows, int64_t columns, int64_t max_rows,
                Matrix<float> buffer, uint8_t* to) {
   for (int64_t r = 0; r < rows; r += kStep) {
     const int64_t count = smaller(kStep, rows - r);
     widen_rows(head, first + r, count, columns, 1.0f, buffer);
     clear_rows(buffer.from(count), kStep - count);
-    pack_tiles<kParts>(buffer, 1, {0, columns}, steps_of(most_rows), to + r / kStep * kParts * kTileBytes);
+    pack_tiles<kParts>(buffer, 1, {0, columns}, steps_of(max_rows), to + r / kStep * kParts * kTileBytes);
   }
 }
 

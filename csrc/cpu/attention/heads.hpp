@@ -93,7 +93,7 @@ LOWBIT_INLINE void rotate_row(float* row, int64_t columns) {
 // widen_rows of codes.
 inline void widen_codes(const HeadView& head, int64_t first, int64_t rows, int64_t columns, float factor,
                         Matrix<float> to) {
-  alignas(64) float row[kMostKvColumns];
+  alignas(64) float row[kMaxKvColumns];
   const int64_t last_scale = head.scale->size(3) - 1;
   for (int64_t r = 0; r < rows; r++) {
     const uint8_t* codes = reinterpret_cast<const uint8_t*>(head.data) + (first + r) * head.stride;

@@ -20,7 +20,7 @@ constexpr int64_t kPass = 256;  // rows of x
 constexpr int kAtOnce = 2;      // tiles of w, and of x
 // A tile of x takes as long with 1 row as with 16: on AMX 0.37 ms, where FMAs take 0.33 of 1 row, 0.53 of 4, 1.27 of 8
 // (4096 x 4096, a fifth of the blocks, one thread); as vectors twice as fast as FMAs.
-constexpr int64_t kFewestRows = TileUnit::kSumsInRegisters ? 8 : 3;
+constexpr int64_t kMinRows = TileUnit::kSumsInRegisters ? 8 : 3;
 
 // Rows first .. first + count of x as [count / 16][k / 32][16 pairs of k][16 rows], rows after the last 0.
 void transpose_pairs(const Args& args, int64_t first, int64_t count, char* out) {
@@ -84,7 +84,7 @@ void run_tiles(const Args& args) {
 std::string_view refuses(const Args& args) {
   if (args.x.dtype != DType::bfloat16) return "not bfloat16";
   if (args.size() % kTileK) return "blocks of no multiple of 32";
-  return args.m() < kFewestRows ? "few rows: FMAs of float32 are as fast" : "";
+  return args.m() < kMinRows ? "few rows: FMAs of float32 are as fast" : "";
 }
 
 constexpr Kernel<Args> kRows[] = {{LOWBIT_ROW("block_sparse_linear"), refuses, run_tiles}};

@@ -138,7 +138,7 @@ void run_linear(const BlocksLinearArgs& args) {
   for_each_tile(m, k, n, [&](auto rows, int64_t begin, int64_t first, int64_t count) {
     const Scratch of_scales(4 * scale_stride * static_cast<int64_t>(sizeof(float)));
     float* const scales = of_scales.as<float>();
-    alignas(64) float sums[kMostX * kTaskColumns] = {};
+    alignas(64) float sums[kMaxRowsOfX * kTaskColumns] = {};
     multiply_columns<kFormat, rows, rows == 1 ? 4 : 2>(args, x + begin * x_stride, x_stride, first, count, scales,
                                                        scale_stride, sums);
     const f32x16 bias =

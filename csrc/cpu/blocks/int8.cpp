@@ -81,7 +81,7 @@ void run_int8_linear(const Int8LinearArgs& args) {
   int16_t* const x = memory.as<int16_t>();
   for (int64_t row = 0; row < m; row++) arrange(args.x.as<const int8_t>() + row * k, k, x + row * x_stride);
   for_each_tile(m, k, n, [&](auto rows, int64_t begin, int64_t first, int64_t count) {
-    alignas(64) int32_t sums[kMostX * kTaskColumns] = {};
+    alignas(64) int32_t sums[kMaxRowsOfX * kTaskColumns] = {};
     for (int64_t column = 0; column < count; column += kWeights)
       multiply<rows>(args, x + begin * x_stride, x_stride, first + column, count - column, sums + column);
     for (int64_t row = 0; row < rows; row++) finish(args, begin + row, first, count, sums + row * kTaskColumns);

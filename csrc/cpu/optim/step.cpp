@@ -66,7 +66,7 @@ template <StateFormat kFormat>
 void run_step(const OptimStepArgs& args) {
   if (args.found_inf && *args.found_inf != 0) return;
   for (const OptimTensor& tensor : args.tensors) *tensor.step_count += 1;
-  with_rule(args.rule, [&]<class Rule>() { step_with<kFormat, Rule, kMostMoments<Rule>>(args); });
+  with_rule(args.rule, [&]<class Rule>() { step_with<kFormat, Rule, kMaxMomentsOf<Rule>>(args); });
 }
 
 #define LOWBIT_STEP_ROW(format) \

@@ -10,7 +10,7 @@ namespace lowbit::cuda {
 using namespace gpu;
 
 constexpr int kAttentionWarps = kAttentionThreads / 32;
-constexpr int kMostCaptured = 16, kMostLayout = 96;  // tensors of a mod; their sizes and strides together
+constexpr int kMaxCaptured = 16, kMaxLayout = 96;  // tensors of a mod; their sizes and strides together
 constexpr int kRowPad = 8;  // behind each row in shared memory: eight rows lie in different banks
 
 // Which mods read captured tensors by query or key: the more is on its way, the fewer scores a lane has at once.
@@ -53,7 +53,7 @@ struct WgmmaForwardShape {
 constexpr WgmmaForwardShape wgmma_forward_shape(int e, int ev, Gathers gathers, bool has_position) {
   const bool few = has_position || gathers == Gathers::by_mask;
   WgmmaForwardShape shape{e, ev, gathers == Gathers::by_score ? 32 : few ? 64 : 128, 0};
-  const int room = kMostSharedOfHopper / shape.stage_bytes();
+  const int room = kMaxSharedOnHopper / shape.stage_bytes();
   shape.stages = room < 4 ? room : 4;
   return shape;
 }
@@ -87,9 +87,9 @@ constexpr WgmmaBackwardShape wgmma_backward_shape(int e, int ev, Gathers gathers
 
 // The captured tensors of a mod, then per tensor sizes and strides.
 struct CapturedCall {
-  static constexpr int kGradients = kMostCaptured;
-  const void* tensors[kMostCaptured];
-  int64_t layout[kMostLayout];
+  static constexpr int kGradients = kMaxCaptured;
+  const void* tensors[kMaxCaptured];
+  int64_t layout[kMaxLayout];
 };
 
 using AttentionCall = AttentionCallOf<CapturedCall>;

@@ -49,14 +49,14 @@ LOWBIT_INLINE void add_to(const Sums& to, float value) {
 // A CTA takes 128 elements of one tensor after the other.
 template <class Each>
 LOWBIT_INLINE void for_each_captured(const AttentionCall& call, Each each) {
-  for (int tensor = 0; tensor < kMostCaptured; tensor++) {
+  for (int tensor = 0; tensor < kMaxCaptured; tensor++) {
     const int64_t at = static_cast<int64_t>(blockIdx.x) * kAttentionThreads + threadIdx.x;
     if (call.gradients[tensor].sums && at < call.gradients[tensor].count) each(tensor, call.gradients[tensor], at);
   }
 }
 
 LOWBIT_INLINE void captured_start(const AttentionCall& call) {
-  if (blockIdx.x == 0 && threadIdx.x < kMostCaptured) call.largest[threadIdx.x] = 0;
+  if (blockIdx.x == 0 && threadIdx.x < kMaxCaptured) call.largest[threadIdx.x] = 0;
   for_each_captured(call, [&](int, const CapturedGradientCall& gradient, int64_t at) {
     for (int64_t copy = 0; copy < gradient.copies; copy++) gradient.sums[copy * gradient.count + at] = {0, 0, 0.0f};
   });

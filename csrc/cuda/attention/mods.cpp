@@ -38,7 +38,7 @@ bool fits(const ScoreCall* mod) {
   if (!mod) return true;
   int numbers = 0;
   for (int i = 0; i < mod->captured_count(); i++) numbers += 2 * mod->captured()[i].rank;
-  return mod->captured_count() <= kMostCaptured && numbers <= kMostLayout;
+  return mod->captured_count() <= kMaxCaptured && numbers <= kMaxLayout;
 }
 
 std::string mods_text(const ScoreCall* score, const ScoreCall* mask, Gradient gradient, std::string_view constants) {

@@ -97,7 +97,7 @@ int64_t copies_of(const TensorView& gradient) { return gradient.numel() <= 1024 
 
 int64_t captured_bytes(const AttentionBackwardArgs& args) {
   if (!args.wants_captured()) return 0;
-  int64_t bytes = kMostCaptured * 4;
+  int64_t bytes = kMaxCaptured * 4;
   for (const TensorView& gradient : args.grad_captured)
     if (gradient) bytes += copies_of(gradient) * gradient.numel() * static_cast<int64_t>(sizeof(ExactSum));
   return bytes;
@@ -108,7 +108,7 @@ void differentiate_captured(const AttentionBackwardArgs& args, const AttentionKi
                             char* memory) {
   const AttentionForwardArgs& forward = args.forward;
   call.largest = reinterpret_cast<uint32_t*>(memory);
-  auto* sums = reinterpret_cast<ExactSum*>(memory + kMostCaptured * 4);
+  auto* sums = reinterpret_cast<ExactSum*>(memory + kMaxCaptured * 4);
   int64_t most = 0;
   for (std::size_t i = 0; i < args.grad_captured.size(); i++) {
     const TensorView& gradient = args.grad_captured[i];
@@ -181,7 +181,7 @@ void run_backward_wgmma(const AttentionBackwardArgs& args) {
   launch_backward(args, kind, passes);
 }
 
-bool fits_head_dim(int64_t e) { return e % 16 == 0 && e <= kMostHeadDim; }
+bool fits_head_dim(int64_t e) { return e % 16 == 0 && e <= kMaxHeadDim; }
 
 // Rows are copied 16 bytes at a time.
 bool is_aligned(const TensorView& tensor) { return has_aligned_rows(tensor, 16); }

@@ -19,7 +19,7 @@ using Preference = struct PreferenceOfCublasLt*;
 
 // Numbers of cublasLt.h, cublas_api.h and library_types.h (13.5; the same in 12), which tests compare with the headers.
 enum { kTransposeA = 3 };                      // CUBLASLT_MATMUL_DESC_TRANSA
-enum { kMostWorkspace = 1, kReductions = 3 };  // CUBLASLT_MATMUL_PREF_, likewise
+enum { kMaxWorkspace = 1, kReductions = 3 };  // CUBLASLT_MATMUL_PREF_, likewise
 enum { kAlignmentOfA = 5, kAlignmentOfB = 6, kAlignmentOfC = 7, kAlignmentOfD = 8 };
 enum { kTransposed = 1, kSumsInFloat32 = 68, kSumsInInt32 = 72 };
 enum { kReal32 = 0, kReal16 = 2, kInteger8 = 3, kInteger32 = 10, kRealBfloat16 = 14 };
@@ -129,7 +129,7 @@ MatmulAlgorithm find(const Place& place, const DenseProduct& matmul) {
                   "cublasLtMatmulPreferenceSetAttribute");
   };
   const auto [of_w, of_x, of_y] = alignments(matmul);
-  set(kMostWorkspace, kMatmulWorkspace), set(kReductions, kReducedIn32Bits), set(kAlignmentOfA, of_w);
+  set(kMaxWorkspace, kMatmulWorkspace), set(kReductions, kReducedIn32Bits), set(kAlignmentOfA, of_w);
   set(kAlignmentOfB, of_x), set(kAlignmentOfC, of_y), set(kAlignmentOfD, of_y);
   Heuristic found{};
   int count = 0;

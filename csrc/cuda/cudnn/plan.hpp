@@ -53,7 +53,7 @@ struct Plan {
 
 // The most workspace that a plan may ask for: the bytes of float32 gradients of q, k and v, of every head, and 256 MiB
 // for other needs of a device (split keys of a long row).
-LOWBIT_API int64_t most_workspace(const AttentionShape& shape);
+LOWBIT_API int64_t max_workspace(const AttentionShape& shape);
 
 LOWBIT_API bool has_cudnn_frontend();
 LOWBIT_API Plan make_plan(const AttentionShape& shape, const CudnnDevice& device);

@@ -15,12 +15,12 @@
 namespace lowbit::cuda {
 namespace {
 
-constexpr std::size_t kMostPlans = 4096;  // 0.1 MB each, and their code on the device
+constexpr std::size_t kMaxPlans = 4096;  // 0.1 MB each, and their code on the device
 
 struct Plans {
   mutable std::mutex mutex;
   mutable std::map<std::pair<int16_t, AttentionShape>, Plan> made;  // whose nodes never move
-  Plan too_many{.graph = nullptr, .refused = concat("this process has ", kMostPlans, " plans of cuDNN already")};
+  Plan too_many{.graph = nullptr, .refused = concat("this process has ", kMaxPlans, " plans of cuDNN already")};
   Plan captured{.graph = nullptr,
                 .refused = "there is no plan of cuDNN for these sizes yet, and none is made while a stream is captured "
                            "in a CUDA graph: call the same once before (lowbit.warmup)"};
@@ -62,7 +62,7 @@ Plan read_or_make(const AttentionShape& shape, const Place& place) {
 
 }  // namespace
 
-int64_t most_workspace(const AttentionShape& shape) {
+int64_t max_workspace(const AttentionShape& shape) {
   const int64_t of_q = shape.q_length * shape.e, of_keys = shape.kv_length * (shape.e + shape.ev);
   return (int64_t{256} << 20) + 4 * shape.batch * shape.heads * (of_q + of_keys);
 }
@@ -74,7 +74,7 @@ const Plan& plan_for(const AttentionShape& shape, const Place& place) {
   const std::pair wanted(place.device.index, shape);
   if (const auto found = plans.made.find(wanted); found != plans.made.end()) return found->second;
   if (is_captured(place)) return plans.captured;
-  if (plans.made.size() >= kMostPlans) return plans.too_many;
+  if (plans.made.size() >= kMaxPlans) return plans.too_many;
   return plans.made.try_emplace(wanted, read_or_make(shape, place)).first->second;
 }
 

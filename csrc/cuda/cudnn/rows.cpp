@@ -12,7 +12,7 @@ namespace {
 
 // A plan is for one pair of lengths. With few queries, as in decoding, each call has another number of keys, and would
 // wait half a second for its plan.
-constexpr int64_t kFewestQueries = 64;
+constexpr int64_t kMinQueries = 64;
 
 // A dimension of 1 has the stride that a dense tensor would have, whatever the caller's is: one plan for all of them.
 std::array<int64_t, 3> strides_of(const TensorView& view) {
@@ -62,7 +62,7 @@ std::string_view refuses_scores(const AttentionForwardArgs& args) {
   if (args.max_scores) return "largest scores are wanted";
   if (args.out.dtype != args.q.dtype) return "a float32 result";
   if (!args.lse) return "no lse";
-  if (args.q_length() < kFewestQueries) return "fewer than 64 queries";
+  if (args.q_length() < kMinQueries) return "fewer than 64 queries";
   if (args.kv_length() == 0) return "no keys";
   if (!is_aligned(args.q) || !is_aligned(args.k) || !is_aligned(args.v) || !is_aligned(args.out))
     return "strides that are not multiples of 16 bytes, or an address that is not";

@@ -10,7 +10,7 @@ namespace lowbit::cuda {
 constexpr int kDecodeThreads = 128, kDecodeWarps = kDecodeThreads / 32;
 constexpr int kSmallDecodeThreads = 2 * kDecodeThreads;  // a bound that leaves 128 registers to each: four CTAs fit
 constexpr int kKeyTile = 32;  // tokens that a warp takes at once, at most
-constexpr int64_t kLeastSplit = kDecodeWarps * kKeyTile, kMostSplits = 32;
+constexpr int64_t kMinSplit = kDecodeWarps * kKeyTile, kMaxSplits = 32;
 
 // How a call of decode is specialised. cache: int8, uint8 (int4 codes) or a 16-bit float; groups: of 32 columns of keys
 // and of values; parts: of a query, in the 16-bit float that it is multiplied in; tiles: of 8 rows of a CTA.

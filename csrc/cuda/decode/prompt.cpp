@@ -14,13 +14,13 @@
 namespace lowbit::cuda {
 
 // 64 heads of 32k keys of 128 columns: more at a time would not fill a GPU better.
-int64_t most_decoded_bytes = int64_t{1} << 30;
+int64_t max_decoded_bytes = int64_t{1} << 30;
 
 namespace {
 
 // A tile of attention has 64 or 128 queries of one head. Of fewer queries, as a step with speculation has them, it is
 // mostly empty, and the codes are read a few times only.
-constexpr int64_t kMostOfStep = 64;
+constexpr int64_t kMaxPerStep = 64;
 constexpr int64_t kFarthest = int64_t{1} << 30;  // tiles count in 32 bits
 
 // Rows [B, Hkv, keys, columns] of floats, one head after the other. Of them only some heads may be there: memory is of
@@ -66,7 +66,7 @@ void run_codes(const DecodeArgs& args) {
   const int64_t tile = kind_of(forward_args(args, args.k, args.v)).forward().kv_tile,
                 first_key = seen.first / tile * tile, keys = seen.end - first_key;  // tiles are read whole
   const int64_t all = args.batch() * args.kv_heads(), bytes = 2 * keys * (e + ev),
-                most = larger(1, smaller(all, most_decoded_bytes / larger(1, bytes)));
+                most = larger(1, smaller(all, max_decoded_bytes / larger(1, bytes)));
   const Workspace workspace("decode", args.place, most * bytes);
   for (int64_t first = 0; first < all; first += most) {
     const int64_t heads = smaller(most, all - first);
@@ -85,7 +85,7 @@ void run_codes(const DecodeArgs& args) {
 template <DType kCache>
 std::string_view refuses_prompt(const DecodeArgs& args) {
   if (args.k.dtype != kCache) return "keys and values of another type";
-  if (args.q_length() <= kMostOfStep) return "64 queries or less";
+  if (args.q_length() <= kMaxPerStep) return "64 queries or less";
   if (larger(args.kv_length(), args.position + args.q_length()) > kFarthest || args.position < -kFarthest)
     return "keys or positions beyond 2^30";
   if ((args.causal || args.window > 0) && (gathers(args.score_mod, Stage::row) || gathers(args.mask_mod, Stage::row)))

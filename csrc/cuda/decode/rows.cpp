@@ -25,10 +25,10 @@ CacheRows cache_of(const TensorView& tensor, const TensorView& scale) {
 // splits of 256).
 void split_keys(int64_t kv_length, DecodeCall& call) {
   const KeyRange seen = call.seen(kv_length, 0, call.length - 1);
-  const int64_t keys = seen.end - seen.first, most = larger(1, kMostSplits / larger(1, call.row_blocks));
+  const int64_t keys = seen.end - seen.first, most = larger(1, kMaxSplits / larger(1, call.row_blocks));
   call.first = seen.first, call.end = seen.end;
-  const int64_t least = keys > 16 * kLeastSplit ? 2 * kLeastSplit : kLeastSplit;
-  call.split = larger(least, round_up(ceil_div(keys, most), kLeastSplit));
+  const int64_t least = keys > 16 * kMinSplit ? 2 * kMinSplit : kMinSplit;
+  call.split = larger(least, round_up(ceil_div(keys, most), kMinSplit));
   call.splits = static_cast<int32_t>(larger(1, ceil_div(keys, call.split)));
 }
 
@@ -78,7 +78,7 @@ std::string_view refuses_decode(const DecodeArgs& args) {
   if (args.k.dtype != kCache) return "keys and values of another type";
   if (!fits(args.score_mod) || !fits(args.mask_mod)) return kCapturesTooMuch;
   const int64_t e = args.q.size(3), ev = args.out.size(3);
-  if (e > kMostHeadDim || ev > kMostHeadDim) return "a head dimension above 256";
+  if (e > kMaxHeadDim || ev > kMaxHeadDim) return "a head dimension above 256";
   if (args.format() == KvFormat::floating) {
     if (args.q.dtype != kCache) return "q has another dtype than keys and values";
     if (e % 8 || ev % 8) return "head dimensions of 16-bit floats must be multiples of 8";
@@ -100,7 +100,7 @@ void run_attention(const AttentionForwardArgs& args) { run_decode(decode_args(ar
 template <DType kDtype>
 std::string_view refuses_attention(const AttentionForwardArgs& args) {
   if (args.group() * args.q_length() > 32) return "more than 32 queries of a head of keys";
-  if (args.kv_length() <= 2 * kLeastSplit) return "256 keys or less, which are not worth a split";
+  if (args.kv_length() <= 2 * kMinSplit) return "256 keys or less, which are not worth a split";
   if (args.dropout_p > 0) return "dropout";
   if (args.lists.kv_num_blocks) return "a block mask";
   if (args.max_scores) return "largest scores are wanted";

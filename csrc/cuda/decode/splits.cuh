@@ -38,8 +38,8 @@ LOWBIT_INLINE float inverse(float sum) { return sum == 0.0f ? 0.0f : __fdiv_rn(1
 // row. A lane has the factor of a split. A warp adds every fourth split, four columns a lane, and no load of a partial
 // result waits for another one. Then the sums of the warps are added.
 LOWBIT_INLINE void combine(const DecodeCall& call) {
-  static_assert(kMostSplits <= 32);
-  LOWBIT_SHARED(float, sums, [kDecodeWarps][kMostHeadDim]);
+  static_assert(kMaxSplits <= 32);
+  LOWBIT_SHARED(float, sums, [kDecodeWarps][kMaxHeadDim]);
   const int row = static_cast<int>(blockIdx.x), lane = lane_of_warp(), warp = warp_of_cta();
   const int l = row % call.length, h = row / call.length % call.heads, b = row / call.length / call.heads;
   const int64_t first = static_cast<int64_t>(row) * call.splits, padded = kv_padded(call.v_columns);
@@ -50,7 +50,7 @@ LOWBIT_INLINE void combine(const DecodeCall& call) {
               by = inverse(sum);
   for (int from = 0; from < padded; from += 128) {
     const int column = from + 4 * lane;
-    constexpr int kEach = kMostSplits / kDecodeWarps;
+    constexpr int kEach = kMaxSplits / kDecodeWarps;
     float of_column[4] = {};
     uint4 parts[kEach];
 #pragma unroll

@@ -68,7 +68,7 @@ struct WgmmaShape {
     return rows * (codes ? 64 : 128) + warps() * (128 * bits + (tile_groups ? tile_groups : 1) * (1 + asymmetric) * 32);
   }
   constexpr int stages() const {
-    const int room = (kMostSharedOfHopper - 64) / (stage_bytes() + 16);
+    const int room = (kMaxSharedOnHopper - 64) / (stage_bytes() + 16);
     return room > 6 ? 6 : room;
   }
   constexpr int bytes() const {

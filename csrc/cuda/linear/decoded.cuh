@@ -40,7 +40,7 @@ LOWBIT_INLINE void decode_columns(const DecodedCall& part) {
   const int tiles = (padded_k + 63) / 64, warp = static_cast<int>(threadIdx.x) / 32,
             g = static_cast<int>(threadIdx.x) % 32 / 4, t = static_cast<int>(threadIdx.x) % 4;
   const int of_call = static_cast<int>(blockIdx.x) * kLinearWarps + warp, panel = of_call / tiles,
-            tile = of_call % tiles;  // 2^15 tiles at the most fill kMostDecoded
+            tile = of_call % tiles;  // 2^15 tiles at the most fill kMaxDecoded
   if (panel * kPanelColumns >= part.columns) return;
   const uint8_t* from = call.weight + (part.first_column / kPanelColumns + panel) * call.sections.row_bytes;
   LaneTile<kFormat> words;

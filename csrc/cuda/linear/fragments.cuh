@@ -80,7 +80,7 @@ struct LevelParts {
 template <Format kFormat>
 LOWBIT_INLINE void write_levels(LevelParts (&table)[16]) {
   if (threadIdx.x >= 16) return;
-  float part[kMostParts];
+  float part[kMaxParts];
   cut(codec_of<kFormat>::level(static_cast<int>(threadIdx.x)), part);
   table[threadIdx.x] = {upper_halves(part[0], part[1]), upper_halves(part[2], 0.0f)};
 }

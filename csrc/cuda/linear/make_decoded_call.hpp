@@ -15,7 +15,7 @@
 
 namespace lowbit::cuda {
 
-constexpr int64_t kMostDecoded = int64_t{128} << 20, kMostProducts = int64_t{128} << 20;  // bytes
+constexpr int64_t kMaxDecoded = int64_t{128} << 20, kMaxProducts = int64_t{128} << 20;  // bytes
 
 inline bool has_codes(const LinearArgs& args) { return !stays_float(args.x_format); }
 
@@ -36,9 +36,9 @@ struct DecodedParts {
     const WeightSpec& spec = args.weight_spec;
     padded_k = has_codes(args) ? round_up(spec.k, 16) : spec.k;
     element = has_codes(args) ? 1 : static_cast<int64_t>(size_of(args.dtype));
-    const int64_t fitting = kMostDecoded / (element * padded_k) / kPanelColumns * kPanelColumns;
+    const int64_t fitting = kMaxDecoded / (element * padded_k) / kPanelColumns * kPanelColumns;
     columns = std::min(spec.n, std::max<int64_t>(fitting, 4 * kPanelColumns));
-    rows = is_whole(args) ? args.m : std::min(args.m, std::max<int64_t>(kMostProducts / (4 * columns), 1));
+    rows = is_whole(args) ? args.m : std::min(args.m, std::max<int64_t>(kMaxProducts / (4 * columns), 1));
     codes = round_up(element * columns * padded_k, 256);
     scales = codes + (has_codes(args) ? round_up(args.m * padded_k, 256) : 0);
     products = scales + 2 * bytes_of_scales(args);
@@ -124,7 +124,7 @@ inline std::string_view refuses_decoded_codes(const LinearArgs& args) {
   if (stays_float(args.x_format)) return "float activations";
   if (args.x_format == XFormat::int8_group && spec.group_size) return "a scale for each group of activations";
   if (spec.group_size || spec.asymmetric) return "a weight with groups or zero points";
-  return spec.k > kMostCodesK ? "k above 131072: an int32 cannot hold the sum" : gpu::refuses_format(spec.format);
+  return spec.k > kMaxCodesK ? "k above 131072: an int32 cannot hold the sum" : gpu::refuses_format(spec.format);
 }
 
 }  // namespace lowbit::cuda

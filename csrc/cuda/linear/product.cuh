@@ -213,7 +213,7 @@ struct Product {
     } else {
 #pragma unroll
       for (int j = 0; j < kParts; j++)  // the rest is below 2^-24 of a product
-        if (i + j < kMostParts) multiply_bf16(to, a[j], {b.x, b.y});
+        if (i + j < kMaxParts) multiply_bf16(to, a[j], {b.x, b.y});
     }
   }
 

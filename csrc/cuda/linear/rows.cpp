@@ -31,7 +31,7 @@ LinearKind kind_of(const LinearArgs& args) {
   const WeightSpec& spec = args.weight_spec;
   LinearKind kind{spec.format, x_parts(args), tile_groups(spec), spec.asymmetric, kRowsAtOnce, is_read_in_place(args)};
   if (kind.in_place && args.m == 1) kind.rows = 1;
-  else while (kind.rows < kind.most_rows() && kind.rows < args.m) kind.rows *= 2;
+  else while (kind.rows < kind.max_rows() && kind.rows < args.m) kind.rows *= 2;
   return kind;
 }
 
@@ -109,10 +109,10 @@ int64_t groups_of_panels(const LinearArgs& args, const LinearKind& kind) {
 // for each warp. They do not depend on the number of rows: a row has the same bits in any batch of up to 16.
 int splits_of(const LinearArgs& args, const LinearKind& kind) {
   if (args.m > 2 * kRowsAtOnce) return 1;
-  constexpr int64_t kMost = 16;
+  constexpr int64_t kMax = 16;
   const int64_t wanted = multiprocessors(args.place.device) / groups_of_panels(args, kind),
                 most = args.weight_spec.tiles() / (2 * kLinearWarps);
-  return static_cast<int>(larger(1, smaller(wanted, smaller(most, kMost))));
+  return static_cast<int>(larger(1, smaller(wanted, smaller(most, kMax))));
 }
 
 // Adds the sums of the splits, where there are several.
@@ -138,7 +138,7 @@ void run_linear(const LinearArgs& args) {
 
 LinearKind wgmma_kind(const LinearArgs& args) {
   LinearKind kind = kind_of(args).by_warpgroups(args.dtype);
-  for (kind.rows = 32; kind.rows < kind.most_wgmma_rows() && kind.rows < args.m;) kind.rows *= 2;
+  for (kind.rows = 32; kind.rows < kind.max_wgmma_rows() && kind.rows < args.m;) kind.rows *= 2;
   return kind;
 }
 int64_t columns_of_wgmma(const LinearArgs& args, const LinearKind& kind) {  // in CTAs
@@ -163,7 +163,7 @@ void run_wgmma(const LinearArgs& args) {
 }
 
 // On an H200, at 8192 x 8192: 134 us for 128 rows of W8A8 and 141 of W4A8, where the other row takes 67 and 138.
-constexpr int64_t kFewestRowsOfTiles = 129, kRowsOfTile = 64;
+constexpr int64_t kMinRowsOfTiles = 129, kRowsOfTile = 64;
 int64_t code_tiles(const LinearArgs& args) {
   return ceil_div(args.weight_spec.panels(), kTilePanels) * ceil_div(args.m, kRowsOfTile);
 }
@@ -193,15 +193,15 @@ std::string_view refuses(const LinearArgs& args) {
   if (args.weight_spec.format != kFormat) return "another weight format";
   if (const std::string_view reason = refuses_weight(args); !reason.empty()) return reason;
   if (stays_float(args.x_format) == kCodes) return kCodes ? "float activations" : "int8 activations";
-  if (kCodes && args.weight_spec.k > kMostCodesK) return "k above 131072: an int32 cannot hold the sum";
+  if (kCodes && args.weight_spec.k > kMaxCodesK) return "k above 131072: an int32 cannot hold the sum";
   return "";
 }
 
 std::string_view refuses_code_tiles(const LinearArgs& args) {
   if (const std::string_view reason = refuses_weight(args); !reason.empty()) return reason;
   if (stays_float(args.x_format)) return "float activations";
-  if (args.m < kFewestRowsOfTiles) return "fewer than 129 rows";
-  if (args.weight_spec.k > kMostCodesK) return "k above 131072: an int32 cannot hold the sum";
+  if (args.m < kMinRowsOfTiles) return "fewer than 129 rows";
+  if (args.weight_spec.k > kMaxCodesK) return "k above 131072: an int32 cannot hold the sum";
   // By count: the other row decodes the weight again for each 16 or 32 rows, but with eight times the CTAs.
   if (2 * code_tiles(args) < multiprocessors(args.place.device)) return "fewer tiles than half of the multiprocessors";
   return "";
@@ -230,7 +230,7 @@ std::string_view refuses_wgmma(const LinearArgs& args) {
   if (bits(spec.format) == 32) return "a float32 weight";
   if (args.x_format == XFormat::float8_row) return "float8 activations";
   if (!exact && args.dtype == DType::float32) return "float32 activations: scaled weights would be rounded to 16 bits";
-  if (exact && spec.k > kMostCodesK) return "k above 131072: an int32 cannot hold the sum";
+  if (exact && spec.k > kMaxCodesK) return "k above 131072: an int32 cannot hold the sum";
   // 1024 x 4096, 128 rows: int4 14.3 us by cuBLAS and 16.7 by this.
   if (16 * columns_of_wgmma(args, wgmma_kind(args)) < multiprocessors(args.place.device))
     return "columns for less than a sixteenth of the multiprocessors";

@@ -25,7 +25,7 @@ class Steps {
     for (std::size_t i = 0; i < args_.tensors.size(); i++) {
       const OptimTensor& tensor = args_.tensors[i];
       if (tensor.param_dtype != param || tensor.grad_dtype != grad) continue;
-      if (table_.count == StepTable::kMostTensors) launch(param, grad);
+      if (table_.count == StepTable::kMaxTensors) launch(param, grad);
       const int place = table_.count++;
       table_.tensor[place] = tensor, table_.position[place] = static_cast<int32_t>(i);
       table_.first_task[place] = static_cast<int32_t>(tasks_);
@@ -52,8 +52,8 @@ class Steps {
 
 struct OptimKernels {
   static void step(const OptimStepArgs& args) {
-    const auto most = static_cast<int64_t>(std::min<std::size_t>(args.tensors.size(), StepTable::kMostTensors));
-    const Workspace constants("optim_step", args.place, most * kMostConstantBytes);
+    const auto most = static_cast<int64_t>(std::min<std::size_t>(args.tensors.size(), StepTable::kMaxTensors));
+    const Workspace constants("optim_step", args.place, most * kMaxConstantBytes);
     Steps steps(args, constants);
     constexpr DType kFloats[] = {DType::float32, DType::bfloat16, DType::float16};
     for (const DType param : kFloats)

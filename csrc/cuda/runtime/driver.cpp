@@ -8,7 +8,7 @@
 namespace lowbit::cuda {
 namespace {
 
-constexpr int kMostDevices = 64;
+constexpr int kMaxDevices = 64;
 
 Driver open_driver() {
   const Library& found = library(LibraryName::driver);
@@ -26,11 +26,11 @@ Driver open_driver() {
 
 // A fact of each device, asked for once.
 template <class T>
-using PerDevice = std::array<std::atomic<const T*>, kMostDevices>;
+using PerDevice = std::array<std::atomic<const T*>, kMaxDevices>;
 
 template <class T>
 std::atomic<const T*>& of(PerDevice<T>& kept, Device device) {
-  return kept[static_cast<std::size_t>(device.index < kMostDevices ? device.index : kMostDevices - 1)];
+  return kept[static_cast<std::size_t>(device.index < kMaxDevices ? device.index : kMaxDevices - 1)];
 }
 
 int attribute(int which, Device device) {
@@ -104,7 +104,7 @@ bool can_begin_early(Device device) {
 }
 
 InContext::InContext(Device device) {
-  static std::array<std::atomic<Context>, kMostDevices> primary{};
+  static std::array<std::atomic<Context>, kMaxDevices> primary{};
   std::atomic<Context>& kept = primary[static_cast<std::size_t>(device.index)];
   if (!kept) {  // retained for as long as the process lives, as torch does
     DeviceOrdinal ordinal = 0;

@@ -22,7 +22,7 @@ using Function = struct FunctionOfDriver*;
 using Stream = void*;
 
 enum DeviceAttribute { kMultiprocessors = 16, kComputeMajor = 75, kComputeMinor = 76 };
-enum FunctionAttribute { kMostSharedBytes = 8 };
+enum FunctionAttribute { kMaxSharedBytes = 8 };
 struct LaunchAttribute {  // CUlaunchAttribute
   int id;
   alignas(8) int value[16];

@@ -69,7 +69,7 @@ Function Program::function(const char* kernel, int shared_bytes) const {
   ensure(driver().get_kernel(&handle, module_, kernel), concat(name_, ": finding ", kernel));
   ensure(driver().get_function(&function, handle), concat(name_, ": the function of ", kernel));
   if (shared_bytes > 48 << 10)  // every function may have that much
-    ensure(driver().set_attribute(function, kMostSharedBytes, shared_bytes),
+    ensure(driver().set_attribute(function, kMaxSharedBytes, shared_bytes),
            concat(name_, ": ", shared_bytes, " bytes of shared memory for ", kernel));
   return functions_.emplace(kernel, function).first->second;
 }

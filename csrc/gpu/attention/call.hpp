@@ -9,7 +9,7 @@ namespace lowbit::gpu {
 
 constexpr int kAttentionThreads = 128;
 constexpr float kLog2e = 1.4426950408889634f;
-constexpr int kMostHeadDim = 256;
+constexpr int kMaxHeadDim = 256;
 
 // [B, H, length, columns], dense in the last: strides in elements.
 struct HeadRows {
@@ -75,7 +75,7 @@ struct AttentionCallOf {
   float* unit = nullptr;  // [B, Hq, L]: factor of the probabilities of rows of large lse (has_rest)
   float* grad_sink = nullptr;
   CapturedGradientCall gradients[Captured::kGradients] = {};
-  uint32_t* largest = nullptr;  // [kMostCaptured]: bits of the largest value that is added to each
+  uint32_t* largest = nullptr;  // [kMaxCaptured]: bits of the largest value that is added to each
   int32_t sum_bits = 0;         // of sums for the largest value
   bool adds = false;            // or finds the largest
 };

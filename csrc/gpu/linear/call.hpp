@@ -15,8 +15,8 @@ namespace lowbit::gpu {
 
 constexpr int kLinearThreads = 256, kLinearWarps = kLinearThreads / 32;
 constexpr int kRowsAtOnce = 8, kChunks = 4;  // rows of one product of the tensor cores; 16 k each in a tile
-constexpr int kMostParts = 3;                // of bfloat16 in a float32
-constexpr int64_t kMostCodesK = 1 << 17;     // an int32 holds the sum of so many products of codes, 128 * 127 at most
+constexpr int kMaxParts = 3;                // of bfloat16 in a float32
+constexpr int64_t kMaxCodesK = 1 << 17;     // an int32 holds the sum of so many products of codes, 128 * 127 at most
 
 // One sum of the codes of a row, over the k that products sum before a scale is due: all, or a tile or a part of it.
 // Its result is w_scale * (scale * (dot + start) + zero - w_zero * sum), as in cpu/linear/activations.hpp.

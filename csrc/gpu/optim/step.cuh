@@ -13,7 +13,7 @@ namespace lowbit::gpu {
 // of its CTAs read.
 template <class Rule>
 LOWBIT_INLINE void count_steps(const StepTable& table) {
-  static_assert(sizeof(Constants<Rule>) <= kMostConstantBytes);
+  static_assert(sizeof(Constants<Rule>) <= kMaxConstantBytes);
   if (table.found_inf && *table.found_inf != 0) return;
   for (int i = static_cast<int>(threadIdx.x); i < table.count; i += kStepThreads) {
     const OptimTensor& tensor = table.tensor[i];

@@ -10,7 +10,7 @@ namespace lowbit::gpu {
 
 constexpr int kStepThreads = 256;
 constexpr int64_t kTaskElements = 1 << 13;  // of one CTA
-constexpr int kMostConstantBytes = 128;     // Constants of any rule
+constexpr int kMaxConstantBytes = 128;     // Constants of any rule
 
 // Consecutive elements a thread: 8 bytes of codes of 8 bits, 32 of float32. 8 threads or more share a scale, and a
 // block lies in one CTA.
@@ -29,13 +29,13 @@ struct StepOptions {
 };
 
 struct StepTable : StepOptions {
-  static constexpr int kMostTensors = 320;  // 30 KB; arguments may have 32,764 bytes from CUDA 12.1 on
+  static constexpr int kMaxTensors = 320;  // 30 KB; arguments may have 32,764 bytes from CUDA 12.1 on
 
   int count;
-  void* constants;                 // of each tensor: kMostConstantBytes are enough
-  int32_t position[kMostTensors];  // in the list of the call
-  int32_t first_task[kMostTensors + 1];
-  OptimTensor tensor[kMostTensors];
+  void* constants;                 // of each tensor: kMaxConstantBytes are enough
+  int32_t position[kMaxTensors];  // in the list of the call
+  int32_t first_task[kMaxTensors + 1];
+  OptimTensor tensor[kMaxTensors];
 };
 static_assert(sizeof(StepTable) <= 32764);
 

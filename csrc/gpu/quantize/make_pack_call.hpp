@@ -66,7 +66,7 @@ inline bool is_finite(const std::vector<int32_t>& found) {
   return std::all_of(found.begin(), found.end(), [](int32_t of) { return of == 0; });
 }
 inline int64_t finite_ctas(const AllFiniteArgs& args) {
-  return smaller(kMostFiniteCtas, ceil_div(args.tensor.numel(), kFiniteStretch));
+  return smaller(kMaxFiniteCtas, ceil_div(args.tensor.numel(), kFiniteStretch));
 }
 
 }  // namespace lowbit::gpu

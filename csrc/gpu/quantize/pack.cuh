@@ -264,7 +264,7 @@ LOWBIT_INLINE void pack_floats(const PackCall& call) {
 LOWBIT_INLINE void all_finite(const FiniteCall& call) {
   LOWBIT_SHARED(int32_t, found, [kPackThreads]);
   int32_t mine = 0;
-  for (int64_t at = blockIdx.x * kFiniteStretch; at < call.count; at += kMostFiniteCtas * kFiniteStretch)
+  for (int64_t at = blockIdx.x * kFiniteStretch; at < call.count; at += kMaxFiniteCtas * kFiniteStretch)
     for (int64_t i = at + threadIdx.x; i < smaller(call.count, at + kFiniteStretch); i += kPackThreads) {
       const float x = load_as_float(call.data, call.dtype, i);
       if (!(x - x == 0.0f)) mine = 1;

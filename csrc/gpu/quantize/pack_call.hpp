@@ -27,7 +27,7 @@ struct PackCall {
 };
 
 constexpr int64_t kFiniteStretch = 16 * kPackThreads;  // elements of a CTA at a time
-constexpr int64_t kMostFiniteCtas = 1024;
+constexpr int64_t kMaxFiniteCtas = 1024;
 
 struct FiniteCall {
   const void* data;

@@ -9,7 +9,7 @@ namespace lowbit::level_zero {
 constexpr int kSubGroup = 16, kAttentionThreads = 128, kSubGroups = kAttentionThreads / kSubGroup;
 constexpr int kKeys = 2, kKvTile = kSubGroup * kKeys;  // keys of a lane, of a tile
 
-constexpr int kMostColumns = 256;  // head dims
+constexpr int kMaxColumns = 256;  // head dims
 
 // Of the forward, for head dims up to `columns`: each sub-group has `rows` queries, as much as registers hold.
 struct ForwardShape {
@@ -18,7 +18,7 @@ struct ForwardShape {
   constexpr int q_tile() const { return rows() * kSubGroups; }
 };
 // The columns of the kernel for a head dim: 64, 128 or 256.
-constexpr int kernel_columns(int64_t head_dim) { return head_dim <= 64 ? 64 : head_dim <= 128 ? 128 : kMostColumns; }
+constexpr int kernel_columns(int64_t head_dim) { return head_dim <= 64 ? 64 : head_dim <= 128 ? 128 : kMaxColumns; }
 constexpr const char* kernel_of(int columns, const char* const (&names)[3]) { return names[columns / 128]; }
 
 // Of the forward by dpas, by sub-groups of so many lanes: the sums of a sub-group take half of its registers.
@@ -51,14 +51,14 @@ struct AttentionCall : gpu::AttentionCallOf<ModTable> {
 
 // Writes the table of a call's mods, before they are called. A launch may be given that many words.
 struct TableCall {
-  static constexpr int kMost = 128;
+  static constexpr int kMax = 128;
   int32_t* fault;
   uint64_t* table;
-  uint64_t words[kMost];
+  uint64_t words[kMax];
 };
 
 // The begin of the memory of a call: the faults of two mods, their tables, then Sums.
-constexpr int64_t kFaultBytes = 16, kTableBytes = TableCall::kMost * 8, kSumsAt = 2 * (kFaultBytes + kTableBytes);
+constexpr int64_t kFaultBytes = 16, kTableBytes = TableCall::kMax * 8, kSumsAt = 2 * (kFaultBytes + kTableBytes);
 
 // An element of a gradient while it is added up, of parts of values that are integers (sums.hpp).
 struct SumWords {
@@ -68,17 +68,17 @@ constexpr uint32_t kSumInfinite = 1, kSumMinusInfinite = 2, kSumNan = 4;
 
 // The gradients that are added up: those of tensors that score_mod captured, then that of the mask.
 struct Sums {
-  static constexpr int kMost = 17, kOfMask = kMost - 1;
+  static constexpr int kMax = 17, kOfMask = kMax - 1;
   struct Of {
     SumWords* words;        // [copies][count], or null: not wanted
     int64_t count, copies;  // work-groups add to copies of a small one in turn
   };
 
-  Of of[kMost];
+  Of of[kMax];
   int64_t mask_stride[4];
   int32_t bits;                 // of sums for the largest value
   uint32_t adds;                // or finds the largest
-  uint32_t largest[kMost + 1];  // bits of the largest value added to each; one more fills a word
+  uint32_t largest[kMax + 1];  // bits of the largest value added to each; one more fills a word
 };
 struct SumsCall {
   Sums* to;

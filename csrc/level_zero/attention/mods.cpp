@@ -84,7 +84,7 @@ std::string_view refuses_mod(const ScoreCall* call) {
   if (!call) return "";
   int words = 1;
   for (int i = 0; i < call->captured_count(); i++) words += 1 + 2 * call->captured()[i].rank;
-  return words <= TableCall::kMost ? "" : "a mod captures tensors with more than 127 addresses, sizes and strides";
+  return words <= TableCall::kMax ? "" : "a mod captures tensors with more than 127 addresses, sizes and strides";
 }
 
 }  // namespace lowbit::level_zero

@@ -103,7 +103,7 @@ void run_backward(const AttentionBackwardArgs& args) {
 
 std::string_view refuses(const AttentionForwardArgs& args) {
   if (!is_activation(args.q.dtype)) return "inputs are neither float32 nor bfloat16 nor float16";
-  if (larger(args.q.size(3), args.ev()) > kMostColumns) return "head dims above 256";
+  if (larger(args.q.size(3), args.ev()) > kMaxColumns) return "head dims above 256";
   if (args.mask && args.mask.dtype == DType::float64) return "a mask of float64";
   for (const ScoreCall* mod : {args.score_mod, args.mask_mod})
     if (const std::string_view reason = refuses_mod(mod); !reason.empty()) return reason;

@@ -23,7 +23,7 @@ LOWBIT_INLINE void write_table(const TableCall& call) {
 #pragma unroll
   for (int i = 0; i < 4; i++) global<int32_t>(call.fault)[i] = 0;
 #pragma unroll
-  for (int i = 0; i < TableCall::kMost; i++) global<uint64_t>(call.table)[i] = call.words[i];
+  for (int i = 0; i < TableCall::kMax; i++) global<uint64_t>(call.table)[i] = call.words[i];
 }
 
 template <class Call>

@@ -73,7 +73,7 @@ LOWBIT_INLINE void sums_start(const SumsCall& call) {
       global<uint64_t>(call.to)[i] = reinterpret_cast<const uint64_t*>(&call.sums)[i];
   }
 #pragma unroll
-  for (int tensor = 0; tensor < Sums::kMost; tensor++) {
+  for (int tensor = 0; tensor < Sums::kMax; tensor++) {
     const Sums::Of& of = call.sums.of[tensor];
     if (at >= of.count * of.copies) continue;
     Global<SumWords>* const words = global<SumWords>(of.words) + at;

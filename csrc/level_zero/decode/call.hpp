@@ -8,7 +8,7 @@ namespace lowbit::level_zero {
 
 constexpr int kDecodeRows = kSubGroups;  // queries of a work-group, one for each sub-group
 constexpr int kSplit = 256;              // keys of a work-group
-constexpr int kMostCodes = 512;          // columns of codes
+constexpr int kMaxCodes = 512;          // columns of codes
 
 enum class KvKind : int32_t { floating, int8, int4 };  // KvFormat of ops/decode.hpp
 

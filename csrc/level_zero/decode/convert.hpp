@@ -7,7 +7,7 @@
 namespace lowbit::level_zero {
 
 struct CodeRows {
-  alignas(16) float rows[kSubGroups][kMostCodes];
+  alignas(16) float rows[kSubGroups][kMaxCodes];
 };
 
 struct RowPlace {

@@ -24,7 +24,7 @@ LOWBIT_INLINE LevelParts level_parts(Format format, int code) {
   if (is_table(Format::name) && format == Format::name) level = level_of<Format::name>(code);
   LOWBIT_FORMATS(LOWBIT_FORMAT)
 #undef LOWBIT_FORMAT
-  float part[gpu::kMostParts];
+  float part[gpu::kMaxParts];
   gpu::cut(level, part);
   return {gpu::upper_halves(part[0], part[1]), gpu::upper_halves(part[2], 0.0f)};
 }

@@ -11,7 +11,7 @@ constexpr int kManyBlocks = 2 / kSides, kManyRows = kTeams * kManyBlocks * 8;
 
 // The weights that one sub-group decodes: factors of products, 32 bytes of each lane.
 struct DecodedHalf {
-  u32x8 factor[2][gpu::kMostParts][kSides][kLanes];  // of codes only the first
+  u32x8 factor[2][gpu::kMaxParts][kSides][kLanes];  // of codes only the first
 };
 
 template <bool kCodes>
@@ -32,7 +32,7 @@ LOWBIT_INLINE void decode_half(const uint8_t* tile, int half, int lane, const Le
     for (int which = 0; which < 2; which++) {
       for_chunks(codes, tile, half, which, levels, [&](int first, int sides, const Chunk* chunk) LOWBIT_LAMBDA {
 #pragma unroll
-        for (int part = 0; part < gpu::kMostParts; part++)
+        for (int part = 0; part < gpu::kMaxParts; part++)
           if (part < weight_parts())
 #pragma unroll
             for (int side = 0; side < kSides; side++)

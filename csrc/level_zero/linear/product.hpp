@@ -76,8 +76,8 @@ struct Product {
       for (int block = 0; block < kBlocks; block++)
         a[block] = rows_of(tile, (half * 2 + which) * x_parts() + i, block);
 #pragma unroll
-      for (int j = 0; j < gpu::kMostParts; j++)  // the rest is below 2^-24 of a product
-        if (j < weight_parts() && i + j < gpu::kMostParts)
+      for (int j = 0; j < gpu::kMaxParts; j++)  // the rest is below 2^-24 of a product
+        if (j < weight_parts() && i + j < gpu::kMaxParts)
 #pragma unroll
           for (int side = 0; side < kSides; side++) {
             if (side < first_side || side >= first_side + sides) continue;

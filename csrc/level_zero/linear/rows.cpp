@@ -16,7 +16,7 @@ using gpu::LinearCall;
 using gpu::RowSum;
 
 constexpr int kActivationThreads = 256, kTeams = 8;  // as activations.spirv.cpp and product.hpp have them
-constexpr int64_t kFewestOfMany = 64;                // rows from which on a weight is decoded once for many
+constexpr int64_t kMinManyRows = 64;                // rows from which on a weight is decoded once for many
 
 // How a call is run. lanes: of a sub-group that multiplies by dpas; 0: without.
 struct LinearKind {
@@ -32,7 +32,7 @@ struct LinearKind {
   }
 
   int64_t many_rows() const { return lanes == 16 ? 128 : 64; }
-  int64_t rows_at_once(int64_t m) const { return m == 1 ? 1 : lanes && m >= kFewestOfMany ? many_rows() : 8; }
+  int64_t rows_at_once(int64_t m) const { return m == 1 ? 1 : lanes && m >= kMinManyRows ? many_rows() : 8; }
   const char* kernel(int64_t m) const {
     return m == 1 ? "linear_1" : rows_at_once(m) == 8 ? "linear_8" : "linear_many";
   }
@@ -113,7 +113,7 @@ std::string_view refuses(const LinearArgs& args) {
   if (!is_read(kFormat)) return "the products on Intel GPUs do not read this format";
   if (gpu::lacks_groups(args.weight_spec)) return gpu::kNoSmallGroups;
   if (stays_float(args.x_format) == kCodes) return kCodes ? "float activations" : "int8 activations";
-  if (kCodes && args.weight_spec.k > gpu::kMostCodesK) return "k above 131072: an int32 cannot hold the sum";
+  if (kCodes && args.weight_spec.k > gpu::kMaxCodesK) return "k above 131072: an int32 cannot hold the sum";
   return "";
 }
 template <Format kFormat, bool kCodes>

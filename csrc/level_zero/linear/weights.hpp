@@ -46,7 +46,7 @@ LOWBIT_INLINE Words<u32x2> load_two(const uint8_t* from) {
 
 // 16 k of a column: pairs of bfloat16, of each part.
 struct Chunk {
-  u32x8 part[gpu::kMostParts];
+  u32x8 part[gpu::kMaxParts];
 };
 
 // Codes of a tile, or of a half of it where they are bytes: the rows of the plane of 8 or 4 bits, of that of 2 bits and
@@ -115,7 +115,7 @@ LOWBIT_INLINE u32x4 float8(u32x4 words, int byte) {
   return bits_of_floats(level) | (codes & 0x80u) << 24;
 }
 
-LOWBIT_INLINE void look_up(u32x4 words, const LevelParts* levels, u32x8 (&part)[gpu::kMostParts]) {
+LOWBIT_INLINE void look_up(u32x4 words, const LevelParts* levels, u32x8 (&part)[gpu::kMaxParts]) {
   const bool one_part = weight_parts() == 1;
 #pragma unroll
   for (int i = 0; i < 8; i++) {  // two k each
@@ -129,9 +129,9 @@ LOWBIT_INLINE void look_up(u32x4 words, const LevelParts* levels, u32x8 (&part)[
 }
 
 // Floats of even and odd k, cut into parts.
-LOWBIT_INLINE void cut_pairs(f32x8 even, f32x8 odd, u32x8 (&part)[gpu::kMostParts]) {
+LOWBIT_INLINE void cut_pairs(f32x8 even, f32x8 odd, u32x8 (&part)[gpu::kMaxParts]) {
 #pragma unroll
-  for (int i = 0; i < gpu::kMostParts; i++) {
+  for (int i = 0; i < gpu::kMaxParts; i++) {
     const auto low = __builtin_bit_cast(u32x8, even), high = __builtin_bit_cast(u32x8, odd);
     part[i] = upper_halves<8>(low, high);
     even -= __builtin_bit_cast(f32x8, low & 0xffff0000u), odd -= __builtin_bit_cast(f32x8, high & 0xffff0000u);

@@ -7,7 +7,7 @@ namespace lowbit::level_zero {
 
 template <class Rule, int kCount, StateFormat kFormat>
 LOWBIT_INLINE void other_step(const StepCall& call) {
-  constexpr bool kHasCount = kCount >= moments_of<Rule>(Hyper{}) && kCount <= kMostMoments<Rule>;
+  constexpr bool kHasCount = kCount >= moments_of<Rule>(Hyper{}) && kCount <= kMaxMomentsOf<Rule>;
   if constexpr (kHasCount && kCount != kUsualMoments<Rule> && (kCount > 0 || kFormat == StateFormat::float32))
     step<typename Rule::template Step<kCount>, kFormat>(call);
 }

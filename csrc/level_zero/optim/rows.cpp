@@ -77,7 +77,7 @@ struct OptimKernels {
   static void step(const OptimStepArgs& args) {
     Numbers numbers = read_numbers(args);
     if (numbers.found_inf != 0) return;
-    with_rule(args.rule, [&]<class Rule>() { step_of<Rule, kMostMoments<Rule>>(args, numbers); });
+    with_rule(args.rule, [&]<class Rule>() { step_of<Rule, kMaxMomentsOf<Rule>>(args, numbers); });
   }
 
   static void convert(const auto& args, const std::string& op, const gpu::ConvertArgs& given) {

@@ -44,7 +44,7 @@ struct DeviceProperties {
   Header header{Kind::device_properties};
   int type = 0;  // 1: GPU
   uint32_t vendor = 0, device = 0, flags = 0, subdevice = 0, core_clock = 0;
-  uint64_t most_bytes = 0;  // of one allocation
+  uint64_t max_bytes = 0;  // of one allocation
   uint32_t hardware_contexts = 0, queue_priority = 0, threads_per_eu = 0, simd_width = 0, eus_per_subslice = 0,
            subslices_per_slice = 0, slices = 0;
   uint64_t timer_resolution = 0;
@@ -54,12 +54,12 @@ struct DeviceProperties {
 };
 struct ComputeProperties {
   Header header{Kind::compute_properties};
-  uint32_t most_group = 0, most_group_xyz[3] = {}, most_groups_xyz[3] = {}, most_shared_bytes = 0, sub_groups = 0,
+  uint32_t max_group = 0, max_group_xyz[3] = {}, max_groups_xyz[3] = {}, max_shared_bytes = 0, sub_groups = 0,
            sub_group_sizes[8] = {};
 };
 struct ModuleProperties {
   Header header{Kind::module_properties};
-  uint32_t spirv_version = 0, flags = 0, fp16_flags = 0, fp32_flags = 0, fp64_flags = 0, most_argument_bytes = 0,
+  uint32_t spirv_version = 0, flags = 0, fp16_flags = 0, fp32_flags = 0, fp64_flags = 0, max_argument_bytes = 0,
            printf_bytes = 0;
   uint8_t native_kernels[16] = {};
 };
@@ -75,8 +75,8 @@ struct DeviceMemoryProperties {  // of one kind of memory
 };
 struct KernelProperties {
   Header header{Kind::kernel_properties};
-  uint32_t arguments = 0, group_size[3] = {}, sub_groups = 0, sub_group_size = 0, most_sub_group_size = 0,
-           most_sub_groups = 0, local_bytes = 0, private_bytes = 0, spill_bytes = 0;
+  uint32_t arguments = 0, group_size[3] = {}, sub_groups = 0, sub_group_size = 0, max_sub_group_size = 0,
+           max_sub_groups = 0, local_bytes = 0, private_bytes = 0, spill_bytes = 0;
   uint8_t uuid[32] = {};
 };
 struct ContextDescription {

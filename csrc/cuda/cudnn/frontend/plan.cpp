@@ -135,7 +135,7 @@ Plan make_plan(const AttentionShape& shape, const CudnnDevice& device) {
     ensure(graph->validate());
     ensure(device.handle ? graph->build_operation_graph(native(device.handle)) : graph->build_operation_graph());
     ensure(graph->create_execution_plans({fe::HeurMode_t::A, fe::HeurMode_t::FALLBACK}));
-    graph->deselect_workspace_greater_than(most_workspace(shape));
+    graph->deselect_workspace_greater_than(max_workspace(shape));
     ensure(graph->check_support());
     ensure(graph->build_plans());
     const std::vector<int64_t> given = graph->get_variant_pack_uids_sorted();
