@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Attention and the calls around it for C programs, over caches of floats and of codes.
+// C functions of attention and the ops around it, over float and quantized caches.
 #include "ops/attention.hpp"
 
 #include <cmath>
@@ -17,7 +17,7 @@ using enum ErrorKind;
 
 namespace {
 
-// 1 / sqrt(E) in the place of 0.
+// 1 / sqrt(E) instead of 0.
 double scale_of(double given, const TensorView& q) {
   return given != 0 || q.rank == 0 || q.size(-1) == 0 ? given : 1 / std::sqrt(static_cast<double>(q.size(-1)));
 }

@@ -23,7 +23,7 @@ static_assert(number_of(value) == LOWBIT_VALUE_ERROR && number_of(type) == LOWBI
               number_of(index) == LOWBIT_INDEX_ERROR && number_of(not_implemented) == LOWBIT_NOT_IMPLEMENTED &&
               number_of(runtime) == LOWBIT_RUNTIME_ERROR);
 
-constexpr std::size_t kMaxStructBytes = 4096;  // a larger struct_size was never set
+constexpr std::size_t kMaxStructBytes = 4096;  // a larger struct_size is uninitialized memory
 constexpr int64_t kMaxElements = int64_t{1} << 56;
 
 thread_local std::string kept_text;
@@ -138,7 +138,7 @@ int lowbit_api_version() { return LOWBIT_API_VERSION; }
 const char* lowbit_last_error() { return last_error; }
 
 int lowbit_num_threads() {
-  int threads = 1;  // where there is no memory for the pool
+  int threads = 1;  // kept if there is no memory for the pool
   status_of([&] { threads = num_threads(); });
   return threads;
 }
