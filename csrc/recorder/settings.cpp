@@ -12,7 +12,7 @@
 namespace lowbit::recorder {
 namespace {
 
-// The number that a variable holds; nothing if it is not set, empty, or not one that is wanted.
+// The number in a variable; nothing if it is unset, empty, or not an acceptable number.
 std::optional<double> number_in(const char* variable, bool (*wanted)(double), const std::string& in_words) {
   const char* const value = std::getenv(variable);
   if (!value || !*value) return {};
