@@ -39,14 +39,14 @@ LOWBIT_INLINE constexpr auto with_rule(Rule rule, Body&& body) {
 template <class RuleType>
 inline constexpr int kMaxMomentsOf = static_cast<int>(std::size(RuleType::moments));
 
-// The most moments of any rule.
+// The maximum over all rules.
 inline constexpr int kMaxMoments = [] {
 #define LOWBIT_RULE(name, Type) kMaxMomentsOf<Type>,
   const int counts[] = {LOWBIT_RULES(LOWBIT_RULE)};
 #undef LOWBIT_RULE
-  int most = 0;
-  for (const int count : counts) most = count > most ? count : most;
-  return most;
+  int max = 0;
+  for (const int count : counts) max = count > max ? count : max;
+  return max;
 }();
 
 LOWBIT_INLINE constexpr bool is_set(const Hyper& hyper, HyperField field) {
