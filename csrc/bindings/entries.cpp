@@ -30,7 +30,7 @@ bool entries_are(const py::list& dicts, const py::list& keys, const py::list& va
 
 void register_entries(py::module_& m) {
   m.def("entries_are", entries_are, py::arg("dicts"), py::arg("keys"), py::arg("values"),
-        "Return whether each of dicts has, under the key at its index, the identical value at its index; None: no entry.");
+        "Return whether each of dicts has, under the key at its index, that very value; None: absent.");
 }
 
 }  // namespace lowbit

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows of the ops attention_forward, attention_backward and decode (prompts) by the tile unit.
+// Rows of the ops attention_forward, attention_backward and decode (prompts) on the tile unit.
 #include LOWBIT_ISA_HEADER
 
 #include "cpu/attention/amx_backward.hpp"
@@ -15,11 +15,12 @@ struct MinSize {
   int64_t queries, keys;
 };
 constexpr MinSize kMinSize{kTileRows + 1, kStep};  // below, vectors are as fast
-// With three and four products for one float16 wins later: 17 x 1024 x 128 took 1.4 times as long, 128 x 128 x 64 1.2.
+// float16 takes three or four products for one, and wins later: 17 x 1024 x 128 took 1.4 times as long, 128 x 128 x 64
+// 1.2 times (Sapphire Rapids).
 template <int kParts>
 constexpr MinSize kMinScores = kParts == 1 ? kMinSize : MinSize{2 * kTileRows, 8 * kStep};
 
-// Rows of bfloat16, which is its own part, and of float16, which is the sum of two.
+// Rows for bfloat16, which is its own single part, and for float16, which is the sum of two.
 template <int kParts>
 std::string_view refuses_below(const AttentionForwardArgs& args, MinSize min) {
   if (args.q.dtype != (kParts == 1 ? DType::bfloat16 : DType::float16)) return "inputs of another dtype";

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// How the products of this folder divide their work: a task has 16 columns of y, which it makes a few rows at a time.
+// How the products of this folder divide their work: a task is 16 columns of y, a few rows at a time.
 #pragma once
 
 #include "core/parallel.hpp"

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows of the op decode over float keys and values, and of attention_forward for few queries over many keys, where
-// these loops are faster.
+// Rows of the op decode for float keys and values, and of attention_forward for few queries over many keys, where these
+// loops are faster.
 #include LOWBIT_ISA_HEADER
 
 #include "cpu/decode/floats.hpp"

@@ -95,12 +95,12 @@ struct WgmmaBackward {
       multiply_by_lines_of_k<dtype, kPanelStep>(c[0], a[k], passing.at(k * 16, 0), k > 0 || adds);
   }
 
-  LOWBIT_INLINE auto statistics_of_staying(const TilePlace& at) const {
+  LOWBIT_INLINE auto statistics_of_staying(const TilePosition& at) const {
     if constexpr (kKeysStay) return 0;  // those of queries that pass are in the ring
     else return typename PassOf::KeptStatistics{call.statistics[pass.row_of_lane(at)]};
   }
   template <class Statistics>
-  LOWBIT_INLINE void differentiate(const TilePlace& at, const Statistics& statistics, Scores& s, Scores& dp) const {
+  LOWBIT_INLINE void differentiate(const TilePosition& at, const Statistics& statistics, Scores& s, Scores& dp) const {
     if (at.cut) pass.template differentiate<true>(at, statistics, s, dp);
     else pass.template differentiate<false>(at, statistics, s, dp);
   }
@@ -117,7 +117,7 @@ struct WgmmaBackward {
     const auto kept = statistics_of_staying(tile.visit.at);
     begin_scores(tile, s, dp);
     for (bool adds = false;; adds = true) {
-      const TilePlace now = tile.visit.at;
+      const TilePosition now = tile.visit.at;
       const int stage = tile.place.stage;
       go_on(tile);
       wait_for_products<0>();

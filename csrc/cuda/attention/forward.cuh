@@ -27,18 +27,18 @@ struct Forward {
   LeftRows<dtype, kE, kM, kShape.keeps_q> q;
   RunningSoftmax<dtype, kEv, kM, kScores, Mods> softmax;
 
-  LOWBIT_INLINE bool find_next(int b, int h, const TileStep& q_step, TileStep& step, TilePlace& at) const {
+  LOWBIT_INLINE bool find_next(int b, int h, const TileStep& q_step, TileStep& step, TilePosition& at) const {
     return find_next_tile<Mods, kShape.q_tile(), kShape.kv_tile>(call, b, h, q_step, step, at);
   }
 
-  LOWBIT_INLINE void copy(const TilePlace& at, typename Shared::Passing& to) const {
+  LOWBIT_INLINE void copy(const TilePosition& at, typename Shared::Passing& to) const {
     to.keys.copy(keys + at.k0 * call.k.row, call.k.row, at.cols);
     to.values.copy(values + at.k0 * call.v.row, call.v.row, at.cols);
   }
 
   LOWBIT_INLINE void run(int b, int h, const TileStep& q_step) {
     TileStep step = first_keys<kShape.kv_tile>(call, q_step);
-    TilePlace now, next;
+    TilePosition now, next;
     bool more = find_next(b, h, q_step, step, next);
     if (more) copy(next, shared.passing[0]);
     for (int stage = 0, first = 1; more; stage = (stage + 1) % kShape.kStages, first = 0) {

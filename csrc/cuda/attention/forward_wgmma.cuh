@@ -40,7 +40,7 @@ struct WgmmaForward {
   struct Passing {
     RingPlace<kStages>& place;
     TileStep step;
-    TilePlace at{};
+    TilePosition at{};
     bool more = false;
   };
   LOWBIT_INLINE Passing first(RingPlace<kStages>& place) const {
@@ -108,7 +108,7 @@ struct WgmmaForward {
   }
 
   // Products of queries and keys to powers; whether the result so far has to shrink.
-  LOWBIT_INLINE bool make_powers(const TilePlace& at, Softmax& softmax, float (&s)[1][kScores][4],
+  LOWBIT_INLINE bool make_powers(const TilePosition& at, Softmax& softmax, float (&s)[1][kScores][4],
                                  float (&shrink)[2]) const {
     hold(s[0]);
     softmax.modify_scores(at, s);
@@ -128,7 +128,7 @@ struct WgmmaForward {
     float shrink[2] = {1, 1};
     wait_for_tile(tile);
     begin_scores(tile, q, s);
-    TilePlace now = tile.at;
+    TilePosition now = tile.at;
     int stage = tile.place.stage;
     go_on(tile);
     wait_for_products<0>();

@@ -17,7 +17,7 @@ struct Pass {
   struct Visit {
     int h;
     TileStep step;
-    TilePlace at;
+    TilePosition at;
   };
 
   const Call& call;
@@ -96,11 +96,11 @@ struct Pass {
     for (int j = 0; j < OfScores::kCount; j++) all.numbers[j] = __shfl_sync(kWarp, number, OfScores::query(j));
     return all;
   }
-  LOWBIT_INLINE int64_t row(const TilePlace& at, int query) const {  // of all queries; behind the last the last again
+  LOWBIT_INLINE int64_t row(const TilePosition& at, int query) const {  // index among all queries, at most the last
     return (static_cast<int64_t>(b) * call.heads + at.h) * call.q_tiles.length + at.q0 +
            (query < at.rows ? query : at.rows - 1);
   }
-  LOWBIT_INLINE int64_t row_of_lane(const TilePlace& at) const {
+  LOWBIT_INLINE int64_t row_of_lane(const TilePosition& at) const {
     return row(at, (kKeysStay ? 0 : warp_of_cta() * 16) + query_of_lane());
   }
 
@@ -135,7 +135,7 @@ struct Pass {
   // Raw products s and gradients dp of probabilities to probabilities, times kProbabilityFactor or 0 where they are
   // dropped, and gradients of raw scores.
   template <bool kCut, class Of>
-  LOWBIT_INLINE void differentiate(const TilePlace& at, const Of& statistics, float (&s)[1][kScores][4],
+  LOWBIT_INLINE void differentiate(const TilePosition& at, const Of& statistics, float (&s)[1][kScores][4],
                                    float (&dp)[1][kScores][4]) const {
     float p[1][kScores][4], kept[1][kScores][4];
     const auto for_each = [](auto each) {

@@ -28,7 +28,7 @@ LOWBIT_INLINE float bias_of(const Call& call, int b, int h, int q, int k) {
 }
 
 // The factor of dropout for a probability.
-LOWBIT_INLINE float dropout_factor(const AttentionCall& call, const TilePlace& at, int q, int k) {
+LOWBIT_INLINE float dropout_factor(const AttentionCall& call, const TilePosition& at, int q, int k) {
   return dropout_draw(*call.seed, at.b * call.heads + at.h, q, k) < call.dropped ? 0.0f : call.kept;
 }
 
@@ -38,7 +38,7 @@ LOWBIT_INLINE int first_column() { return lane_of_warp() % 4 * 2; }
 
 // each(score, q, k) for the scores of this lane.
 template <bool kKeysStay, int kM, int kScores, class Each>
-LOWBIT_INLINE void for_each_score(const TilePlace& at, float (&s)[kM][kScores][4], Each each) {
+LOWBIT_INLINE void for_each_score(const TilePosition& at, float (&s)[kM][kScores][4], Each each) {
 #pragma unroll
   for (int m = 0; m < kM; m++)
 #pragma unroll
@@ -54,7 +54,7 @@ LOWBIT_INLINE void for_each_score(const TilePlace& at, float (&s)[kM][kScores][4
 // each(mod, m, n, i, q, k, ..) with the values that the mod has of the query, the key and the diagonal of score
 // s[m][n][i], each of them computed once. In a tile that is cut a mod is asked about queries and keys that exist.
 template <bool kKeysStay, bool kCut, int kM, int kScores, class Mod, class Each>
-LOWBIT_INLINE void for_each_with(const Mod& mod, const TilePlace& at, Each each) {
+LOWBIT_INLINE void for_each_with(const Mod& mod, const TilePosition& at, Each each) {
   constexpr int kRows = 2 * kM;
   const int row0 = warp_of_cta() * kM * 16 + first_row(), last_q = at.q0 + at.rows - 1, last_k = at.k0 + at.cols - 1;
   const auto q_of = [&](int r, int column) {
@@ -93,7 +93,7 @@ LOWBIT_INLINE void for_each_with(const Mod& mod, const TilePlace& at, Each each)
 
 // Scores of queries and keys that do not exist, or that causality or the window hides, become -inf.
 template <bool kKeysStay, class Call, int kM, int kScores>
-LOWBIT_INLINE void hide(const Call& call, const TilePlace& at, float (&s)[kM][kScores][4]) {
+LOWBIT_INLINE void hide(const Call& call, const TilePosition& at, float (&s)[kM][kScores][4]) {
   const int rows = kKeysStay ? at.cols : at.rows, columns = kKeysStay ? at.rows : at.cols;
   const int diagonal = kKeysStay ? at.k0 - at.q0 : at.q0 - at.k0;  // the column of row 0
 #pragma unroll
@@ -123,7 +123,7 @@ template <class Mods>
 LOWBIT_INLINE constexpr bool asks() { return Mods::kScore || Mods::kMask || Mods::kBias != DType::other; }
 
 template <bool kKeysStay, bool kCut, int kM, int kScores, class Mod>
-LOWBIT_INLINE void modify_by(const Mod& mod, const TilePlace& at, float (&s)[kM][kScores][4]) {
+LOWBIT_INLINE void modify_by(const Mod& mod, const TilePosition& at, float (&s)[kM][kScores][4]) {
   for_each_with<kKeysStay, kCut, kM, kScores>(mod, at, [&](int m, int n, int i, int q, int k, const auto&... values) {
     s[m][n][i] = mod.of_score(s[m][n][i], q, k, values...);
   });
@@ -131,7 +131,7 @@ LOWBIT_INLINE void modify_by(const Mod& mod, const TilePlace& at, float (&s)[kM]
 
 // Scores, where Mods folds perhaps without the scale, to those of the softmax.
 template <class Mods, bool kKeysStay, bool kCut, class Call, int kM, int kScores>
-LOWBIT_INLINE void modify(const Call& call, const TilePlace& at, float (&s)[kM][kScores][4]) {
+LOWBIT_INLINE void modify(const Call& call, const TilePosition& at, float (&s)[kM][kScores][4]) {
   if constexpr (Mods::kScore) modify_by<kKeysStay, kCut>(Mods::score(call, at.b, at.h), at, s);
   if constexpr (Mods::kMask)
     if (at.partial) modify_by<kKeysStay, kCut>(Mods::mask(call, at.b, at.h), at, s);

@@ -21,7 +21,7 @@ LOWBIT_INLINE TileStep first_keys(const Call& call, const TileStep& q_step) {
 // The next tile of keys from `step` on that some query of a tile sees; false after the last.
 template <class Mods, int kQTile, int kKvTile, class Call>
 LOWBIT_INLINE bool find_next_tile(const Call& call, int b, int h, const TileStep& q_step, TileStep& step,
-                                  TilePlace& at) {
+                                  TilePosition& at) {
   while (step.index < static_cast<int>(call.kv_tiles.count)) {
     if (find_tile(call, b, h, q_step, step, at)) {
       at.cut |= at.cols < kKvTile || (asks<Mods>() && at.rows < kQTile);
@@ -108,7 +108,7 @@ struct RunningSoftmax {
   }
 
   // The factor of what stays comes at the end: powers may be 2^8, and float16 ends at 2^16.
-  LOWBIT_INLINE void drop(const TilePlace& at, float (&s)[kM][kScores][4]) const {
+  LOWBIT_INLINE void drop(const TilePosition& at, float (&s)[kM][kScores][4]) const {
     if constexpr (Mods::kDropout)
       for_each_score<false>(at, s, [&](float& p, int q, int k) {
         if (dropout_factor(call, at, q, k) == 0) p = 0;
@@ -116,7 +116,7 @@ struct RunningSoftmax {
   }
 
   // Products of queries and keys to the scores of the softmax.
-  LOWBIT_INLINE void modify_scores(const TilePlace& at, float (&s)[kM][kScores][4]) const {
+  LOWBIT_INLINE void modify_scores(const TilePosition& at, float (&s)[kM][kScores][4]) const {
     if constexpr (!Mods::kFolds)
       for_each_score<false>(at, s, [&](float& score, int, int) { score *= call.scale; });
     if (at.cut) modify<Mods, false, true>(call, at, s);

@@ -46,7 +46,7 @@ LOWBIT_INLINE QueryTile query_tile(const Call& call, int task) {
 }
 
 // The place of a tile of scores. q0: the position of its first query.
-struct TilePlace {
+struct TilePosition {
   int b, h, q0, rows, k0, cols;
   bool partial;  // mask_mod has to be asked
   bool cut;      // by the ends of q and k, by causality or by the window
@@ -62,7 +62,7 @@ LOWBIT_INLINE uint8_t class_of(const Call& call, int b, int h, int64_t q_block, 
 
 // False if no score of the tile is visible.
 template <class Call>
-LOWBIT_INLINE bool find_tile(const Call& call, int b, int h, const TileStep& q, const TileStep& k, TilePlace& at) {
+LOWBIT_INLINE bool find_tile(const Call& call, int b, int h, const TileStep& q, const TileStep& k, TilePosition& at) {
   at = {b, h, q.begin(call.q_tiles) + call.position, q.size(call.q_tiles), k.begin(call.kv_tiles),
         k.size(call.kv_tiles), false, false};
   if (call.causal && at.k0 >= at.q0 + at.rows) return false;
@@ -95,7 +95,7 @@ LOWBIT_INLINE void pass_empty(const Call& call, int b, int h, const TileStep& st
 }
 
 template <class Call>
-LOWBIT_INLINE bool is_hidden(const Call& call, const TilePlace& at, int q, int k) {
+LOWBIT_INLINE bool is_hidden(const Call& call, const TilePosition& at, int q, int k) {
   return k >= at.k0 + at.cols || q >= at.q0 + at.rows || (call.causal && k > q) ||
          (call.window > 0 && k <= q - call.window);
 }

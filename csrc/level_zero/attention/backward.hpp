@@ -54,7 +54,7 @@ struct Backward {
     const Tiling& passing = kKeysStay ? call.q_tiles : call.kv_tiles;
     for (int h = first_head; h < first_head + (kKeysStay ? call.group : 1); h++)
       for (gpu::TileStep step; step.index < static_cast<int>(passing.count); step.next(passing)) {
-        gpu::TilePlace at;
+        gpu::TilePosition at;
         if (!gpu::find_tile(call, b, h, kKeysStay ? step : stays, kKeysStay ? stays : step, at)) continue;
         at.cut |= at.cols < (kKeysStay ? kShape.tile() : kKvTile) || at.rows < (kKeysStay ? kKvTile : kShape.tile());
         each(at);
@@ -63,7 +63,7 @@ struct Backward {
 
   // each(r, j, q, k) for the scores of this lane.
   template <class Each>
-  LOWBIT_INLINE void for_each_score(const gpu::TilePlace& at, Each each) const {
+  LOWBIT_INLINE void for_each_score(const gpu::TilePosition& at, Each each) const {
 #pragma unroll
     for (int r = 0; r < kRows; r++)
 #pragma unroll
@@ -74,7 +74,7 @@ struct Backward {
   }
 
   // Raw products s and gradients dp of probabilities to probabilities after dropout and gradients of raw scores.
-  LOWBIT_INLINE void differentiate(const gpu::TilePlace& at, Scores<kRows>& s, Scores<kRows>& dp) const {
+  LOWBIT_INLINE void differentiate(const gpu::TilePosition& at, Scores<kRows>& s, Scores<kRows>& dp) const {
     const int64_t head = (static_cast<int64_t>(b) * call.heads + at.h) * call.q_tiles.length;
     for_each_score(at, [&](int r, int j, int q, int k) LOWBIT_INLINED {
       const float raw = s[r][j], seen = modified<kMods>(call, at, raw, q, k);
@@ -94,7 +94,7 @@ struct Backward {
     });
   }
 
-  LOWBIT_INLINE void add_of_mask(const gpu::TilePlace& at, int q, int k, float ds) const {
+  LOWBIT_INLINE void add_of_mask(const gpu::TilePosition& at, int q, int k, float ds) const {
     GlobalSums* const sums = sums_of(global<int32_t>(call.fault));
     if (!sums->of[Sums::kOfMask].words || ds == 0) return;
     add_to(sums, Sums::kOfMask, b * sums->mask_stride[0] + at.h * sums->mask_stride[1] + q * sums->mask_stride[2] +
@@ -108,7 +108,7 @@ struct Backward {
     if (!gpu::any_has_rest(call.statistics + head, rows)) return;
     float total[kRows][1];
     clear(total);
-    for_each_tile([&](const gpu::TilePlace& at) LOWBIT_INLINED {
+    for_each_tile([&](const gpu::TilePosition& at) LOWBIT_INLINED {
       __syncthreads();
       load_left<false>(shared.tile.rows, at.h, at.k0, at.cols);
       __syncthreads();
@@ -136,7 +136,7 @@ struct Backward {
     load_right<!kKeysStay>(shared.right, first_head, begin, rows);
     clear(grad), clear(grad_values);
     if constexpr (!kKeysStay && !kCaptured) find_units();
-    for_each_tile([&](const gpu::TilePlace& at) LOWBIT_INLINED {
+    for_each_tile([&](const gpu::TilePosition& at) LOWBIT_INLINED {
       const int from = kKeysStay ? at.q0 : at.k0, count = kKeysStay ? at.rows : at.cols;
       Scores<kRows> s, dp;
       __syncthreads();  // every thread is done with the tile before

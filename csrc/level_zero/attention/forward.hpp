@@ -38,7 +38,7 @@ struct Forward {
 
   // each(row, key, score) for every score of a tile.
   template <class Each>
-  LOWBIT_INLINE void for_each(const gpu::TilePlace& at, Scores<kRows>& s, Each each) const {
+  LOWBIT_INLINE void for_each(const gpu::TilePosition& at, Scores<kRows>& s, Each each) const {
 #pragma unroll
     for (int r = 0; r < kRows; r++)
 #pragma unroll
@@ -46,7 +46,7 @@ struct Forward {
   }
 
   LOWBIT_INLINE void run(int b, int h, const gpu::TileStep& q_step) {
-    gpu::TilePlace at;
+    gpu::TilePosition at;
     for (gpu::TileStep step; step.index < static_cast<int>(call.kv_tiles.count); step.next(call.kv_tiles)) {
       if (!gpu::find_tile(call, b, h, q_step, step, at)) continue;
       at.cut |= at.cols < kKvTile;

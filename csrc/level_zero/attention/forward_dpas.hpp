@@ -36,13 +36,13 @@ struct ForwardDpas {
 
   // score = each(query, key, score) for every score of this lane.
   template <class Each>
-  LOWBIT_INLINE void for_each(const gpu::TilePlace& at, LaneScores<kRows>& s, Each each) const {
+  LOWBIT_INLINE void for_each(const gpu::TilePosition& at, LaneScores<kRows>& s, Each each) const {
     for_each_score<kRows>(s, shared.scores, [&](int j, int r, float score) LOWBIT_LAMBDA {
       return each(at.q0 + first + r, at.k0 + key_of(lane, j), score);
     });
   }
 
-  LOWBIT_INLINE void modify(const gpu::TilePlace& at, LaneScores<kRows>& s) const {
+  LOWBIT_INLINE void modify(const gpu::TilePosition& at, LaneScores<kRows>& s) const {
     if (kMods || call.bias)
       return for_each(at, s, [&](int q, int k, float score) LOWBIT_LAMBDA {
         return modified<kMods>(call, at, score, q, k);
@@ -83,7 +83,7 @@ struct ForwardDpas {
 
   LOWBIT_INLINE void run(int b, int h, const gpu::TileStep& q_step) {
     HeadReader keys(call.k, b, h / call.group, call.e), values(call.v, b, h / call.group, call.ev);
-    gpu::TilePlace at;
+    gpu::TilePosition at;
     for (gpu::TileStep step; step.index < static_cast<int>(call.kv_tiles.count); step.next(call.kv_tiles)) {
       if (!gpu::find_tile(call, b, h, q_step, step, at)) continue;
       at.cut |= at.cols < kKvTile;

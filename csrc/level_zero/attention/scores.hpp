@@ -36,7 +36,7 @@ LOWBIT_INLINE float bias_of(const Call& call, int b, int h, int q, int k) {
 
 // Mods are called only for rows and columns that exist.
 template <bool kMods>
-LOWBIT_INLINE float modified(const AttentionCall& call, const gpu::TilePlace& at, float product, int q, int k) {
+LOWBIT_INLINE float modified(const AttentionCall& call, const gpu::TilePosition& at, float product, int q, int k) {
   float s = product * call.scale;
   const int last_q = at.q0 + at.rows - 1, last_k = at.k0 + at.cols - 1;
   const int some_q = q < last_q ? q : last_q, some_k = k < last_k ? k : last_k;
