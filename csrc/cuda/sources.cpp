@@ -39,7 +39,7 @@ std::vector<Source> common_sources(const std::string& architecture) {
       all.push_back(convert_source(format, is_signed, 256));
     all.push_back(convert_source(StateFormat::dynamic4, is_signed, 128));
   }
-  // bfloat16 activations, and codes: 1, and many rows
+  // bfloat16 activations, and codes: one row, and many
   const auto add_linear = [&](Format format, int x_parts, int tile_groups) {
     LinearKind kind{format, x_parts, tile_groups, false, 8, x_parts == 1 && can_be_in_place(format)};
     add_once(all, activations_source(kind)), add_once(all, splits_source(kind));

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Forward: a CTA has a tile of queries of one head and passes over the keys that it may see with a running softmax. The
-// keys and values of the next tile are on their way meanwhile.
+// The forward: a CTA has a tile of queries of one head, with a running softmax over the keys that it may see. Meanwhile
+// the next tile of keys and values is copied.
 #pragma once
 
 #include "cuda/attention/softmax.cuh"
@@ -44,7 +44,7 @@ struct Forward {
     for (int stage = 0, first = 1; more; stage = (stage + 1) % kShape.kStages, first = 0) {
       now = next;
       wait_for_copies();
-      __syncthreads();  // the tile is there, and every thread is done with the one before
+      __syncthreads();  // the tile has arrived, and all threads are done with the one before
       if (first) q.load();
       float s[kM][kScores][4], largest[kM][2];
       q.multiply(s, shared.passing[stage].keys.data);

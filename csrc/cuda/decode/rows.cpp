@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows of the op decode, and of attention with few queries. Nothing is read on the host or waited for.
+// Rows of the op decode, and of attention with few queries. The host reads no data and waits for nothing.
 #include "cuda/attention/mods.hpp"
 #include "cuda/backend.hpp"
 #include "cuda/decode/kind.hpp"
@@ -19,9 +19,9 @@ CacheRows cache_of(const TensorView& tensor, const TensorView& scale) {
   return rows;
 }
 
-// The keys that some query sees, in splits that do not depend on the number of heads: a result has the same bits
-// in any batch. Many queries fill a GPU without splits. Longer splits cost less for each key, as long as one sequence
-// fills a GPU too: 8 heads are 128 CTAs from 2k keys on (H200, 4k keys: batch 16 took 63 us in splits of 128 and 47 in
+// Divides the keys that some query sees into splits that do not depend on the number of heads: a result has the same
+// bits in any batch. Many queries fill a GPU without splits. Longer splits cost less per key, as long as one sequence
+// still fills a GPU: 8 heads are 128 CTAs from 2k keys on (H200, 4k keys, batch 16: 63 us with splits of 128, 47 with
 // splits of 256).
 void split_keys(int64_t kv_length, DecodeCall& call) {
   const KeyRange seen = call.seen(kv_length, 0, call.length - 1);
@@ -88,8 +88,8 @@ std::string_view refuses_decode(const DecodeArgs& args) {
   return "";
 }
 
-// One CTA for each tile of queries, as the tiles of attention have it, leaves most of a GPU idle with one query: 32
-// heads are 32 of 132 multiprocessors of an H100, and each reads all keys of its head.
+// One CTA per tile of queries, as in attention, leaves most of a GPU idle with one query: 32 heads occupy 32 of the 132
+// multiprocessors of an H100, and each reads all keys of its head.
 DecodeArgs decode_args(const AttentionForwardArgs& args) {
   return {.place = args.place, .q = args.q, .k = args.k, .v = args.v, .k_scale = {}, .v_scale = {}, .out = args.out,
           .lse = args.lse, .mask = args.mask, .sink = args.sink, .scale = args.scale, .causal = args.causal,

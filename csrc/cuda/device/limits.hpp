@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Shared memory of a CTA, in bytes.
+// Max shared memory of a CTA, in bytes.
 #pragma once
 
 namespace lowbit::cuda {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// linear of many rows by cuBLAS, of a decoded weight (make_decoded_call.hpp).
+// linear for many rows by cuBLAS, with a decoded weight (make_decoded_call.hpp).
 #include "cuda/backend.hpp"
 #include "cuda/cublas/matmul.hpp"
 #include "cuda/linear/make_decoded_call.hpp"
@@ -8,8 +8,8 @@
 namespace lowbit::cuda {
 namespace {
 
-// int4 at 8192 x 8192 on an H200: products that decode as they go take 28 us for each 32 rows. To decode once takes 54
-// us, and the product of 128 rows 37. Codes take 79 us to decode, and a product of 32 rows 17.
+// int4 at 8192 x 8192 on an H200: products that decode on the fly take 28 us per 32 rows. Decoding once takes 54 us,
+// and the product of 128 rows 37. Codes take 79 us to decode, and a product of 32 rows 17.
 constexpr int64_t kMinRows = 128, kMinRowsOfCodes = 256;
 
 void run_decoded(const LinearArgs& args) {

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows of the ops optim_step, encode_state and decode_state: calls as tables for the kernels of the
-// headers beside this.
+// Rows of the ops optim_step, encode_state and decode_state: turns calls into tables for the kernels of gpu/optim.
 #include <algorithm>
 
 #include "cuda/backend.hpp"
@@ -10,7 +9,7 @@
 namespace lowbit::cuda {
 namespace {
 
-// A step of the tensors with parameters and gradients of two dtypes: tables of as many as a launch takes.
+// A step of the tensors with one pair of parameter and gradient dtypes: tables as large as a launch allows.
 class Steps {
  public:
   Steps(const OptimStepArgs& args, const Workspace& constants) : args_(args) {
@@ -47,7 +46,7 @@ class Steps {
 
   const OptimStepArgs& args_;
   StepTable table_;
-  int64_t tasks_ = 0;  // CTAs of the table
+  int64_t tasks_ = 0;  // number of CTAs for the table
 };
 
 struct OptimKernels {

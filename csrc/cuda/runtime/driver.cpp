@@ -24,7 +24,7 @@ Driver open_driver() {
   return driver;
 }
 
-// A fact of each device, asked for once.
+// A property of each device, queried once.
 template <class T>
 using PerDevice = std::array<std::atomic<const T*>, kMaxDevices>;
 
@@ -86,7 +86,7 @@ int capability(Device device) {
 
 std::string architecture(Device device) {
   const int number = capability(device);
-  return concat("sm_", number, number >= 90 ? "a" : "");  // a: the instructions of this generation alone too
+  return concat("sm_", number, number >= 90 ? "a" : "");  // a: with the instructions specific to this generation
 }
 
 int multiprocessors(Device device) {
@@ -106,7 +106,7 @@ bool can_begin_early(Device device) {
 InContext::InContext(Device device) {
   static std::array<std::atomic<Context>, kMaxDevices> primary{};
   std::atomic<Context>& kept = primary[static_cast<std::size_t>(device.index)];
-  if (!kept) {  // retained for as long as the process lives, as torch does
+  if (!kept) {  // retained until the process ends, as torch does
     DeviceOrdinal ordinal = 0;
     Context made = nullptr;
     ensure(driver().device_get(&ordinal, device.index), device, "cuDeviceGet");
@@ -126,7 +126,7 @@ InContext::~InContext() {
 }
 
 bool is_captured(const Place& place) {
-  const InContext here(place.device);  // a thread of autograd's has none before its first launch
+  const InContext here(place.device);  // an autograd thread has no context before its first launch
   int status = 0;
   ensure(driver().is_capturing(place.stream, &status), "cuStreamIsCapturing");
   return status != 0;
