@@ -34,7 +34,7 @@ void dot_strip(const Args& args, const float* x, int64_t row, const Strip& strip
   const char* values = args.values.as<char>();
   alignas(64) float sums[kRows][16 * 16] = {};
   for (int64_t block = strip.begin; block < strip.end; block++) {
-    const float* of_block = x + column_of(args, block);
+    const float* block_x = x + column_of(args, block);
     const int64_t begin = row_of(args, block, strip.first);
     const int64_t next = block + 1 < strip.end ? size * size * bytes : 0;
     for (int64_t first = 0; first < 16; first += kCount) {
@@ -49,7 +49,7 @@ void dot_strip(const Args& args, const float* x, int64_t row, const Strip& strip
           w[i] = load_values<kDType>(values, from);
         });
         for (int r = 0; r < kRows; r++) {
-          const f32x16 of_x = load(of_block + r * k + at);
+          const f32x16 of_x = load(block_x + r * k + at);
           for (int i = 0; i < kCount; i++) sum[r][i] = fma(w[i], of_x, sum[r][i]);
         }
       }
@@ -152,16 +152,16 @@ void multiply_strip(const Args& args, const float* x, int64_t first, int64_t cou
     for (int64_t at = 0; at < size; at += kChunk) {
       const int64_t length = smaller(kChunk, size - at);
       const float* w = widen(args, block, strip, at, length, room);
-      const float* of_block = x + (column_of(args, block) + at) * 16;
+      const float* block_x = x + (column_of(args, block) + at) * 16;
       const int64_t next = at + kChunk < size || block + 1 == strip.end ? block : block + 1;
-      const float* of_next = x + (column_of(args, next) + (next == block ? smaller(at + kChunk, size - 1) : 0)) * 16;
+      const float* next_x = x + (column_of(args, next) + (next == block ? smaller(at + kChunk, size - 1) : 0)) * 16;
       for (int64_t v = 0; v < vectors; v += kFloatPanels)
         with_count<kFloatPanels>(static_cast<int>(smaller(kFloatPanels, vectors - v)), [&](auto kVectors) {
-          const float* ahead = v + kVectors < vectors ? of_block + (v + kVectors) * k * 16 : of_next;
+          const float* ahead = v + kVectors < vectors ? block_x + (v + kVectors) * k * 16 : next_x;
           for (int64_t tile = 0; tile < tiles.count; tile++)
             with_count<kFloatRows>(tiles.height(tile), [&](auto kRows) {
               const int64_t row = tiles.begin(tile);
-              multiply<kRows, kVectors>(w + row * kChunk, of_block + v * k * 16, k * 16, length,
+              multiply<kRows, kVectors>(w + row * kChunk, block_x + v * k * 16, k * 16, length,
                                         sums + row * stride + v * 16, stride,
                                         ahead + smaller(tile, kVectors - 1) * k * 16);
             });

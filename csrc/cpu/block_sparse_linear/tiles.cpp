@@ -47,10 +47,10 @@ void multiply_tiles_of_strip(const Args& args, const char* x, const Strip& strip
   unroll<kRowTiles * kTiles>([](auto t) { TileUnit::zero<t>(); });
   for (int64_t block = strip.begin; block < strip.end; block++) {
     const char* w = args.values.as<char>() + row_of(args, block, strip.first + row) * 2;
-    const char* of_block = x + (tile * steps + column_of(args, block) / kTileK) * kTileBytes;
+    const char* block_x = x + (tile * steps + column_of(args, block) / kTileK) * kTileBytes;
     multiply_steps<float, 0, kRowTiles, kTiles>(
         size / kTileK, [&](int r) { return TileRows{w + r * 16 * size * 2, size * 2, 64}; },
-        [&](int t) { return TileRows{of_block + t * steps * kTileBytes, 64, kTileBytes}; });
+        [&](int t) { return TileRows{block_x + t * steps * kTileBytes, 64, kTileBytes}; });
   }
   unroll<kRowTiles * kTiles>([&](auto t) { TileUnit::store<t>(sums[t]); });
   unroll<kRowTiles * kTiles>([&](auto t) {

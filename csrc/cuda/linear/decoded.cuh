@@ -105,11 +105,11 @@ LOWBIT_INLINE void code_rows(const DecodedCall& part) {
 template <Format kFormat, bool kCodes>
 LOWBIT_INLINE void finish_products(const DecodedCall& part) {
   const auto columns = static_cast<uint32_t>(part.columns);
-  const uint32_t stretches = (columns + kFinishedByCta - 1) / kFinishedByCta, of_part = blockIdx.x / stretches,
+  const uint32_t stretches = (columns + kFinishedByCta - 1) / kFinishedByCta, part_row = blockIdx.x / stretches,
                  begin = blockIdx.x % stretches * kFinishedByCta, end = smaller(begin + kFinishedByCta, columns);
-  const int64_t row = part.first_row + of_part;
+  const int64_t row = part.first_row + part_row;
   for (uint32_t column = begin + threadIdx.x; column < end; column += kLinearThreads) {
-    const int64_t at = static_cast<int64_t>(of_part) * columns + column;
+    const int64_t at = static_cast<int64_t>(part_row) * columns + column;
     float sum;
     if constexpr (kCodes)
       sum = part.call.row_scale[row] * static_cast<float>(static_cast<const int32_t*>(part.products)[at]);

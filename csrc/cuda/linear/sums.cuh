@@ -28,7 +28,7 @@ LOWBIT_INLINE float finished_whole(const LinearCall& call, const ColumnEnds& end
     if (call.row_scale && !stays_float(call.x_format)) sum *= call.row_scale[row];  // for codes, as for scaled sums
     else if (call.row_scale) pending.row_scale = call.row_scale[row];  // null: original activations
     if (kWeightParts<kFormat> > 1 && pending.row_scale < 0.0f)
-      sum = sum_alone<kFormat>(call, row, n), pending = {false, 1.0f};
+      sum = nonfinite_dot<kFormat>(call, row, n), pending = {false, 1.0f};
   }
   return finished<kFormat>(call, ends, row, row * call.spec.n + n, sum, pending);
 }

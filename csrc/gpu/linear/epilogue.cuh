@@ -93,7 +93,7 @@ LOWBIT_INLINE void store_four(const LinearCall& call, int64_t row, int64_t n, co
 
 // The dot product of a row that contains inf or nan, weight by weight.
 template <Format kFormat>
-LOWBIT_INLINE float sum_alone(const LinearCall& call, int64_t row, int64_t n) {
+LOWBIT_INLINE float nonfinite_dot(const LinearCall& call, int64_t row, int64_t n) {
   float sum = 0.0f;
   for (int64_t k = 0; k < call.spec.k; k++)
     sum = __fmaf_rn(load_as_float(call.x, call.dtype, row * call.spec.k + k),

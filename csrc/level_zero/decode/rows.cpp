@@ -77,7 +77,7 @@ void run_dequantize(const KvDequantizeArgs& args) {
   run_codes(args.place, "kv_dequantize", codes_call(args, args.rotated));
 }
 
-// Codes are read a dword at a time.
+// Codes are read by dwords.
 bool is_aligned(const TensorView& codes) { return has_aligned_rows(codes, 4); }
 constexpr std::string_view kUnaligned = "rows of codes must begin at multiples of 4 bytes";
 

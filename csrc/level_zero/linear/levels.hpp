@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The 16 levels of a lookup format of half bytes, in shared memory.
+// The 16 levels of a 4-bit lookup format, in shared memory.
 #pragma once
 
 #include "gpu/linear/activations.cuh"
@@ -7,7 +7,7 @@
 
 namespace lowbit::level_zero {
 
-// Cut into parts: 8 bytes each.
+// A level cut into parts: 8 bytes.
 struct LevelParts {
   uint32_t first, last;  // parts 0 and 1; part 2
 };

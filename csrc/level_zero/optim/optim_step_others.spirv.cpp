@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Steps that few ask for, <rule>_<moments>_<format>: AdamW with amsgrad, and SGD without momentum, which has no states
-// and so no format but float32. tools/spirv leaves out the kernels that are empty.
+// Uncommon steps, <rule>_<moments>_<format>: AdamW with amsgrad, and SGD without momentum, which has no states and so
+// only the format float32. tools/spirv removes the kernels that are empty.
 #include "level_zero/optim/step.hpp"
 
 namespace lowbit::level_zero {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The part of oneAPI Level Zero that is used, declared by us: the ABI is stable from 1.0 on, and no header of it is
-// there when this is built. Names in comments are those of its specification.
+// The part of oneAPI Level Zero in use, declared here: the ABI is stable from 1.0 on, and the build has no headers of
+// it. Names in comments are those of its specification.
 #pragma once
 
 #include <cstddef>
@@ -44,7 +44,7 @@ struct DeviceProperties {
   Header header{Kind::device_properties};
   int type = 0;  // 1: GPU
   uint32_t vendor = 0, device = 0, flags = 0, subdevice = 0, core_clock = 0;
-  uint64_t max_bytes = 0;  // of one allocation
+  uint64_t max_bytes = 0;  // per allocation
   uint32_t hardware_contexts = 0, queue_priority = 0, threads_per_eu = 0, simd_width = 0, eus_per_subslice = 0,
            subslices_per_slice = 0, slices = 0;
   uint64_t timer_resolution = 0;
@@ -63,7 +63,7 @@ struct ModuleProperties {
            printf_bytes = 0;
   uint8_t native_kernels[16] = {};
 };
-struct DotProducts {  // ze_intel_device_module_dp_exp_properties_t, behind ModuleProperties: of drivers from 24.05 on
+struct DotProducts {  // ze_intel_device_module_dp_exp_properties_t, after ModuleProperties: drivers from 24.05 on
   Header header{Kind::dot_products};
   uint32_t flags = 0;  // 1: dp4a, 2: dpas; older drivers write nothing
 };
@@ -113,7 +113,7 @@ struct ModuleDescription {
   const char* flags = nullptr;
   const void* constants = nullptr;
 };
-struct LinkedModules {  // ze_module_program_exp_desc_t, behind a ModuleDescription
+struct LinkedModules {  // ze_module_program_exp_desc_t, after a ModuleDescription
   Header header{Kind::linked_modules};
   uint32_t count = 0;
   const std::size_t* bytes = nullptr;
@@ -129,7 +129,7 @@ struct KernelDescription {
 struct GroupCount {
   uint32_t x = 1, y = 1, z = 1;
 };
-inline constexpr uint32_t kIndirectAccess = 1 | 2 | 4;  // of host, device and shared memory
+inline constexpr uint32_t kIndirectAccess = 1 | 2 | 4;  // host, device and shared memory
 
 #define LOWBIT_LEVEL_ZERO(X)                                                                                         \
   X(init, "zeInit", uint32_t flags)                                                                                  \
