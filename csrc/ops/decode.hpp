@@ -60,7 +60,7 @@ struct KvQuantizeArgs {
 
 struct KvDequantizeArgs {
   Place place{};
-  TensorView codes, scale;   // as above
+  TensorView codes, scale;   // see KvQuantizeArgs
   TensorView x;              // [B, H, L, E]: written
   bool rotated = false;
   KvFormat format() const { return codes.dtype == DType::int8 ? KvFormat::int8 : KvFormat::int4; }

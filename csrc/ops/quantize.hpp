@@ -56,7 +56,7 @@ struct RepackArgs {
 struct DequantizeArgs {
   Place place{};
   WeightSpec spec;
-  TensorView packed;  // as above
+  TensorView packed;  // see RepackArgs
   TensorView out;     // [n, k] or [*indices, k], float32, bfloat16 or float16, contiguous: written
   TensorView indices{};  // int32 or int64, contiguous; or none
   Layout layout = kKernelLayout;

@@ -32,7 +32,7 @@ template <class T>
 struct BackwardScores {
   using Real = T;
   Matrix<T> p, ds;                                // probabilities after dropout; gradient of the raw scores
-  Matrix<T> grad_q, grad_q_part;  // of one tile of queries, or all of a kv head; of a chunk of keys
+  Matrix<T> grad_q, grad_q_part;  // rows of a tile of queries, or of a whole kv head; one chunk's share
   T *lse, *delta, *rest, *factor, *scales;
   Matrix<T> raw;                                  // scores before score_mod
   Visible<T> visible;

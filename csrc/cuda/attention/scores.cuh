@@ -33,7 +33,7 @@ LOWBIT_INLINE float dropout_factor(const AttentionCall& call, const TilePosition
   return dropout_draw(*call.seed, at.b * call.heads + at.h, q, k) < call.dropped ? 0.0f : call.kept;
 }
 
-// Of a lane, relative to its warp and its n-th 8 columns.
+// This lane's first row, relative to its warp; below, its first column within each 8.
 LOWBIT_INLINE int first_row() { return lane_of_warp() / 4; }
 LOWBIT_INLINE int first_column() { return lane_of_warp() % 4 * 2; }
 

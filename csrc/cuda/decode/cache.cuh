@@ -152,7 +152,7 @@ LOWBIT_INLINE void load_values(uint32_t (&a)[kSteps][2][4], const char* values, 
                     static_cast<uint32_t>(group * kGroupBytes + bytes));
   };
   if constexpr (kCache == DType::uint8) {
-    uint32_t words[4];  // of 8 tokens each; with 16 tokens, repeated
+    uint32_t words[4];  // 8 tokens each; with 16 tokens per tile, repeated
     transposed(words, lane % (16 * kSteps), 0, 0);
 #pragma unroll
     for (int i = 0; i < 2 * kSteps; i++) {

@@ -4,7 +4,7 @@
 
 namespace lowbit::cuda {
 
-constexpr int kMaxShared = 99 << 10;            // on every GPU from 8.0 on
-constexpr int kMaxSharedOnHopper = 227 << 10;  // on compute capability 9.0
+constexpr int kMaxShared = 99 << 10;            // every GPU from 8.0 on
+constexpr int kMaxSharedOnHopper = 227 << 10;  // compute capability 9.0
 
 }  // namespace lowbit::cuda

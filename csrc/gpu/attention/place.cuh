@@ -48,7 +48,7 @@ LOWBIT_INLINE QueryTile query_tile(const Call& call, int task) {
 struct TilePosition {
   int b, h, q0, rows, k0, cols;
   bool partial;  // mask_mod must be evaluated
-  bool cut;      // by the ends of q and k, by causality or by the window
+  bool cut;      // cut by the ends of q and k, by causality or by the window
 };
 
 constexpr uint8_t kEmptyBlock = 0, kPartialBlock = 1;

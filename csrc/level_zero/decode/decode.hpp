@@ -20,7 +20,7 @@ struct Decode {
   const DecodeCall& call;
   Shared& shared;
   int b, kv_head, thread;
-  int row, h, l;  // of this sub-group: index among the queries that share keys, head, query
+  int row, h, l;  // the sub-group's query: index among those that share keys, head, position
   Sums sums;
 
   LOWBIT_INLINE void load_q(int first) {

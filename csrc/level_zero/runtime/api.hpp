@@ -67,7 +67,7 @@ struct DotProducts {  // ze_intel_device_module_dp_exp_properties_t, after Modul
   Header header{Kind::dot_products};
   uint32_t flags = 0;  // 1: dp4a, 2: dpas; older drivers write nothing
 };
-struct DeviceMemoryProperties {  // of one kind of memory
+struct DeviceMemoryProperties {  // one kind of memory
   Header header{Kind::device_memory_properties};
   uint32_t flags = 0, clock = 0, bus_bits = 0;
   uint64_t bytes = 0;
