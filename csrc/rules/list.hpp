@@ -24,7 +24,7 @@ enum class Rule : int { LOWBIT_RULES(LOWBIT_RULE) };
 inline constexpr std::string_view kRuleNames[] = {LOWBIT_RULES(LOWBIT_RULE)};
 #undef LOWBIT_RULE
 
-// body.operator()<Type>() for a rule that is only known at run time.
+// Calls body.operator()<Type>() for a rule known at run time only.
 template <class Body>
 LOWBIT_INLINE constexpr auto with_rule(Rule rule, Body&& body) {
   switch (rule) {
