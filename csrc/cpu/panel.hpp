@@ -36,15 +36,15 @@ LOWBIT_INLINE const uint8_t* readable_tiles(const WeightSpec& spec, const PanelV
   return room;
 }
 
-// The lines that are prefetched while the codes of a panel are read, as one stream or as four:
+// The lines that are prefetched while the codes of a panel stream past, in one stream or in four:
 //
 //   one    codes: |.......used|<- 4 KiB ->|line|line|line|line|.......|
 //
 //   four   codes: |.......used.......|line.......|line.......|line.......|line.......|
 //                 |- this stretch ---|-- quarter of the next stretch, each a line further every time ---|
 //
-// A stretch is a panel, or an equal part of it of at most 64 KiB, which stays in L2. After the last stretch of a panel
-// comes the panel that the thread processes next, `step` bytes on.
+// A stretch is a panel, or an equal part of it of at most 64 KiB, which waits in L2. After the last stretch of a panel
+// comes the panel that the thread takes next, `step` bytes on.
 class Ahead {
  public:
   LOWBIT_INLINE Ahead() = default;
@@ -54,19 +54,19 @@ class Ahead {
       stretch_ = stretch_of(spec, panel);
       across_ = stretch_ / 4, down_ = 64;
       for (int64_t at = 0; at < 128; at += 64)
-        __builtin_prefetch(panel.end - panel.bytes + at);  // column scale and sum, needed at the end of the panel
+        __builtin_prefetch(panel.end - panel.bytes + at);  // column scale and sum: wanted at its end
     }
     begin(panel);
   }
   LOWBIT_INLINE void fetch(int64_t line) const { __builtin_prefetch(at_ + (line & 3) * across_ + (line >> 2) * down_); }
-  // To be called after `bytes` of codes were used, and as many lines prefetched.
+  // So much of the codes was used, and as many lines were fetched.
   LOWBIT_INLINE void advance(const PanelView& panel, int64_t bytes) {
     at_ += bytes / 4;
     if (four_ && at_ != stop_) return;
     used_ += four_ ? stretch_ : bytes;
     begin(panel);
   }
-  // Prefetches scales and zero points of a group, for the next panel. One stream reaches them on its way.
+  // Scales and zero points of a group: those of the panel that comes next. One stream meets them on its way.
   LOWBIT_INLINE void fetch_group(const PanelView& panel, int64_t g) const {
     if (!four_) return;
     if (panel.group_scale) __builtin_prefetch(reinterpret_cast<const uint8_t*>(panel.group_scale + g * 16) + step_);
@@ -79,7 +79,7 @@ class Ahead {
     const int64_t bytes = panel.end - panel.codes;
     return bytes <= kMaxBytes ? bytes : round_up(ceil_div(bytes, ceil_div(bytes, kMaxBytes)), spec.tile_bytes());
   }
-  // Starts prefetching for the codes from used_ on: for a stretch, or, with one stream, for the codes of a step.
+  // Sets the lines to fetch while the codes from used_ on are read: a stretch, or in one stream the codes of a step.
   LOWBIT_INLINE void begin(const PanelView& panel) { four_ ? begin_stretch(panel) : begin_one(panel); }
   LOWBIT_INLINE void begin_stretch(const PanelView& panel) {
     at_ = used_ + stretch_ < end_ ? used_ + stretch_ : panel.codes + step_;
@@ -96,11 +96,11 @@ class Ahead {
   bool four_ = false;
 };
 
-// The formats that are prefetched as four streams: int4 in integer products (W4A8 at m = 1 on Zen 5, AVX2, two threads:
-// 73 GB/s instead of 47; 45 instead of 40 on a throttled host), and in float products on AVX2 (kStreamFour in simd/).
-// On Zen 5, four streams slow float32 down by 10 to 20 %, and all float activations on AVX-512. On Sapphire Rapids they
-// speed up float32 1.3 to 1.6 times, bfloat16 1.35, int8 1.25 and W8A8 1.25 to 1.6 times (m = 1, from memory, two
-// threads); formats with more work per weight are bound by that work.
+// The formats that are prefetched in four streams: int4 in integer products (W4A8 at m = 1 on Zen 5, AVX2, two threads
+// goes from 47 to 73 GB/s, 40 to 45 while the host is slow) and in float ones on AVX2 (kStreamFour in simd/); on Zen 5
+// four streams take 10 to 20 % from float32, and from all float activations on AVX-512. On Sapphire Rapids they give
+// float32 1.3 to 1.6, bfloat16 1.35, int8 1.25 and W8A8 1.25 to 1.6 times the speed (m = 1, from memory, two threads);
+// formats of more work for each weight wait for that work.
 template <Format kFormat>
 constexpr bool kLittleWork = kFormat == Format::float32 || kFormat == Format::bfloat16 ||
                              kFormat == Format::float16 || kFormat == Format::int8 || kFormat == Format::fp8_e4m3;

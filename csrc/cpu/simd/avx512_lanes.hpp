@@ -201,8 +201,8 @@ LOWBIT_INLINE f32x8 half_sums(i32x16 a, i32x16 b, i32x16 c, i32x16 d) {
                                               _mm256_permute2x128_si256(first, second, 0x31)))};
 }
 
-// In two halves: streams of codes are read up to 1.25x faster than by whole lines (W4A8, m = 1, Zen 5), and codes in L1
-// equally fast.
+// In two halves: streams of codes arrive up to 1.25x faster than by whole lines (W4A8, m = 1, Zen 5), and codes in L1
+// as fast.
 LOWBIT_INLINE u8x64 load_codes(const uint8_t* p) {
   const __m256i lo = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)),
                 hi = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + 32));

@@ -152,7 +152,7 @@ sub_saturating_u16(i32x16 a, i32x16 b) {  // upper halves, not below 0; the lowe
 LOWBIT_INLINE i32x16 count_down_above(i32x16 n, f32x16 a, f32x16 b) {
   LOWBIT_LANES n.lane[i] -= a.lane[i] > b.lane[i];
   return n;
-}  // n - 1 where a > b; neither is negative
+}  // n - 1 where a > b; neither negative
 template <int count>
 LOWBIT_INLINE i32x16 shift_right_signed(i32x16 a) {
   LOWBIT_LANES a.lane[i] >>= count;
