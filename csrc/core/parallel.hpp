@@ -13,7 +13,7 @@
 namespace lowbit {
 
 LOWBIT_API int num_threads();             // max threads of a parallel region at present
-// How many threads this many products justify. A parallel region costs 2 to 5 us (20 on a busy machine), as much as
+// How many threads this many products justify. A parallel region costs 2 to 5 us on Zen 5 (20 if busy), as much as
 // kSerialProducts on one AVX2 core; a region of a team (as_team) costs an eighth of that.
 constexpr int64_t kSerialProducts = 1 << 18;
 LOWBIT_API int threads_worth(int64_t products);

@@ -86,7 +86,7 @@ void add_peak(Backend& backend, const Peak& peak) { backend.peaks.push_back(peak
 PeakRate peak_rate(Arithmetic arithmetic, int threads, int repeats) {
   check(threads >= 1 && repeats >= 1, ErrorKind::value, "peak_rate: threads and repeats must be at least 1, got ",
         threads, " and ", repeats);
-  constexpr int64_t kRounds = 200000;  // 1 to 10 ms
+  constexpr int64_t kRounds = 200000;  // some milliseconds
   PeakRate best;
   for (const Backend* backend : backends()) {
     if (backend->peaks.empty() || backend->device != Device{}.type) continue;

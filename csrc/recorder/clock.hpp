@@ -21,7 +21,7 @@ LOWBIT_API Thread& this_thread();
 
 // CLOCK_MONOTONIC in nanoseconds, within a few microseconds. If the kernel's clock source is tsc, the clock counts
 // cycles and synchronizes with the kernel every half second: clock_gettime waits until all earlier work is done, which
-// cost 100 of the 150 ns that the recorder may add to a call.
+// would be most of what the recorder may add to a call.
 uint64_t now_ns(Thread& thread);
 inline uint64_t now_ns() { return now_ns(this_thread()); }
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Programmatic dependent launch (Program::launch_early), from compute capability 9.0 on: a kernel may start before the
-// kernels ahead of it in the stream have finished, which hides the 4 us of its launch. Tests implement each instruction
+// kernels ahead of it in the stream have finished, which hides the 4 us of its launch (Hopper). Tests implement each instruction
 // on the host.
 //
 // Such a kernel must wait for its predecessors before it accesses global memory: its inputs may not be written yet, and

@@ -20,8 +20,8 @@ int x_parts(const LinearArgs& args) {
   }
 }
 
-// Rows of bfloat16, at multiples of 16 bytes and of whole tiles, with a weight of one part or levels: inf times any of
-// several parts may be nan, as one may be 0.
+// Rows of bfloat16, at multiples of 16 bytes and of whole tiles, with a weight of one part, or one of levels, where inf
+// may give nan in any case, as one level is 0.
 bool is_read_in_place(const LinearArgs& args) {
   return args.x_format == XFormat::floating && args.dtype == DType::bfloat16 && args.weight_spec.k % kTileK == 0 &&
          reinterpret_cast<std::uintptr_t>(args.x) % 16 == 0 && can_be_in_place(args.weight_spec.format);
