@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Runs a plan of a score program over tiles of scores: a register machine whose instructions process strips of up to
 // 1024 scores, so that dispatch (2 ns, Zen 5) is amortized and all registers stay in L1. One machine per thread, plan
-// and call. The code is in machine.hpp, compiled once per instruction set, for double in only one (float64.cpp); kernels of
-// other ops include this header.
+// and call. The code is in machine.hpp, compiled once per instruction set, for double in only one (float64.cpp);
+// kernels of other ops include this header.
 #pragma once
 
 #include <cstddef>

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Programmatic dependent launch (Program::launch_early), from compute capability 9.0 on: a kernel may start before the
-// kernels ahead of it in the stream have finished, which hides the 4 us of its launch (Hopper). Tests implement each instruction
-// on the host.
+// kernels ahead of it in the stream have finished, which hides the 4 us of its launch (Hopper). Tests implement each
+// instruction on the host.
 //
 // Such a kernel must wait for its predecessors before it accesses global memory: its inputs may not be written yet, and
 // its outputs may reuse memory that is still being read. Until then it may prefetch its inputs to L2, which is coherent
