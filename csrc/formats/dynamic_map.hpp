@@ -26,7 +26,7 @@ namespace lowbit {
 
 namespace dynamic {
 
-constexpr int kGuess = 164;  // in units of 2^-16: a decade, 3.32 * 128 units of a float's upper half, is about one guess
+constexpr int kGuess = 164;  // out of 2^16: a decade, 3.32 * 128 units of a float's upper half, is about one guess
 
 struct Tables {  // 8 entries, twice, as lookup8 requires
   alignas(64) float slope[16] = {};  // decode, by the exponent of float(p), modulo 8; signed p / 128

@@ -10,8 +10,7 @@
 //   void score_check_divisor(const ulong* captured, int divisor)
 //   long score_index(const ulong* captured, int size_at, int stride_at, int tensor, int dim, long at, int index)
 //   uint score_element(const ulong* captured, int tensor, int dtype, long at)
-//   void score_add(const ulong* captured, int tensor, long at, uint value)     adds to the gradient of a captured
-// tensor
+//   void score_add(const ulong* captured, int tensor, long at, uint value)     adds to a captured tensor's gradient
 //
 // A uint has the bits of a float or an int, or a bool as 0 or 1. `captured` is in device memory (score_table): the
 // address of the fault (print.hpp), those of the captured tensors, and the layout.

@@ -2,8 +2,7 @@
 // Scores of a tile, from the products of queries and keys to the softmax: score_mod, mask_mod, a mask, causality. A
 // lane has those of a fragment of mma.sync, whose rows are queries, or keys if keys stay with the CTA. Kernels are
 // instantiated with Mods (mods.cuh), which also has:
-//   kFolds    scores are hidden, or products times a scale > 0 that is folded into the exponent: no score_mod, no float
-// mask
+//   kFolds    scores are hidden, or products times a scale > 0 folded into the exponent: no score_mod or float mask
 //   kDropout
 //   kBias     dtype of the call's mask
 //   kGathers

@@ -33,7 +33,7 @@ struct WgmmaProduct {
   using Sum = std::conditional_t<kCodes, int32_t, float>;
   static constexpr int kWarps = kShape.warps(), kStages = kShape.stages(), kSteps = kCodes ? kChunks / 2 : kChunks,
                        kScales = kTileGroups ? kTileGroups : 1, kPairs = kAsymmetric ? 2 : 1,
-                       kTileBytes = 128 * kShape.bits, kBlockBytes = kSteps * 256;  // kBlockBytes: 8 rows of activations
+                       kTileBytes = 128 * kShape.bits, kBlockBytes = kSteps * 256;  // 8 rows of activations
 
   struct Stage {
     alignas(16) uint8_t x[kRows / kRowsAtOnce][kBlockBytes];
