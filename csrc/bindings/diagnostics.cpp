@@ -62,8 +62,8 @@ py::list kernels(std::string_view op) {
   return rows;
 }
 
-// Another copy of lowbit may have registered already. Does not import torch: without it there is nothing to register
-// with.
+// Another copy of lowbit may have registered already. Does not import torch: without it there is nothing
+// to register with.
 std::vector<std::string> taken_names() {
   std::vector<std::string> taken;
   const py::dict modules = py::module_::import("sys").attr("modules");

@@ -27,9 +27,9 @@ struct Region {
   }
 };
 
-// The leader opens regions and runs part 0 of each. The others spin until a region opens, and take the remaining parts.
-// No thread waits for one that has not taken a part: if another process occupies its core, the leader does all of the
-// work.
+// The leader opens regions and runs part 0 of each. The others spin until a region opens, and take the remaining
+// parts. No thread waits for one that has not taken a part: if another process occupies its core, the leader does all
+// of the work.
 class Team {
  public:
   explicit Team(int threads) : threads_(threads) {}

@@ -24,9 +24,9 @@ constexpr int64_t kStep = 32, kStepBytes = 64;  // depth of one product of tiles
 
 LOWBIT_INLINE int64_t steps_of(int64_t columns) { return ceil_div(columns, kStep); }
 
-// Rows of activation tiles, from any row on, as [row][columns / 32][part] of 32 bfloat16, or with contiguous parts as
-// [row][part][columns / 32]. The row stride is 64 * odd bytes, so that the rows of a tile fall into different sets of
-// L1.
+// Rows of activation tiles, from any row on, as [row][columns / 32][part] of 32 bfloat16, or with contiguous parts
+// as [row][part][columns / 32]. The row stride is 64 * odd bytes, so that the rows of a tile fall into different
+// sets of L1.
 struct PartRows {
   uint8_t* data = nullptr;
   int64_t stride = 0, step = 0, part = 0;  // strides in bytes
@@ -112,8 +112,8 @@ LOWBIT_INLINE void transpose_parts(PartRows rows, int64_t count, uint8_t* to) {
                     reinterpret_cast<float*>(to + i * kTileBytes), 16);
 }
 
-// The pairs of two parts that are multiplied: all four, or all but the pair of second parts, at most 2^-16 of the
-// whole.
+// The pairs of two parts that are multiplied: all four, or all but the pair of second parts, at most 2^-16
+// of the whole.
 enum class Pairs { all, not_last };
 
 // Accumulators of kRowTiles x kPanels tiles += products over `steps` steps; activations(r, part) and weights(p, part)

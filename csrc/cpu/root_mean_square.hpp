@@ -7,8 +7,8 @@
 namespace lowbit::cpu::LOWBIT_ISA_NAME {
 namespace {
 
-// Over n elements from `begin` on; the same result in every lane. Four accumulators: one would wait 4 cycles per
-// vector.
+// Over n elements from `begin` on; the same result in every lane. Four accumulators: one would wait 4
+// cycles per vector.
 LOWBIT_INLINE f32x16 reciprocal_root_mean_square(const void* x, DType dtype, int64_t begin, int64_t n, double eps) {
   f32x16 squares[4] = {set1(0.0f), set1(0.0f), set1(0.0f), set1(0.0f)};
   int64_t i = 0;

@@ -13,8 +13,8 @@ using namespace gpu;
 // tensor on such a device.
 std::span<const Backend* const> backends();
 
-// True if LOWBIT_CUDA_PATH leads to a driver that runs kernels on the host (tests/cuda): then these rows can serve host
-// memory.
+// True if LOWBIT_CUDA_PATH leads to a driver that runs kernels on the host (tests/cuda): then these rows can
+// serve host memory.
 bool is_emulated();
 
 void add_cudnn_rows(Backend& backend);  // first of those of attention

@@ -6,8 +6,8 @@
 
 namespace lowbit {
 
-// y[m, n] = sum over k of x[m, k] * w[n, k]: floats accumulate in float32, int8 in int32. Rows of x and w are
-// contiguous.
+// y[m, n] = sum over k of x[m, k] * w[n, k]: floats accumulate in float32, int8 in int32. Rows of x and
+// w are contiguous.
 struct DenseProduct {
   int64_t m, n, k;
   DType dtype;  // dtype of x and w

@@ -37,8 +37,8 @@ struct AddedRow {
 // The rows in a library's table; throws Error (value) if the table is refused, as a whole.
 LOWBIT_API std::vector<Row> rows_of_library(const std::string& path);
 
-// Sets the function that collects the rows: called when the list is first needed, without a lock, perhaps by two
-// threads.
+// Sets the function that collects the rows: called when the list is first needed, without a lock, perhaps
+// by two threads.
 LOWBIT_API void collect_with(void (*collect)());
 
 // Called by that function: adds the rows of a package, all of them or, with an Error, none.

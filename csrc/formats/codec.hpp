@@ -15,8 +15,8 @@
 //   encode, decode     float formats: a weight to its code and back, with a kernel's rounding
 //   position           float formats: the byte of the code of (column, k) in a tile of 16 columns x 64 k; the codes
 //                      of other formats are stored in planes (piece_of_code)
-// and for kernels, over any vector of 16 columns: a unit is unit_bytes of codes with unit_values weights of each
-// column;
+// and for kernels, over any vector of 16 columns: a unit is unit_bytes of codes with unit_values weights
+// of each column;
 //   k_of(unit, at)     the k, within the 64 of the tile, of value `at` of unit `unit`
 //   value<at, Lanes>   that value as float: level - value_zero, times 2^shift(at) if a device reads it so. Lanes
 //   loads 16 columns.

@@ -35,8 +35,8 @@ struct Tables {  // 8 entries, twice, as lookup8 requires
   int lead = 0;                                            // encode: added to the upper half of absmax
 };
 
-// The shift of q's mantissa bits: one less for each higher decade; `decades` is the shift for code 1, and -1 for code
-// 0.
+// The shift of q's mantissa bits: one less for each higher decade; `decades` is the shift for code 1, and -1
+// for code 0.
 constexpr int shift_of(bool is_signed, int decade) { return (is_signed ? 23 : 22) - decade; }
 
 constexpr Tables make_tables(bool is_signed, int decades) {

@@ -18,10 +18,10 @@ struct Fp8E4M3 : ByteTile {
   template <class Float>
   LOWBIT_INLINE static auto nearest(Float v) { return E4M3::encode(v); }
 
-  // The level times 2^-8. Exponent and mantissa are shifted to their position in float32, below the bits of a larger
-  // exponent: u. A subnormal has no leading 1: it is 2 u - 2^-14, which is larger than u for all others. No
-  // intermediate float32 is subnormal: a product with one took 160 cycles (Sapphire Rapids), and flushing would make it
-  // 0.
+  // The level times 2^-8. Exponent and mantissa are shifted to their position in float32, below the bits of a
+  // larger exponent: u. A subnormal has no leading 1: it is 2 u - 2^-14, which is larger than u for all others. No
+  // intermediate float32 is subnormal: a product with one took 160 cycles (Sapphire Rapids), and flushing would
+  // make it 0.
   template <int at, class Lanes>
   LOWBIT_INLINE static auto value(const uint8_t* unit) {
     const auto words = Lanes::words(unit);

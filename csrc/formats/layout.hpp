@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The list of layouts. A layout arranges codes, scales and zero points of a weight [n, k] in one uint8 matrix, whose
-// first dimension is along n. A state dict stores the number of each weight's layout in this list: append, never
-// reorder.
+// The list of layouts. A layout arranges codes, scales and zero points of a weight [n, k] in one uint8 matrix,
+// whose first dimension is along n. A state dict stores the number of each weight's layout in this list:
+// append, never reorder.
 //
 // A layout defines the sections (`sections`), and the position of (column, k) in the codes of a row of the matrix: the
 // byte of a float (`float_at<format>`), or each piece of a code (`pieces` calls body(position, first, count) for its

@@ -128,8 +128,8 @@ LOWBIT_NOINLINE void consider(const Group& group, const Candidate<Float>& first,
   best.take(a), best.take(b);
 }
 
-// A group whose weights extend `down` below zero and `high` above it, in absmax scales; `own`: levels around its zero
-// point.
+// A group whose weights extend `down` below zero and `high` above it, in absmax scales; `own`: levels around
+// its zero point.
 template <class Float>
 struct GroupRange {
   Float down, high;

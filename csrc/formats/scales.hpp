@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Computes scales, zero points and codes of a weight from its floats: the same text, and so the same bits, on CPUs and
-// devices.
+// Computes scales, zero points and codes of a weight from its floats: the same text, and so the same bits, on
+// CPUs and devices.
 #pragma once
 
 #include "formats/list.hpp"

@@ -113,8 +113,8 @@ void check_captured_gradients(std::string_view op, const ScoreCall* call, std::s
   }
 }
 
-// Strides of a gradient must be those of a tensor that owns its elements; 0 only where no element would be written
-// twice.
+// Strides of a gradient must be those of a tensor that owns its elements; 0 only where no element would
+// be written twice.
 void check_gradient(std::string_view op, std::string_view name, const TensorView& gradient, const TensorView& like) {
   check_heads(op, name, gradient, like.dtype, {like.size(0), like.size(1), like.size(2), like.size(3)});
 }
@@ -165,8 +165,8 @@ void attention_backward(const AttentionBackwardArgs& args) { run(args); }
 
 namespace {
 
-// Number of scores that causality does not mask. Blocks that a block mask skips are unknown here: its lists are on the
-// device.
+// Number of scores that causality does not mask. Blocks that a block mask skips are unknown here: its lists are
+// on the device.
 int64_t pairs(const AttentionForwardArgs& args) {
   const int64_t rows = args.q_length(), keys = args.kv_length(), full = std::max<int64_t>(rows - keys, 0);
   const int64_t triangle = rows - full;

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// decode: attention of a few queries over a long key-value cache, which is read once, in splits of 256 keys, whatever
-// the number of threads. It is not a case of attention, because each would have to refuse half of the other's
-// arguments: a cache has codes with scales, a position and a window; attention has dropout, a block mask and a
-// backward.
+// decode: attention of a few queries over a long key-value cache, which is read once, in splits of 256 keys,
+// whatever the number of threads. It is not a case of attention, because each would have to refuse half of the
+// other's arguments: a cache has codes with scales, a position and a window; attention has dropout, a block mask
+// and a backward.
 //   s = score_mod(scale * q k^T), -inf where mask_mod, causality, the window or a bool mask say no, + a float mask
 //   out = softmax(s) v
 // k and v are float, or codes with scales (kv_quantize):

@@ -131,8 +131,8 @@ int ScoreGraph::simplified(int op, std::span<const int> in) {
       if (is_float(branch[1], 1) && is_float(branch[2], 0)) return emit<Where>({branch[0], other, branch[2]});
       if (is_float(branch[1], 0) && is_float(branch[2], 1)) return emit<Where>({branch[0], branch[1], other});
     }
-  // One more rounding in a sixth of the time. Not for positions or tables: 49 * (1 / 49) is below 1, and its floor is
-  // different.
+  // One more rounding in a sixth of the time. Not for positions or tables: 49 * (1 / 49) is below 1, and its
+  // floor is different.
   if (op_is.operator()<Div>() && is_constant(in[1]) && nodes[in[0]].of_score) {
     const double inverse = 1 / float_value(in[1]);
     if (std::isnormal(inverse) && std::fabs(inverse) < 1e30 && std::fabs(inverse) > 1e-30)
@@ -206,8 +206,8 @@ ScoreGraph with_diagonals(const ScoreGraph& graph, std::span<int> outputs) {
   const std::vector<Affine> forms = affine_forms(graph);
   ScoreGraph result;
   result.captured = graph.captured;
-  // Each value twice: as it is, and (affine ones) with q = 0 and k = k - q, which is equal if it depends on k - q
-  // alone.
+  // Each value twice: as it is, and (affine ones) with q = 0 and k = k - q, which is equal if it depends on k
+  // - q alone.
   std::vector<int> plain(graph.nodes.size()), shifted(graph.nodes.size(), -1);
   const auto is_diagonal = [](int64_t q, int64_t k) { return q == -k && k != 0; };
   const auto compares = [](const ScoreNode& node) {

@@ -64,8 +64,8 @@ LOWBIT_OF_FLOATS(Float, floor_divide_of, (Float a, Float b) {
   const Float low = floor_of(quotient);
   return quotient == 0 ? copysign_of((Float)0, div_of(a, b)) : quotient - low > 0.5f ? low + 1 : low;
 });
-// Toward zero. A value out of int's range, nan too, becomes its least value, as with the x86 instruction and therefore
-// torch.
+// Toward zero. A value out of int's range, nan too, becomes its least value, as with the x86 instruction
+// and therefore torch.
 LOWBIT_OF_FLOATS(Int, int_of, (Float a) {
   const Int least = -2147483647 - 1;
   const bool above = a > (Float)least - (sizeof(Float) == 4 ? 0 : 1);

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The ops of a score program: name, operands, result, and derivative of each. One struct per op, one entry in the list
-// at the end: parser, vector machine, reverse mode, interval analysis and Python's `_C.SCORE_OPS` follow from these
-// alone.
+// The ops of a score program: name, operands, result, and derivative of each. One struct per op, one entry in the
+// list at the end: parser, vector machine, reverse mode, interval analysis and Python's `_C.SCORE_OPS` follow
+// from these alone.
 //
 //   types       operands > result: f float, i int, b bool
 //   value       of one element of operands a, b, c. Float is float or double, Int the int32_t or int64_t of that size;

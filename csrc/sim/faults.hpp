@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Injected faults of a simulated device. A program must survive them on a real device, where it can hardly provoke
-// them.
+// Injected faults of a simulated device. A program must survive them on a real device, where it can
+// hardly provoke them.
 #pragma once
 
 #include <cstdint>
@@ -15,8 +15,8 @@ namespace lowbit::sim {
 enum class Fault { memory, launch, lost, slow };
 inline constexpr std::string_view kFaultNames[] = {"memory", "launch", "lost", "slow"};
 
-// The next `after` allocations or launches succeed, then `times` of them fail. A slow launch takes `microseconds`
-// longer.
+// The next `after` allocations or launches succeed, then `times` of them fail. A slow launch
+// takes `microseconds` longer.
 struct Injection {
   int64_t after = 0, times = 1, microseconds = 0;
 };

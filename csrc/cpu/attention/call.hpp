@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// An attention call in the form that the CPU's tiles take: the caller's arguments, and what its row read from memory
-// (in_memory.hpp).
+// An attention call in the form that the CPU's tiles take: the caller's arguments, and what its row read
+// from memory (in_memory.hpp).
 #pragma once
 
 #include "ops/attention.hpp"

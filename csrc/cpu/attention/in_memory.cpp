@@ -19,8 +19,8 @@ int64_t element(const TensorView& tensor, int64_t b, int64_t h, int64_t row, int
       .as<const int32_t>()[b * tensor.stride[0] + h * tensor.stride[1] + row * tensor.stride[2] + i * tensor.stride[3]];
 }
 
-// Converts the lists to one class per block. Every entry is read and checked here, so tiles may visit blocks in any
-// order.
+// Converts the lists to one class per block. Every entry is read and checked here, so tiles may visit blocks
+// in any order.
 std::vector<BlockClass> read_lists(ForwardCall& args) {
   const BlockLists& lists = args.lists;
   if (!lists.kv_num_blocks) return {};

@@ -49,8 +49,8 @@ LOWBIT_INLINE void expand_panel(const WeightSpec& spec, const PanelView& panel, 
   }
 }
 
-// result plus one sum of a row: the float operations, in this order everywhere. w_zero: for asymmetric weights, else
-// null.
+// result plus one sum of a row: the float operations, in this order everywhere. w_zero: for asymmetric
+// weights, else null.
 template <Format kFormat>
 LOWBIT_INLINE f32x16 add_sum(f32x16 result, i32x16 total, const RowSum& sum, f32x16 w_scale, const f32x16* w_zero) {
   f32x16 t = to_float(total);

@@ -30,8 +30,8 @@ constexpr int value_of_k(int64_t k) {
   return i;
 }
 
-// The parts of the values of 16 codes, minus the zero point of a symmetric weight. Stored twice: the look-up takes five
-// bits.
+// The parts of the values of 16 codes, minus the zero point of a symmetric weight. Stored twice: the look-up
+// takes five bits.
 template <Format kFormat>
 struct PartTable {
   static constexpr int kParts = parts_of(kFormat);
@@ -49,8 +49,8 @@ struct PartTable {
 };
 template <Format kFormat> constexpr PartTable<kFormat> kPartTable{};
 
-// Whether codes are converted to bfloat16 by a look-up of two at a time. The pairs are then k 0, 2 and 1, 3 of each
-// four.
+// Whether codes are converted to bfloat16 by a look-up of two at a time. The pairs are then k 0, 2 and 1, 3
+// of each four.
 LOWBIT_INLINE bool looks_up_parts(const WeightSpec& spec) { return bits(spec.format) == 4 && !spec.asymmetric; }
 
 // Reorders x to match these pairs.

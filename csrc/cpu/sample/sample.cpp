@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // The row of the op sample. A task is a row of logits. top-k and top-p need no sorting: a histogram of the largest
-// values has 4096 bins by the first 12 bits of their order; the bin with the limit is divided into 1024 by the next 10
-// bits, and once more. Each sum has one order, and vectors give the same bits on every instruction set, so results do
-// too.
+// values has 4096 bins by the first 12 bits of their order; the bin with the limit is divided into 1024 by the next
+// 10 bits, and once more. Each sum has one order, and vectors give the same bits on every instruction set, so
+// results do too.
 #include LOWBIT_ISA_HEADER
 
 #include "ops/sample.hpp"

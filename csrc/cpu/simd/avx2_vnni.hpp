@@ -44,9 +44,9 @@ struct Dot8SemiSparse {
   }
 };
 
-// 12 accumulators, 2 codes and a broadcast in 16 registers. vpdpbusd has a latency of 5 cycles and a throughput of two
-// per cycle: with 8 accumulators W8A8 took 1.25 times as long at m = 32, W4A8 in groups of 128 1.15 times (Sapphire
-// Rapids).
+// 12 accumulators, 2 codes and a broadcast in 16 registers. vpdpbusd has a latency of 5 cycles and a throughput
+// of two per cycle: with 8 accumulators W8A8 took 1.25 times as long at m = 32, W4A8 in groups of 128 1.15
+// times (Sapphire Rapids).
 constexpr int kDotRows = 6, kDotPanels = 1;
 
 }  // namespace

@@ -11,8 +11,8 @@ namespace {
 LOWBIT_INLINE f32x16 like(f32x16, float a) { return set1(a); }
 LOWBIT_INLINE i32x16 like(i32x16, int32_t a) { return set1(a); }
 
-// exp(x) = 2^i * e^r with |r| <= ln2 / 2; a polynomial of degree 6 for e^r, relative error 2e-7 where the result is
-// normal.
+// exp(x) = 2^i * e^r with |r| <= ln2 / 2; a polynomial of degree 6 for e^r, relative error 2e-7 where the
+// result is normal.
 LOWBIT_INLINE f32x16 exp(f32x16 x) {
   x = max(set1(-87.0f), min(set1(88.0f), x));  // this operand order keeps nan
   const i32x16 i = to_int(mul(x, set1(1.44269504f)));

@@ -309,8 +309,8 @@ LOWBIT_INLINE void store_four_rows(float* to, int64_t stride, f32x8 a) {
   for (int i = 0; i < 8; i++) to[i / 2 * stride + i % 2] = a.lane[i];
 }
 
-// One row of codes, and the value of byte or nibble number `at` (0..3, 0..7) of every column as float, times
-// 2^shift(at).
+// One row of codes, and the value of byte or nibble number `at` (0..3, 0..7) of every column as
+// float, times 2^shift(at).
 LOWBIT_INLINE u8x64 load_codes(const uint8_t* p) { u8x64 r; std::memcpy(&r, p, 64); return r; }
 LOWBIT_INLINE i32x16 words_of(u8x64 c) { i32x16 r; std::memcpy(&r, &c, 64); return r; }
 template <int at>

@@ -56,8 +56,8 @@ concept IntLanes = Arithmetic<Ints, int32_t> && requires(Ints a, Floats f) {
   { negate_where_negative(a, f) } -> std::same_as<Ints>;
 };
 
-// Pointers are to template parameters (Float, Half ..): a missing function then makes the concept false rather than
-// ill-formed.
+// Pointers are to template parameters (Float, Half ..): a missing function then makes the concept false
+// rather than ill-formed.
 template <class Floats, class Ints, class Float = float, class Half = uint16_t, class Int = int32_t,
           class Byte = uint8_t, class Signed = int8_t>
 concept LanesInMemory = requires(Floats a, Ints i, Float* f, Half* h, Int* n, Byte* b, Signed* s) {

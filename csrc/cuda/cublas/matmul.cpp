@@ -17,8 +17,8 @@ using Description = struct DescriptionOfCublasLt*;
 using Layout = struct LayoutOfCublasLt*;
 using Preference = struct PreferenceOfCublasLt*;
 
-// Numbers from cublasLt.h, cublas_api.h and library_types.h (13.5; the same in 12), which tests compare with the
-// headers.
+// Numbers from cublasLt.h, cublas_api.h and library_types.h (13.5; the same in 12), which tests compare
+// with the headers.
 enum { kTransposeA = 3 };                      // CUBLASLT_MATMUL_DESC_TRANSA
 enum { kMaxWorkspace = 1, kReductions = 3 };  // CUBLASLT_MATMUL_PREF_, likewise
 enum { kAlignmentOfA = 5, kAlignmentOfB = 6, kAlignmentOfC = 7, kAlignmentOfD = 8 };

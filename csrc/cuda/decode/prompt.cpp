@@ -23,8 +23,8 @@ namespace {
 constexpr int64_t kMaxPerStep = 64;
 constexpr int64_t kFarthest = int64_t{1} << 30;  // tiles have 32-bit indices
 
-// Rows [B, Hkv, keys, columns] of floats, head after head. There may be memory for only some heads, from `first_head`
-// on.
+// Rows [B, Hkv, keys, columns] of floats, head after head. There may be memory for only some heads,
+// from `first_head` on.
 TensorView decoded_rows(const DecodeArgs& args, int64_t keys, int64_t columns, void* memory, int64_t first_head) {
   const int64_t of_head = keys * columns;
   TensorView rows{.data = static_cast<uint16_t*>(memory) - first_head * of_head, .dtype = args.q.dtype,

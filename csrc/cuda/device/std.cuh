@@ -23,8 +23,8 @@ inline double fmin(double a, double b) { return ::fmin(a, b); }
 inline double fmax(double a, double b) { return ::fmax(a, b); }
 inline double sqrt(double a) { return ::sqrt(a); }
 
-// Powers of step counts by squaring: 34 products for step 100,000, where CUDA's pow takes some 200 operations in
-// double.
+// Powers of step counts by squaring: 34 products for step 100,000, where CUDA's pow takes some 200
+// operations in double.
 inline double pow(double base, double exponent) {
   if (!(exponent >= 0 && exponent < 0x1p53)) return ::pow(base, exponent);
   auto left = static_cast<uint64_t>(exponent);

@@ -35,8 +35,8 @@ struct ProductShape {
   constexpr int rows_of_sums() const { return x_parts == 0 && tile_groups ? blocks() * kRowsAtOnce : 1; }
   constexpr int blocks() const { return (rows + kRowsAtOnce - 1) / kRowsAtOnce; }
   constexpr int x_bytes() const { return in_place ? rows * kRowBytes : blocks() * (x_parts ? 1024 * x_parts : 512); }
-  // Bytes per warp, in whole lines: on an H200 one row of int8 took 10 % less than at multiples of 16
-  // (device/tiles.cuh).
+  // Bytes per warp, in whole lines: on an H200 one row of int8 took 10 % less than at multiples
+  // of 16 (device/tiles.cuh).
   constexpr int stage_bytes() const {
     const int bytes =
         panels() * (128 * bits + scales() * (1 + asymmetric) * 32) + rows_of_sums() * scales() * 16 + x_bytes();

@@ -25,10 +25,10 @@ LOWBIT_INLINE void store_weights(uint16_t* to, DType dtype, const float (&weight
   }
 }
 
-// A warp decodes a tile of 16 columns x 64 k, with the weights of a lane laid out as in every product (call.hpp):
-// stores are 8 bytes, and four lanes fill a sector. Unless products are the results (is_whole), a weight does not
-// include the scale of its column, which is applied to the sum: level times group scale stays within the range of 16
-// bits.
+// A warp decodes a tile of 16 columns x 64 k, with the weights of a lane laid out as in every product
+// (call.hpp): stores are 8 bytes, and four lanes fill a sector. Unless products are the results (is_whole), a
+// weight does not include the scale of its column, which is applied to the sum: level times group scale stays
+// within the range of 16 bits.
 template <Format kFormat, bool kCodes>
 LOWBIT_INLINE void decode_columns(const DecodedCall& part) {
   LOWBIT_SHARED(float, table, [16]);

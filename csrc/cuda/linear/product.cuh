@@ -71,8 +71,8 @@ struct Product {
       }
   }
 
-  // Before waiting for other kernels: prefetches the codes of the tiles that all warps load first. begin, end: over all
-  // warps.
+  // Before waiting for other kernels: prefetches the codes of the tiles that all warps load first. begin, end:
+  // over all warps.
   LOWBIT_INLINE void prefetch(int begin, int end) const {
     const int tiles = static_cast<int>(smaller(end - begin, kLinearWarps * (kStages - 1)));
     if (threadIdx.x < kPanels && tiles > 0)

@@ -177,8 +177,8 @@ void run_code_tiles(const LinearArgs& args) {
   });
 }
 
-// Why no product here can read the weight, which lanes read by 8 and 16 bytes: a misaligned address would destroy the
-// context.
+// Why no product here can read the weight, which lanes read by 8 and 16 bytes: a misaligned address would
+// destroy the context.
 std::string_view refuses_weight(const LinearArgs& args) {
   const std::string_view reason = gpu::refuses_format(args.weight_spec.format);
   if (!reason.empty()) return reason;

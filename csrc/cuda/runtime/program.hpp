@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The kernels of one source on one device: taken from the disk cache or compiled, and loaded once per process and
-// device.
+// The kernels of one source on one device: taken from the disk cache or compiled, and loaded once per
+// process and device.
 #pragma once
 
 #include <array>

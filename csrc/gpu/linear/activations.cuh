@@ -81,8 +81,8 @@ LOWBIT_INLINE int32_t largest_of_row(const LinearCall& call, int64_t row, int32_
 
 constexpr int32_t kInfinityBits = 0x7f800000;
 
-// scale = amax / most, and its inverse; a nan or inf in the range makes the scale nan, and with it all results of the
-// row.
+// scale = amax / most, and its inverse; a nan or inf in the range makes the scale nan, and with it all results
+// of the row.
 struct Range {
   float scale, inverse, zero_point;
 
@@ -214,8 +214,8 @@ LOWBIT_INLINE int32_t encode(const LinearCall& call, const Team<kIsWarp>& team, 
 template <Format kFormat>
 constexpr int kCodeOffset = kFormat == Format::int4 ? 0 : symmetric_zero(kFormat);
 
-// tile_groups: sums per tile (call.hpp) if kParts; else one over all k, in one CTA. code_offset: kCodeOffset of the
-// weight.
+// tile_groups: sums per tile (call.hpp) if kParts; else one over all k, in one CTA. code_offset: kCodeOffset
+// of the weight.
 template <bool kParts, bool kMatrices = false>
 LOWBIT_INLINE void quantize_rows(const LinearCall& call, int tile_groups, int code_offset) {
   LOWBIT_SHARED(int32_t, warps, [kLinearWarps]);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The operations on a sum before it is stored: column scale, offset of asymmetric activations, bias, activation, mul,
-// add.
+// The operations on a sum before it is stored: column scale, offset of asymmetric activations, bias,
+// activation, mul, add.
 #pragma once
 
 #include "formats/layout_codes.hpp"

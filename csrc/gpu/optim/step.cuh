@@ -213,8 +213,8 @@ LOWBIT_INLINE bool lies_in_words(const OptimTensor& tensor) {
   return aligned;
 }
 
-// The elements of a tensor from `first` on that a CTA updates. kAhead: loads the next chunk before updating the current
-// one.
+// The elements of a tensor from `first` on that a CTA updates. kAhead: loads the next chunk before updating
+// the current one.
 template <class Rule, StateFormat kFormat, int kBlock, int kEach = elements_each(kBlock), DType kParam = DType::other,
           DType kGrad = DType::other, bool kAhead = true>
 LOWBIT_INLINE void update_task(const OptimTensor& tensor, const Constants<Rule>& constants, int64_t first) {

@@ -73,8 +73,8 @@ struct Backward {
       }
   }
 
-  // Turns raw products s and gradients dp of probabilities into probabilities after dropout and gradients of raw
-  // scores.
+  // Turns raw products s and gradients dp of probabilities into probabilities after dropout and gradients
+  // of raw scores.
   LOWBIT_INLINE void differentiate(const gpu::TilePosition& at, Scores<kRows>& s, Scores<kRows>& dp) const {
     const int64_t head = (static_cast<int64_t>(b) * call.heads + at.h) * call.q_tiles.length;
     for_each_score(at, [&](int r, int j, int q, int k) LOWBIT_INLINED {

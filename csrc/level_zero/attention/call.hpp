@@ -11,8 +11,8 @@ constexpr int kKeys = 2, kKvTile = kSubGroup * kKeys;  // keys per lane, per til
 
 constexpr int kMaxColumns = 256;  // max head dim
 
-// Tile sizes of the forward for head dims up to `columns`: each sub-group has `rows` queries, as many as registers
-// hold.
+// Tile sizes of the forward for head dims up to `columns`: each sub-group has `rows` queries, as many
+// as registers hold.
 struct ForwardShape {
   int columns;
   constexpr int rows() const { return columns <= 64 ? 4 : columns <= 128 ? 2 : 1; }

@@ -28,8 +28,8 @@ std::span<const uint32_t> words_of(const ScoreCall* score, const ScoreCall* mask
   return words;
 }
 
-// Whether a fault can be that of a mod. A device that computes nothing (Intel's driver without a GPU) leaves memory
-// unchanged.
+// Whether a fault can be that of a mod. A device that computes nothing (Intel's driver without a GPU)
+// leaves memory unchanged.
 bool may_be_noted(const ScoreCall& call, const int32_t (&noted)[4]) {
   const auto [seen, tensor, dim, index] = noted;
   if (seen != 1) return false;

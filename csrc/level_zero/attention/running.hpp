@@ -71,8 +71,8 @@ LOWBIT_INLINE void multiply_rows(Scores<kRows>& s, const float (*rows)[kColumns]
   }
 }
 
-// sums += p times the rows of the tile. Many columns are processed in two halves: their values would not fit into
-// registers.
+// sums += p times the rows of the tile. Many columns are processed in two halves: their values would not
+// fit into registers.
 template <int kRows, int kColumns>
 LOWBIT_INLINE void multiply_onto(float (&sums)[kRows][kColumns / kSubGroup], const Scores<kRows>& p,
                                  const SharedTile<kColumns>& tile, int lane) {

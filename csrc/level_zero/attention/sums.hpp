@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Gradients of the tensors captured by score_mod and of a mask, by atomics and yet with the same bits every time: as in
-// CUDA's captured.cuh, but with integers alone, as many of these GPUs have no double. In units of 2^-bits of the power
-// of 2 above the largest value, `high` has the integer part and `low` as many bits after the point; the host combines
-// them.
+// Gradients of the tensors captured by score_mod and of a mask, by atomics and yet with the same bits every time:
+// as in CUDA's captured.cuh, but with integers alone, as many of these GPUs have no double. In units of 2^-bits of
+// the power of 2 above the largest value, `high` has the integer part and `low` as many bits after the point; the
+// host combines them.
 #pragma once
 
 #include "level_zero/attention/scores.hpp"

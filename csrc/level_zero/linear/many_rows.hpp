@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// linear for many rows with dpas: a work-group computes 16 columns of 128 rows (dg2: 64), 16 (8) rows per sub-group.
-// Together they decode 4 tiles of the weight into shared memory, half a tile each, then multiply them by their own
-// rows.
+// linear for many rows with dpas: a work-group computes 16 columns of 128 rows (dg2: 64), 16 (8) rows per
+// sub-group. Together they decode 4 tiles of the weight into shared memory, half a tile each, then multiply them by
+// their own rows.
 #pragma once
 
 #include "level_zero/linear/product.hpp"

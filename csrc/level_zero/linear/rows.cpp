@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows of the op linear: activations are reordered, then multiplied (gpu/linear/call.hpp), by dpas if the device has
-// it.
+// Rows of the op linear: activations are reordered, then multiplied (gpu/linear/call.hpp), by dpas if the
+// device has it.
 #include <bit>
 
 #include "gpu/linear/call.hpp"

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// SPIR-V modules (modules.hpp), specialised and built for one device, once per process; the driver's code is cached on
-// disk.
+// SPIR-V modules (modules.hpp), specialised and built for one device, once per process; the driver's code is
+// cached on disk.
 #pragma once
 
 #include <map>
@@ -23,8 +23,8 @@ class Program {
  public:
   Program(const Gpu& on, Image image);
 
-  // Launches a kernel by its name, with one struct as its argument, after all earlier work of the device. Does not
-  // wait.
+  // Launches a kernel by its name, with one struct as its argument, after all earlier work of the device.
+  // Does not wait.
   void launch(const Place& place, const char* kernel, int64_t groups, int threads, const void* args,
               std::size_t bytes) const;
 
