@@ -7,7 +7,7 @@
 namespace lowbit {
 namespace {
 
-// The tensors of a weight, kept while the call runs.
+// The tensors of a weight, kept alive during the call.
 struct WeightArguments {
   TensorArgument codes, absmax, scale_codes, code_map, offset;
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Python's functions for the CUDA runtime itself; ops reach their kernels as on any device.
+// Python functions for the CUDA runtime itself; ops reach their kernels as on any device.
 #include <pybind11/stl.h>
 
 #include "bindings/register.hpp"

@@ -37,7 +37,7 @@ py::dict isa() {
     result["chosen"] = chosen_isa();
     result["reason"] = isa_reason();
   } catch (
-      const Error& error) {  // LOWBIT_ISA names no level: said here as in every op, but not instead of everything else
+      const Error& error) {  // LOWBIT_ISA is invalid: reported here as by each op, beside the other facts
     result["chosen"] = "";
     result["reason"] = error.what();
   }
@@ -62,7 +62,7 @@ py::list kernels(std::string_view op) {
   return rows;
 }
 
-// Another copy of lowbit may have been there first. Does not import torch: without it there is nothing
+// Another copy of lowbit may have registered already. Does not import torch: without it there is nothing
 // to register with.
 std::vector<std::string> taken_names() {
   std::vector<std::string> taken;

@@ -25,14 +25,14 @@ struct Tensor {
   uint64_t byte_offset;
 };
 
-// An owned tensor, as a capsule of the name "dltensor" holds it until it is taken.
+// An owned tensor, in a capsule named "dltensor" until a consumer takes it.
 struct ManagedTensor {
   Tensor tensor;
   void* context;
   void (*deleter)(ManagedTensor*);
 };
 
-inline constexpr const char* kExchangeApiName = "dlpack_exchange_api";  // of the capsule around it
+inline constexpr const char* kExchangeApiName = "dlpack_exchange_api";  // name of the capsule
 
 struct ExchangeApi {
   struct {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A tensor on its way to torch, which takes a capsule of the name "dltensor".
+// Exports a tensor to torch, which takes a capsule named "dltensor".
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -25,7 +25,7 @@ struct Offered {
 };
 
 inline void destroy_unused(PyObject* capsule) {
-  if (!PyCapsule_IsValid(capsule, "dltensor")) return;  // taken: the taker calls the deleter
+  if (!PyCapsule_IsValid(capsule, "dltensor")) return;  // a consumer that took it calls the deleter
   auto* const managed = static_cast<dlpack::ManagedTensor*>(PyCapsule_GetPointer(capsule, "dltensor"));
   managed->deleter(managed);
 }
@@ -37,7 +37,7 @@ struct OfferedDType {
   int code, bits;
 };
 
-// `release` gets the data when no reference to the tensor is left; null: the memory has another owner.
+// `release` is called with the data once the last reference to the tensor is gone; null: the memory has another owner.
 inline pybind11::capsule offer(void* data, OfferedDevice device, std::vector<int64_t> shape,
                                std::vector<int64_t> strides, OfferedDType dtype,
                                void (*release)(void*) noexcept = nullptr) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows of third parties for Python (lowbit.backends): tables in shared libraries, and functions in Python, which get
-// the arguments of their op by name: tensors, names of enumerations, numbers.
+// Rows of third parties for Python (lowbit.backends): tables in shared libraries, and Python functions, which get the
+// arguments of their op by name: tensors, names of enumerators, numbers.
 #include "external/backends.hpp"
 
 #include <pybind11/stl.h>
@@ -28,8 +28,8 @@ OfferedDType dlpack_dtype(DType dtype) {
   }
 }
 
-// The arguments of one call as Python has them. Tensors are views of the memory of the call; in a question (refuses)
-// they have no memory: torch's device "meta".
+// The arguments of one call as Python objects. Tensors are views of the call's memory; for `refuses` they are on
+// torch's device "meta", without memory.
 class Keywords {
  public:
   Keywords(const lowbit_place& place, bool is_question)
@@ -96,7 +96,7 @@ class Keywords {
   }
 
  public:
-  // The tensors of a step, flat; states as the formats store them, None where a format has no scales.
+  // The tensors of a step, flattened; states as the formats store them, None for formats without scales.
   void add_tensors(const lowbit_optim_step_args& args) {
     py::list tensors;
     const auto format = static_cast<StateFormat>(args.format);
@@ -169,10 +169,10 @@ KeywordsOf keywords_of_op(std::string_view name) {
   return nullptr;
 }
 
-// KeyboardInterrupt and SystemExit are for the program, and no failure of the function that was running.
+// KeyboardInterrupt and SystemExit are meant for the program, and are no failure of the running function.
 bool ends_the_program(const py::error_already_set& error) { return !error.matches(PyExc_Exception); }
 
-// Calls a function of Python, which lives for ever: rows do. A question is answered with a reason or with nothing.
+// Wraps a Python function, which is never freed, as rows are not. `refuses` returns a reason or None.
 external::Function calling(py::function function, KeywordsOf keywords, bool is_question) {
   return [callee = function.release().ptr(), keywords, is_question](const void* args, char* text, std::size_t bytes) {
     const py::gil_scoped_acquire held;
@@ -189,7 +189,7 @@ external::Function calling(py::function function, KeywordsOf keywords, bool is_q
   };
 }
 
-// The rows that one package adds.
+// The rows added by one package.
 struct Rows {
   std::vector<Row> rows;
 
@@ -211,7 +211,7 @@ struct Rows {
 void collect() {
   const py::gil_scoped_acquire held;
   const py::dict modules = py::module_::import("sys").attr("modules");
-  if (!modules.contains("lowbit")) return;  // this extension alone: its package would import torch
+  if (!modules.contains("lowbit")) return;  // only this extension is imported: its package would import torch
   try {
     py::module_::import("lowbit.backends.loading").attr("fill")();
   } catch (const py::error_already_set& error) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Python's functions for oneDNN itself; ops reach its rows as on any backend.
+// Python functions for oneDNN itself; ops reach its rows as on any backend.
 #include "bindings/register.hpp"
 #include "onednn/runtime.hpp"
 

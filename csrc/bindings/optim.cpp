@@ -28,7 +28,7 @@ std::vector<List> lists_of(py::handle object, const char* what, int moments, std
   return lists;
 }
 
-// A view of a tensor that its list keeps alive.
+// A view of a tensor that the list keeps alive.
 TensorView view_of(const List& list, std::size_t i, const char* what, Access access = Access::write) {
   return *TensorArgument(list[i], what, access);
 }
@@ -65,7 +65,7 @@ py::dict facts_of_rules() {
   return rules;
 }
 
-// Every check of a step; the result points into the tensors of the lists.
+// Checks the whole step; the result refers to tensors of the lists.
 OptimStep prepare(int64_t rule, int64_t state_format, int64_t block_size, py::handle params, py::handle grads,
                   py::handle states, py::handle scales, py::handle steps, const py::dict& hyper, py::handle grad_scale,
                   py::handle found_inf, std::optional<int64_t> seed) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The device of ours that torch has as PrivateUse1 in this process (core/private_use.hpp), for Python: memory as DLPack
-// capsules of device type 12, and functions for the part that is built against libc10.
+// Python functions for the device of ours that is torch's PrivateUse1 in this process (core/private_use.hpp): memory as
+// DLPack capsules of device type 12, and functions for the module built against libc10.
 #include <pybind11/stl.h>
 
 #include "bindings/dlpack_capsule.hpp"
@@ -62,7 +62,7 @@ py::dict usage(int device) {
   return result;
 }
 
-// The functions that the part built against libc10 calls.
+// The functions called by the module built against libc10.
 py::tuple functions() {
   const PrivateUse& ours = private_use();
   const auto address = [](auto* function) { return reinterpret_cast<uintptr_t>(function); };

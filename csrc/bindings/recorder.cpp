@@ -30,7 +30,7 @@ Ring& ring_for(std::string_view what) {
   return *ring;
 }
 
-// A copy of the file, or of its content where there is no file.
+// A copy of the file, or of its content if there is none.
 py::bytes snapshot() {
   const Ring& ring = ring_for("records");
   return py::bytes(reinterpret_cast<const char*>(ring.header), ring.bytes());
@@ -52,7 +52,7 @@ DType dtype_of(std::string_view name) {
   return DType::other;
 }
 
-// A call that is no op of ours. The handle closes it; 0 is none.
+// A call of an op that is not lowbit's. The handle closes it; 0: none.
 using Handle = std::pair<uint64_t, uint64_t>;
 Handle open_call(std::string_view op, std::string_view row,
                  const std::vector<std::pair<std::string, std::vector<int64_t>>>& tensors, int64_t read,

@@ -7,7 +7,7 @@
 
 namespace lowbit {
 
-// A list of C++ as Python has it: name to number.
+// A C++ list of names as a Python dict: name to number.
 template <std::size_t count>
 pybind11::dict numbered(const std::string_view (&names)[count]) {
   pybind11::dict result;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Python's functions for simulated devices that no real one has: faults on demand, exact counts.
+// Python functions that only simulated devices have: injected faults, exact counts.
 #include <pybind11/stl.h>
 
 #include <algorithm>

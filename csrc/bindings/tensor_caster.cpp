@@ -14,8 +14,8 @@ namespace {
 
 using enum ErrorKind;
 
-// The exchange API of a type, or null: an object that is no capsule of that name, such as an int, may point anywhere.
-// Asked once per type: the last few types stay in a list (all under the GIL).
+// The exchange API of a type, or null: an object that is not a capsule of that name, such as an int, could hold any
+// address. Cached for the last few types (always under the GIL).
 const dlpack::ExchangeApi* find_exchange_api(PyTypeObject* type) {
   // The second name is that of torch 2.9 and 2.10.
   for (const char* name : {"__dlpack_c_exchange_api__", "__c_dlpack_exchange_api__"}) {
@@ -76,7 +76,7 @@ DType dtype_of_buffer(const Py_buffer& buffer) {
   }
 }
 
-// Memory that a host maps for another device is the CPU's.
+// Host memory that is mapped for another device counts as CPU memory.
 std::optional<Device> device_of_dlpack(int32_t type, int32_t index) {
   if (type == dlpack::kCpu || type == dlpack::kCudaHost || type == dlpack::kRocmHost) return Device{};
   for (int i = 0; i < kDeviceTypeCount; i++)
@@ -91,8 +91,8 @@ void check_rank(int64_t rank, const char* what) {
         rank);
 }
 
-// A lazily negated tensor (torch: x.conj().imag) would be read with the wrong sign. It is a part of a complex one, and
-// so of floats. Lazy conj is complex only: no dtype of ours.
+// A lazily negated tensor (torch: x.conj().imag) would be read with the wrong sign. It is a view of a complex tensor,
+// so its dtype is floating. Lazy conj tensors are complex, a dtype that lowbit does not have.
 void check_not_negated(py::handle object, DType dtype, const char* what) {
   if (!is_activation(dtype) && dtype != DType::float64) return;
   static PyObject* const name = PyUnicode_InternFromString("is_neg");
@@ -103,7 +103,7 @@ void check_not_negated(py::handle object, DType dtype, const char* what) {
   check(!negated, value, what, " has a lazy negative bit, call resolve_neg() first");
 }
 
-// The pending Python exception in one line: torch appends a C++ backtrace to its own.
+// The pending Python exception as one line: torch appends a C++ backtrace to its own.
 std::string take_python_error() {
   const py::error_already_set error;
   const std::string text = error.what();
@@ -118,7 +118,7 @@ TensorArgument::TensorArgument(py::handle object, const char* what, Access acces
   if (optional && object.is_none()) return;
   if (!from_dlpack(object, what) && !from_buffer(object, what, access) && !from_attributes(object, what)) [[unlikely]]
     throw Error(type, concat(what, " must be a torch CPU tensor or a numpy array", optional ? " or None" : "", ", got ",
-                             type_name(object)));  // makes a string of Python's
+                             type_name(object)));  // creates a Python string
   check(reinterpret_cast<uintptr_t>(view_.data) % size_of(view_.dtype) == 0, value, what, " must be aligned to its ",
         size_of(view_.dtype), " bytes of ", name_of(view_.dtype), ", got an address that is not");
 }
@@ -131,7 +131,7 @@ bool TensorArgument::from_dlpack(py::handle object, const char* what) {
   const dlpack::ExchangeApi* api = exchange_api(Py_TYPE(object.ptr()));
   if (!api) return false;
   dlpack::Tensor tensor{};
-  if (api->view_of_object(object.ptr(), &tensor) != 0)  // sparse, meta, batched: torch's own words
+  if (api->view_of_object(object.ptr(), &tensor) != 0)  // sparse, meta, batched: torch's own message
     throw Error(type, concat(what, " must be a dense CPU tensor: ", take_python_error()));
   check_rank(tensor.rank, what);
   const std::optional<Device> device = device_of_dlpack(tensor.device.type, tensor.device.id);
@@ -172,13 +172,13 @@ bool TensorArgument::from_buffer(py::handle object, const char* what, Access acc
       view_.stride[i] = buffer_.strides[i] / buffer_.itemsize;
     }
   } catch (...) {
-    PyBuffer_Release(&buffer_);  // a constructor that throws runs no destructor
+    PyBuffer_Release(&buffer_);  // a throwing constructor runs no destructor
     throw;
   }
   return true;
 }
 
-// A torch older than 2.9 has no exchange API.
+// torch before 2.9 has no exchange API.
 bool TensorArgument::from_attributes(py::handle object, const char* what) {
   if (!py::hasattr(object, "data_ptr") || !py::hasattr(object, "stride")) return false;
   const std::string device = py::str(object.attr("device").attr("type"));

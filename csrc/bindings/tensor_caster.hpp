@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A Python argument as a TensorView: a torch tensor (DLPack C exchange API of its type, else, on the CPU, its
+// A Python argument as a TensorView: a torch tensor (by the DLPack C exchange API of its type, else, on the CPU, by its
 // attributes) or any object with a buffer (numpy). Nothing is copied; the view is valid while the TensorArgument lives.
 #pragma once
 
@@ -18,7 +18,7 @@ enum class Access { read, write };
 
 class TensorArgument {
  public:
-  // `what` names the argument in error texts: "linear: x". None is an empty view if `optional`.
+  // `what` names the argument in errors: "linear: x". If `optional`, None becomes an empty view.
   TensorArgument(py::handle object, const char* what, Access access = Access::read, bool optional = false);
   ~TensorArgument();
   TensorArgument(const TensorArgument&) = delete;

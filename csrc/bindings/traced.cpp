@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The checks of an op for a call that has no data, which its fake kernel makes, and the numbers of kept programs.
+// The checks of an op for a call without data, made by its fake kernel, and the numbers of kept programs.
 #include <pybind11/stl.h>
 
 #include "bindings/register.hpp"

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Attention and the calls around it for C programs, over caches of floats and of codes.
+// C functions of attention and the ops around it, over float and quantized caches.
 #include "ops/attention.hpp"
 
 #include <cmath>
@@ -17,7 +17,7 @@ using enum ErrorKind;
 
 namespace {
 
-// 1 / sqrt(E) in the place of 0.
+// 1 / sqrt(E) instead of 0.
 double scale_of(double given, const TensorView& q) {
   return given != 0 || q.rank == 0 || q.size(-1) == 0 ? given : 1 / std::sqrt(static_cast<double>(q.size(-1)));
 }
@@ -81,7 +81,7 @@ int lowbit_kv_sizes(int32_t dtype, int64_t columns, int64_t* row_bytes, int64_t*
     check(row_bytes && groups, value, op, ": row_bytes and groups must be given, got NULL");
     check(dtype == LOWBIT_INT8 || dtype == LOWBIT_UINT8, type, op,
           ": dtype must be LOWBIT_INT8 or LOWBIT_UINT8 (two int4 codes a byte), got dtype=", dtype);
-    check(columns >= 1 && columns <= kMostKvColumns, value, op, ": columns must be 1..", kMostKvColumns, ", got ",
+    check(columns >= 1 && columns <= kMaxKvColumns, value, op, ": columns must be 1..", kMaxKvColumns, ", got ",
           columns);
     const KvFormat format = dtype == LOWBIT_INT8 ? KvFormat::int8 : KvFormat::int4;
     *row_bytes = kv_row_bytes(format, columns), *groups = kv_groups(format, columns);

@@ -23,8 +23,8 @@ static_assert(number_of(value) == LOWBIT_VALUE_ERROR && number_of(type) == LOWBI
               number_of(index) == LOWBIT_INDEX_ERROR && number_of(not_implemented) == LOWBIT_NOT_IMPLEMENTED &&
               number_of(runtime) == LOWBIT_RUNTIME_ERROR);
 
-constexpr std::size_t kMostStructBytes = 4096;  // a larger struct_size was never set
-constexpr int64_t kMostElements = int64_t{1} << 56;
+constexpr std::size_t kMaxStructBytes = 4096;  // a larger struct_size is uninitialized memory
+constexpr int64_t kMaxElements = int64_t{1} << 56;
 
 thread_local std::string kept_text;
 thread_local const char* last_error = "";
@@ -51,7 +51,7 @@ TensorView view_of(std::string_view op, std::string_view name, const lowbit_tens
   for (int i = given.rank - 1; i >= 0; i--) {
     view.stride[i] = given.stride ? given.stride[i] : count;
     check(view.shape[i] >= 0 && !__builtin_mul_overflow(count, std::max<int64_t>(view.shape[i], 1), &count) &&
-              count <= kMostElements,
+              count <= kMaxElements,
           value, op, ": ", name, " must have sizes of 0 or more, and at most 2^56 elements, got ", shape_text(view));
   }
   check(view.data || view.numel() == 0, value, op, ": ", name, " must have data, got NULL");
@@ -87,7 +87,7 @@ void copy_struct(std::string_view op, std::string_view name, const void* given, 
                  std::size_t first_size) {
   std::size_t its_size;
   std::memcpy(&its_size, given, sizeof its_size);
-  check(its_size >= first_size && its_size <= kMostStructBytes, value, op, ": ", name,
+  check(its_size >= first_size && its_size <= kMaxStructBytes, value, op, ": ", name,
         " must have struct_size set to sizeof, ", size, " bytes in API version ", LOWBIT_API_VERSION,
         ", got struct_size=", its_size);
   const char* const bytes = static_cast<const char*>(given);
@@ -101,8 +101,8 @@ PackedWeight described_weight(std::string_view op, std::string_view name, const 
   check(given, value, op, ": ", name, " must be given, got NULL");
   lowbit_packed_weight weight{};
   copy_struct(op, name, given, &weight, sizeof weight, kFirstSize<lowbit_packed_weight>);
-  check(weight.n < kMostElements && weight.k < kMostElements &&
-            (weight.n < 1 || weight.k < 1 || weight.n <= kMostElements / weight.k),
+  check(weight.n < kMaxElements && weight.k < kMaxElements &&
+            (weight.n < 1 || weight.k < 1 || weight.n <= kMaxElements / weight.k),
         value, op, ": ", name, " must have at most 2^56 elements, got n=", weight.n, " k=", weight.k);
   const WeightSpec spec =
       weight_spec(op, weight.n, weight.k, weight.format, weight.group_size, weight.asymmetric != 0);
@@ -138,7 +138,7 @@ int lowbit_api_version() { return LOWBIT_API_VERSION; }
 const char* lowbit_last_error() { return last_error; }
 
 int lowbit_num_threads() {
-  int threads = 1;  // where there is no memory for the pool
+  int threads = 1;  // kept if there is no memory for the pool
   status_of([&] { threads = num_threads(); });
   return threads;
 }

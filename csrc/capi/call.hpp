@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The arguments of a C program (lowbit/lowbit.h) as the ops take them, and their errors as numbers.
+// Conversion of a C program's arguments (lowbit/lowbit.h) to those of the ops, and of errors to numbers.
 #pragma once
 
 #include <string_view>
@@ -10,7 +10,7 @@
 
 namespace lowbit::capi {
 
-// The status of the exception that is being handled; its text becomes the last error of this thread.
+// The status for the exception being handled; its text becomes the last error of this thread.
 int failed() noexcept;
 
 template <class Body>
@@ -23,16 +23,16 @@ int status_of(Body&& body) noexcept {
   }
 }
 
-// A tensor that must be given, and one that may be missing.
+// A required tensor, and one that may be missing.
 TensorView tensor(std::string_view op, std::string_view name, const lowbit_tensor* given);
 TensorView optional(std::string_view op, std::string_view name, const lowbit_tensor* given);
 
-// Copies a struct that begins with its size, of another version perhaps: fields that the caller's lacks are 0, and
-// those that this library does not know must be.
+// Copies a struct that begins with its size, perhaps of another version: fields missing from the caller's become 0, and
+// fields unknown to this library must be 0.
 void copy_struct(std::string_view op, std::string_view name, const void* given, void* to, std::size_t size,
                  std::size_t first_size);
 
-// A struct that grew has its size in API version 1 here.
+// Specialized for a struct that grew: its size in API version 1.
 template <class Struct>
 constexpr std::size_t kFirstSize = sizeof(Struct);
 
@@ -50,10 +50,10 @@ struct PackedWeight {
   TensorView packed;
 };
 
-// All but the data.
+// The weight without its data.
 PackedWeight described_weight(std::string_view op, std::string_view name, const lowbit_packed_weight* given);
 PackedWeight packed_weight(std::string_view op, std::string_view name, const lowbit_packed_weight* given);
-// In the layout of the kernels.
+// The weight, which must be in the layout of the kernels.
 PackedWeight kernel_weight(std::string_view op, std::string_view name, const lowbit_packed_weight* given);
 
 }  // namespace lowbit::capi

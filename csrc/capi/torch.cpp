@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The entry of C++ programs with libtorch.
+// Registration of the ops, for C++ programs with libtorch.
 #include "lowbit/torch.h"
 
 #include "capi/call.hpp"

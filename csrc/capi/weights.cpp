@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Packed weights for C programs: quantize, dequantize, repack, embedding, linear.
+// C functions of packed weights: quantize, dequantize, repack, embedding, linear.
 #include <algorithm>
 #include <iterator>
 #include <string>

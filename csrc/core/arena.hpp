@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Red zones: under AddressSanitizer (tools/sanitize) every array in scratch memory is followed by bytes that nothing
-// may touch. So an access past its end is reported; without them it would meet the next array, unseen. In every other
-// build they have no bytes and nothing here does anything.
+// Red zones: under AddressSanitizer (tools/sanitize) each array in scratch memory is followed by poisoned bytes, so
+// that an access past its end is reported instead of reaching the next array unnoticed. In all other builds red zones
+// have no bytes and the code below does nothing.
 #pragma once
 
 #include <cstddef>
@@ -28,8 +28,8 @@ constexpr bool kRedZones = false;
 #endif
 constexpr int64_t kRedZone = kRedZones ? 64 : 0;  // bytes
 
-// Hands out 64-byte aligned arrays of one piece of memory, a red zone behind each; with base null it only
-// counts their bytes.
+// Carves 64-byte aligned arrays out of one block of memory, with a red zone after each. With a null base it only counts
+// the bytes.
 struct Arena {
   char* base = nullptr;
   int64_t bytes = 0;

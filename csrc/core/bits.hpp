@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// Arithmetic on sizes. No std, and force-inlined: kernels of every instruction set and source text of devices include
-// it, and a weak copy compiled with AVX-512 must never be linked for an old CPU.
+// Arithmetic on sizes. No std, and force-inlined: kernels of every instruction set and the source text of device
+// kernels include it, and a weak copy compiled with AVX-512 must never be linked into code for an old CPU.
 #pragma once
 
 #include <cstdint>
 
-#ifndef LOWBIT_INLINE  // the compiler of a device has its own word for it
+#ifndef LOWBIT_INLINE  // a device's compiler defines its own
 #define LOWBIT_INLINE [[gnu::always_inline]] inline
-// Inlined also where the scalar kernels are compiled to call their functions (csrc/cpu/CMakeLists.txt): no weak symbol
-// is left in their objects.
+// Inlined even where the scalar kernels are compiled without inlining (csrc/cpu/CMakeLists.txt), so that their objects
+// contain no weak symbols.
 #define LOWBIT_ALWAYS_INLINE [[gnu::__always_inline__]] inline
 #define LOWBIT_NOINLINE [[gnu::noinline]]
 #endif

@@ -16,7 +16,7 @@ namespace fs = std::filesystem;
 
 constexpr std::string_view kMagic = "lowbit code 2\n";
 
-// The head of a file, before the content: the kind of file, and the hash of the content.
+// The header of a file: a magic number and the hash of the content.
 std::string head_of(std::string_view content) { return concat(kMagic, Hash().add(content).text(), "\n"); }
 
 }  // namespace

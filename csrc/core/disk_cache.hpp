@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A cache on disk for code that was compiled for a device: one process writes it, and every later one reads it.
+// A disk cache of code compiled for a device: one process writes it, every later one reads it.
 #pragma once
 
 #include <filesystem>
@@ -11,7 +11,7 @@
 
 namespace lowbit {
 
-// FNV-1a of 128 bits. Each text ends with a byte that no text has.
+// 128-bit FNV-1a. Each text is terminated by a byte that occurs in no text.
 class LOWBIT_API Hash {
  public:
   Hash& add(std::string_view text);
@@ -23,14 +23,14 @@ class LOWBIT_API Hash {
   Wide state_ = Wide{0x6c62272e07bb0142} << 64 | 0x62b821756295c58d;
 };
 
-// The folder of one device, in LOWBIT_CACHE_DIR, else in lowbit in XDG_CACHE_HOME or ~/.cache.
+// The cache folder of one device: in LOWBIT_CACHE_DIR, else in lowbit under XDG_CACHE_HOME or ~/.cache.
 std::filesystem::path cache_folder(std::string_view device);
 
-// The content of a file, unless the file was cut short or changed.
+// The content of a file, or nothing if the file is truncated or corrupt.
 std::optional<std::string> read_cached(const std::string& path);
 
-// Written aside and renamed: a reader sees all of it or nothing, and of two writers one wins. Returns why it could not
-// be kept, "" if it was.
+// Writes a temporary file and renames it: a reader sees all of it or nothing, and one of two concurrent writers wins.
+// Returns why the file could not be written, or "".
 std::string write_cached(const std::string& path, const std::string& image);
 
 }  // namespace lowbit

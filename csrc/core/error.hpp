@@ -10,7 +10,7 @@
 #include <string_view>
 #include <type_traits>
 
-// Functions that bindings and C++ programs may call: the shared library hides the others.
+// Exported functions, for bindings and C++ programs; all others are hidden in the shared library.
 #define LOWBIT_API __attribute__((visibility("default")))
 
 namespace lowbit {
@@ -23,8 +23,8 @@ class LOWBIT_API Error : public std::runtime_error {
   ErrorKind kind;
 };
 
-// One part of a message: a text, or the address of what a stream prints. Few types, so that the thousand messages share
-// the code that puts them together.
+// One part of a message: a text, or the address of a printable value. There are few types, so that the many messages
+// share the code that assembles them.
 class LOWBIT_API Part {
  public:
   Part(std::string_view text) : value_(text.data()), bytes_(text.size()) {}
@@ -43,7 +43,7 @@ class LOWBIT_API Part {
 LOWBIT_API std::string join(std::initializer_list<Part> parts);
 [[noreturn, gnu::cold]] LOWBIT_API void fail(ErrorKind kind, std::initializer_list<Part> parts);
 
-// Inlined, as literals of other lengths would make other functions of them.
+// Inlined, because each literal length would otherwise instantiate a function.
 template <class... Parts>
 [[gnu::always_inline]] inline std::string concat(const Parts&... parts) {
   return join({Part(parts)...});

@@ -3,8 +3,8 @@
 
 namespace lowbit {
 
-// True in a child that was forked after this library was loaded: the workers of OpenMP that its parent had are not
-// there, and libgomp would wait for them for ever (parallel.cpp).
+// True in a child that was forked after this library was loaded. Its parent's OpenMP workers do not exist there, and
+// libgomp would wait for them forever (parallel.cpp).
 bool was_forked();
 
 }  // namespace lowbit

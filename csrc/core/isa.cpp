@@ -18,7 +18,7 @@
 namespace lowbit {
 namespace {
 
-// Bits of cpuid and of the register state that the OS saves (xcr0). One set contains another if it has all its bits.
+// Bits of cpuid and of the register state that the OS saves (xcr0). One set includes another if it has all of its bits.
 struct Features {
   uint32_t ecx1 = 0;                      // leaf 1
   uint32_t ebx7 = 0, ecx7 = 0, edx7 = 0;  // leaf 7
@@ -43,9 +43,9 @@ constexpr Features kAvx2Vnni = kAvx2 | Features{.eax71 = 1u << 4};
 // The bits of ebx7: f, dq, bw, vl.
 constexpr Features kAvx512 = kAvx2 | Features{.ebx7 = 1u << 16 | 1u << 17 | 1u << 30 | 1u << 31, .xcr0 = 0xe6};
 constexpr Features kAvx512Vnni = kAvx512 | Features{.ecx7 = 1u << 11};
-// On Intel's a vdpbf16ps takes as long as four FMAs (Sapphire Rapids), on AMD's as one.
+// A vdpbf16ps takes as long as four FMAs on Intel (Sapphire Rapids), as long as one on AMD.
 constexpr Features kAvx512Bf16 = kAvx512Vnni | Features{.eax71 = 1u << 5, .of_amd = true};
-// bf16, tile, int8 of AMX, and AVX512_BF16
+// AMX's tiles, bf16 and int8, and AVX512_BF16
 constexpr Features kAmx =
     kAvx512Vnni | Features{.edx7 = 1u << 22 | 1u << 24 | 1u << 25, .eax71 = 1u << 5, .xcr0 = 0x600e6};
 
@@ -65,7 +65,8 @@ constexpr Isa kIsas[] = {
     {"scalar", kNone},
 };
 
-// Linux gives a process the 8 KiB of tiles per thread when it asks (5.16 and later), for good, and for its children.
+// Linux (5.16 and later) grants a process the 8 KiB of tile registers per thread on request, for good
+// and for its children.
 bool system_allows_tiles() {
 #if defined(__x86_64__) && defined(__linux__)
   constexpr int kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
@@ -98,7 +99,7 @@ std::string_view wanted() {
   return name ? name : "";
 }
 
-// The instruction set that LOWBIT_ISA names: null without it.
+// The instruction set named by LOWBIT_ISA, or null.
 const Isa* limit() {
   static std::atomic<const Isa* const*> kept{nullptr};
   return made_once(kept, []() -> const Isa* {

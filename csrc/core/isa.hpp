@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The instruction sets that this CPU can run. An instruction set is a set of features, not a step of a ladder:
-// avx2_vnni and avx512 both contain avx2, neither the other.
+// The instruction sets that this CPU can run. An instruction set is a set of features, not a rung of a ladder:
+// avx2_vnni and avx512 both include avx2, and neither includes the other.
 #pragma once
 
 #include <string>
@@ -11,15 +11,15 @@
 namespace lowbit {
 
 LOWBIT_API std::string_view
-detected_isa();  // the best whose features cpuid and xgetbv show (the OS must save the registers too)
+detected_isa();  // the best set whose features cpuid and xgetbv report (the OS must save the registers too)
 LOWBIT_API std::string_view
-chosen_isa();    // the best that LOWBIT_ISA leaves: it takes features away, and never adds one
-LOWBIT_API std::string isa_reason();         // why the chosen one is not the detected one; "" if it is
+chosen_isa();    // the best set that LOWBIT_ISA allows; it can only take features away
+LOWBIT_API std::string isa_reason();         // why the chosen set is not the detected one, or ""
 
-// Whether cores read memory faster in several places at a time than in one. Intel's do: each of their prefetchers
-// follows the reads inside of 4 KiB. (csrc/cpu/panel.hpp has figures.)
+// Whether cores read memory faster as several concurrent streams than as one. Intel's do: each of their prefetchers
+// follows reads within 4 KiB (figures: csrc/cpu/panel.hpp).
 LOWBIT_API bool reads_in_streams();
 
-LOWBIT_API std::string isa_unavailable(std::string_view isa);  // why code for it must not run; "" if it may
+LOWBIT_API std::string isa_unavailable(std::string_view isa);  // why code for this set cannot run, or ""
 
 }  // namespace lowbit

@@ -28,7 +28,7 @@ std::string path_of(void* handle, const std::string& opened_as) {
   return dlinfo(handle, RTLD_DI_LINKMAP, &map) == 0 && map->l_name[0] ? map->l_name : opened_as;
 }
 
-// Opens the first that can be; `missing` gets the reason of a file that is there and cannot.
+// Opens the first file that loads; `missing` gets the reason for a file that exists and does not.
 void open_in(const std::vector<std::string>& folders, const LibrarySearch& search, Library& library) {
   std::error_code ignored;
   for (const std::string& name : split(search.names, ' '))

@@ -5,8 +5,8 @@
 
 namespace lowbit {
 
-// The result of `make`, made at the first call and kept. A static variable would have a guard: a child that was forked
-// while another thread was making it would wait there for ever. Here two threads may both make it, and one is kept.
+// The result of `make`, created by the first call and kept. A static variable has a guard: a child forked while another
+// thread initializes it would wait there forever. Here two threads may both create the value, and one is kept.
 template <class T, class Make>
 const T& made_once(std::atomic<const T*>& kept, Make&& make) {
   const T* first = kept.load(std::memory_order_acquire);

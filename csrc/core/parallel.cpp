@@ -19,8 +19,8 @@
 #include "core/team.hpp"
 #include "core/thread_count.hpp"
 
-// ThreadSanitizer sees neither how torch's threads are woken nor how they are waited for: its workers are not compiled
-// with it.
+// ThreadSanitizer does not see how torch's threads are woken and joined, so the functions that they run are compiled
+// without it.
 #ifdef __SANITIZE_THREAD__
 #include <sanitizer/tsan_interface.h>
 #define LOWBIT_HAPPENS_BEFORE(at) __tsan_release(at)
@@ -33,8 +33,8 @@
 namespace lowbit {
 namespace {
 
-// C functions of libtorch_cpu's stable ABI, torch >= 2.10. torch loads its libraries locally, so they are looked up in
-// that library by name.
+// C functions of libtorch_cpu's stable ABI, torch >= 2.10. torch loads its libraries with local symbols, so they are
+// looked up in that library by name.
 struct TorchThreads {
   int32_t (*parallel_for)(int64_t, int64_t, int64_t, void (*)(int64_t, int64_t, void*), void*) = nullptr;
   int32_t (*get_num_threads)(uint32_t*) = nullptr;
@@ -51,7 +51,7 @@ TorchThreads look_up(bool& loaded) {
   return torch;
 }
 
-// How many libraries this process has loaded so far, never 0. 0.1 us, where look_up takes 20.
+// How many libraries this process has loaded so far, never 0. Takes 0.1 us; look_up takes 20 (Zen 5).
 unsigned long long libraries_loaded() {
   unsigned long long count = 0;
   auto first = [](dl_phdr_info* info, size_t, void* count) {
@@ -61,25 +61,24 @@ unsigned long long libraries_loaded() {
   return count;
 }
 
-// A forked child has no OpenMP workers, and libgomp would wait for ever for those that torch had started: there regions
-// run on a pool of our own. Watched from the moment this library is loaded, because torch's threads may run before ours
-// are asked for.
+// A forked child has no OpenMP workers, and libgomp would wait forever for those that torch had started, so its regions
+// run on our own pool. Registered when this library is loaded, because torch's threads may run before ours do.
 std::atomic<bool> forked{false};
 class Pool;
 std::atomic<const Pool*> pool{nullptr};  // never destroyed: workers may outlive static destructors
-std::atomic<int> threads_set{0};         // by set_num_threads; also for the pool of a forked child
-thread_local int64_t opened = 0;         // regions of this thread
+std::atomic<int> threads_set{0};         // set by set_num_threads; a forked child's pool uses it too
+thread_local int64_t opened = 0;         // number of regions that this thread has opened
 [[gnu::constructor]] void watch_fork() {
-  pthread_atfork(nullptr, nullptr, [] { forked = true, pool = nullptr; });  // the child has no workers: start over
+  pthread_atfork(nullptr, nullptr, [] { forked = true, pool = nullptr; });  // the child has no workers and starts over
 }
 
-// Null while torch is not loaded. lowbit may be used before torch is imported, so it is looked up again whenever a
+// Null while torch is not loaded. lowbit may be used before torch is imported, so the look-up is repeated whenever a
 // library has been loaded.
 const TorchThreads* loaded_torch() {
   static std::atomic<const TorchThreads*> found{nullptr};
   static std::atomic<unsigned long long> missing_at{0};
   if (const TorchThreads* torch = found.load(std::memory_order_acquire)) return torch;
-  // Before the look: a library that is loaded meanwhile changes the number.
+  // Read before the look-up: a library loaded meanwhile changes the count.
   const unsigned long long count = libraries_loaded();
   if (missing_at.load(std::memory_order_relaxed) == count) return nullptr;
   bool loaded;
@@ -96,7 +95,8 @@ const TorchThreads* torch_threads() {
   return torch && torch->found() ? torch : nullptr;
 }
 
-// Workers that sleep between regions. One region at a time; a second caller, or a nested region, runs alone.
+// Workers that sleep between regions. One region runs at a time; that of a second caller, or a nested one, runs
+// on its caller alone.
 class Pool {
  public:
   static Pool& instance() {
@@ -180,7 +180,7 @@ int num_threads() {
 }
 
 void set_num_threads(int threads) {
-  check(threads >= 0 && threads <= kMostThreads, ErrorKind::value, "set_num_threads: threads must be 1..", kMostThreads,
+  check(threads >= 0 && threads <= kMaxThreads, ErrorKind::value, "set_num_threads: threads must be 1..", kMaxThreads,
         ", or 0 for those of the environment, got ", threads);
   check(!torch_threads(), ErrorKind::runtime,
         "set_num_threads: threads are torch's in this process: torch.set_num_threads");

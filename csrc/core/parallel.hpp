@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Threads: torch's own when torch >= 2.10 is loaded (torch_parallel_for, found by dlsym: set_num_threads, DataLoader
-// workers and nested regions then behave as for any torch op), else a small pool of ours. No OpenMP.
+// Threads: torch's own if torch >= 2.10 is loaded (torch_parallel_for, found by dlsym, so that set_num_threads,
+// DataLoader workers and nested regions behave as for any torch op), else a small pool of our own. No OpenMP.
 #pragma once
 
 #include <atomic>
@@ -12,18 +12,18 @@
 
 namespace lowbit {
 
-LOWBIT_API int num_threads();             // threads that a parallel region may use now
-// How many threads this many products are worth: a parallel region costs 2 to 5 us (20 on a busy machine), as much as
-// kSerialProducts on one AVX2 core; that of a team (as_team) an eighth.
+LOWBIT_API int num_threads();             // max threads of a parallel region at present
+// How many threads this many products justify. A parallel region costs 2 to 5 us on Zen 5 (20 if busy), as much as
+// kSerialProducts on one AVX2 core; a region of a team (as_team) costs an eighth of that.
 constexpr int64_t kSerialProducts = 1 << 18;
 LOWBIT_API int threads_worth(int64_t products);
 LOWBIT_API std::string threads_source();  // "torch_parallel_for", or "own pool (why)"
 
-// Calls body(context, thread) for thread = 0..threads-1, each on a thread of its own where there are enough; returns
-// when all are done. The first exception is rethrown on the caller's thread.
+// Calls body(context, thread) for thread = 0..threads-1, each on its own thread if there are enough, and returns when
+// all are done. The first exception is rethrown on the caller's thread.
 LOWBIT_API void parallel_region(int threads, void (*body)(void* context, int thread), void* context);
 
-// Calls body(context), whose regions are given to threads that wait for them: for many short regions, of which one of
+// Calls body(context) with a team of threads that wait between its parallel regions. For many short regions: one of
 // torch's costs as much as a small product.
 LOWBIT_API void as_team(void (*body)(void* context), void* context);
 
@@ -40,8 +40,8 @@ void parallel(int threads, Body&& body) {
       &body);
 }
 
-// body(task) for task = 0..tasks-1. Each thread takes from a contiguous range of its own, which memory serves best, one
-// at a time, and from the other ranges when its own is empty: a slow core or a busy hyperthread takes fewer.
+// Calls body(task) for task = 0..tasks-1. Each thread has a contiguous range, for memory locality, and takes one task
+// at a time from it, then from the other ranges once its own is empty: a slow core or a busy hyperthread takes fewer.
 template <class Body>
 void parallel_for(int64_t tasks, int threads, Body&& body) {
   if (threads > tasks) threads = static_cast<int>(tasks);
@@ -53,9 +53,9 @@ void parallel_for(int64_t tasks, int threads, Body&& body) {
     std::atomic<int64_t> next;
     int64_t end;
   };
-  constexpr int kMostRanges = 64;  // more threads than that share them
-  const int ranges = threads < kMostRanges ? threads : kMostRanges;
-  Range range[kMostRanges];
+  constexpr int kMaxRanges = 64;  // further threads share them
+  const int ranges = threads < kMaxRanges ? threads : kMaxRanges;
+  Range range[kMaxRanges];
   for (int i = 0; i < ranges; i++) {
     range[i].next.store(tasks * i / ranges, std::memory_order_relaxed);
     range[i].end = tasks * (i + 1) / ranges;

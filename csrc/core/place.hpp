@@ -12,8 +12,8 @@
 
 namespace lowbit {
 
-// One line per type of device: its name here, as torch's devices show it; what torch's C functions call it
-// (aoti_torch_device_type_<>); DLPack's number of it.
+// One line per device type: its name, as torch prints it; the suffix of torch's C function for it
+// (aoti_torch_device_type_<>); its number in DLPack.
 #define LOWBIT_DEVICES(X) \
   X(cpu, "cpu", "cpu", 1) \
   X(cuda, "cuda", "cuda", 2) \
@@ -38,7 +38,7 @@ inline constexpr int kDeviceTypeCount = static_cast<int>(std::size(kDeviceTypes)
 
 constexpr std::string_view name_of(DeviceType type) { return kDeviceTypes[static_cast<int>(type)].name; }
 
-LOWBIT_API DeviceType device_type(std::string_view op, std::string_view name);  // ValueError: none has that name
+LOWBIT_API DeviceType device_type(std::string_view op, std::string_view name);  // ValueError for an unknown name
 
 struct Device {
   DeviceType type = DeviceType::cpu;
@@ -54,18 +54,18 @@ inline std::string name_of(Device device) {
 
 struct Place {
   Device device{};
-  void* stream = nullptr;  // the device's own handle of it; null: its default stream. A CPU has none
+  void* stream = nullptr;  // the device's stream handle; null: its default stream. A CPU has none
 };
 
-// The stream that this thread's work on a device joins now. torch keeps the streams; null where torch is not loaded.
+// The stream that this thread's work on a device joins. torch keeps it; null if torch is not loaded.
 LOWBIT_API void* current_stream(Device device);
 LOWBIT_API void ask_for_streams(void* (*keeper)(Device device));
 
-// Memory on the device for the work of one call, from torch's allocator. It is freed while that work may still run, and
-// given out again to work that joins the same stream later.
+// Device memory for the work of one call, from torch's allocator. It is freed while that work may still run, and reused
+// only by later work on the same stream.
 class LOWBIT_API Workspace {
  public:
-  Workspace(std::string_view op, const Place& place, int64_t bytes);  // RuntimeError: there is no more
+  Workspace(std::string_view op, const Place& place, int64_t bytes);  // RuntimeError if memory runs out
   Workspace(const Workspace&) = delete;
   Workspace& operator=(const Workspace&) = delete;
   ~Workspace();
@@ -76,7 +76,7 @@ class LOWBIT_API Workspace {
 };
 
 struct MemoryKeeper {
-  void* (*take)(std::string_view op, Device device, int64_t bytes, void** data);  // what give_back takes
+  void* (*take)(std::string_view op, Device device, int64_t bytes, void** data);  // returns the handle for give_back
   void (*give_back)(void* memory);
 };
 LOWBIT_API void ask_for_memory(const MemoryKeeper* keeper);

@@ -22,9 +22,9 @@ LOWBIT_INLINE constexpr std::array<uint32_t, 4> philox4x32(std::array<uint32_t, 
   return counter;
 }
 
-// 32 random bits for one element (Wellons' lowbias32 finalizer over the Weyl sequence of the key): six operations in a
-// vector, enough where each element needs one draw, as in stochastic rounding. `key` comes from Philox, one per block
-// of elements.
+// 32 random bits for one element (Wellons' lowbias32 finalizer over the Weyl sequence of the key): six vector
+// operations, good enough where an element needs one draw, as in stochastic rounding. `key` comes from Philox, one per
+// block of elements.
 template <class Int>
 LOWBIT_INLINE Int random_bits(Int element, int32_t key) {
   Int x = bit_xor(mul(element, like(element, static_cast<int32_t>(0x9E3779B9u))), like(element, key));
@@ -33,8 +33,8 @@ LOWBIT_INLINE Int random_bits(Int element, int32_t key) {
   return bit_xor(x, shift_right<16>(x));
 }
 
-// For stochastic rounding in an optimizer's step: the seed of a tensor (from the call's seed, the step and the position
-// in the list), and the key of a block of it.
+// Stochastic rounding in an optimizer step: the seed of a tensor (from the call's seed, the step count and the index in
+// the list), and the key of one of its blocks.
 LOWBIT_INLINE uint64_t tensor_seed(uint64_t seed, double step, int64_t index) {
   const auto random =
       philox4x32({static_cast<uint32_t>(index), static_cast<uint32_t>(index >> 32), static_cast<uint32_t>(step), 0},

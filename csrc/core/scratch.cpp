@@ -9,31 +9,31 @@
 namespace lowbit {
 namespace {
 
-constexpr int64_t kPage = 4096;  // pieces begin at pages, so that their place in a cache does not depend on the caller
+constexpr int64_t kPage = 4096;  // arrays begin at page boundaries, so that cache conflicts do not depend on the caller
 
-// Memory of the system, of which the first `used` bytes are taken.
+// System memory, of which the first `used` bytes are taken.
 struct Block {
   char* data;
   int64_t bytes, used;
 };
 
-// Pieces lie behind one another in a block. One that does not fit goes to a further block; once all pieces are given
-// back, one block as large as all of them takes their place.
+// Arrays follow one another in a block. One that does not fit opens a further block; once all are given back, the
+// blocks are replaced by a single one as large as all of them.
 class Stack {
  public:
   ~Stack() { free_blocks(); }
 
   void* take(int64_t bytes) {
-    const int64_t room = round_up((bytes ? bytes : 1) + kRedZone, kPage);
-    if (pieces_.empty() && (blocks_.size() != 1 || blocks_[0].bytes < room)) join_blocks(room);
-    std::size_t at = pieces_.empty() ? 0 : pieces_.back().block;  // blocks after the last piece are empty
-    while (at < blocks_.size() && blocks_[at].bytes - blocks_[at].used < room) at++;
-    pieces_.reserve(pieces_.size() + 1);
-    if (at == blocks_.size()) add_block(room);
+    const int64_t needed = round_up((bytes ? bytes : 1) + kRedZone, kPage);
+    if (arrays_.empty() && (blocks_.size() != 1 || blocks_[0].bytes < needed)) join_blocks(needed);
+    std::size_t at = arrays_.empty() ? 0 : arrays_.back().block;  // blocks after the last array are empty
+    while (at < blocks_.size() && blocks_[at].bytes - blocks_[at].used < needed) at++;
+    arrays_.reserve(arrays_.size() + 1);
+    if (at == blocks_.size()) add_block(needed);
     char* const data = blocks_[at].data + blocks_[at].used;
-    pieces_.push_back({at, blocks_[at].used, bytes});
-    blocks_[at].used += room;
-    if (kRedZones) {  // bytes of an earlier piece have no owner: they become NaN
+    arrays_.push_back({at, blocks_[at].used, bytes});
+    blocks_[at].used += needed;
+    if (kRedZones) {  // bytes of an earlier array become NaN
       LOWBIT_ALLOW(data, bytes);
       std::memset(data, 0xff, static_cast<std::size_t>(bytes));
     }
@@ -41,15 +41,15 @@ class Stack {
   }
 
   void give_back() noexcept {
-    const Piece& piece = pieces_.back();
-    Block& block = blocks_[piece.block];
-    block.used = piece.begin;
-    LOWBIT_FORBID(block.data + piece.begin, piece.bytes);
-    pieces_.pop_back();
+    const Array& array = arrays_.back();
+    Block& block = blocks_[array.block];
+    block.used = array.begin;
+    LOWBIT_FORBID(block.data + array.begin, array.bytes);
+    arrays_.pop_back();
   }
 
  private:
-  struct Piece {
+  struct Array {
     std::size_t block;
     int64_t begin, bytes;
   };
@@ -62,11 +62,11 @@ class Stack {
     blocks_.push_back({data, bytes, 0});
   }
 
-  void join_blocks(int64_t room) {
+  void join_blocks(int64_t needed) {
     int64_t bytes = 0;
     for (const Block& block : blocks_) bytes += block.bytes;
     free_blocks();
-    add_block(bytes > room ? bytes : room);
+    add_block(bytes > needed ? bytes : needed);
   }
 
   void free_blocks() {
@@ -78,7 +78,7 @@ class Stack {
   }
 
   std::vector<Block> blocks_;
-  std::vector<Piece> pieces_;
+  std::vector<Array> arrays_;
 };
 
 thread_local Stack stack;

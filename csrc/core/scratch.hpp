@@ -1,19 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
 // Scratch memory of the calling thread: a stack, so that a function may take some while its caller holds some. 64-byte
-// aligned, kept between calls, grown when needed, freed when the thread ends.
+// aligned, kept between calls, grown on demand, freed when the thread ends.
 #pragma once
 
 #include "core/arena.hpp"
 
 namespace lowbit {
 
-// The last piece taken is given back first. Scratch does both.
+// Last taken, first given back. Use Scratch.
 void* take_scratch(int64_t bytes);
 void give_scratch_back() noexcept;
 
 namespace {
 
-// A piece of scratch memory, from its definition to the end of the block. Destroyed by the thread that made it.
+// RAII: an array of scratch memory. Destroyed by the thread that made it.
 class Scratch {
  public:
   LOWBIT_INLINE explicit Scratch(int64_t bytes) : data_(take_scratch(bytes)) {}

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Regions, and threads that stay together over many of them (parallel.cpp).
+// Parallel regions, and threads that serve many of them in a row (parallel.cpp).
 #pragma once
 
 #include <sched.h>
@@ -11,7 +11,7 @@
 namespace lowbit {
 namespace {
 
-// A region in flight: the function, and the first error of any thread.
+// A region in flight: its function, and the first error of any thread.
 struct Region {
   void (*body)(void*, int);
   void* context;
@@ -27,14 +27,14 @@ struct Region {
   }
 };
 
-// One thread leads: it gives out regions, of which it runs part 0. The others wait for them, spinning, and take the
-// parts that are left. No thread waits for one that has not taken a part: where another process has its core, the
-// leader does all of the work itself.
+// The leader opens regions and runs part 0 of each. The others spin until a region opens, and take the remaining
+// parts. No thread waits for one that has not taken a part: if another process occupies its core, the leader does all
+// of the work.
 class Team {
  public:
   explicit Team(int threads) : threads_(threads) {}
 
-  // The team that this thread leads, or null.
+  // The team led by this thread, or null.
   static Team*& current() {
     static thread_local Team* team = nullptr;
     return team;
@@ -48,7 +48,7 @@ class Team {
     const uint64_t number = (next_.load(std::memory_order_relaxed) >> 32) + 1;
     next_.store(number << 32 | static_cast<uint64_t>(threads - 1), std::memory_order_release);
     region.run(0);
-    int left = threads - 1;  // parts that others run
+    int left = threads - 1;  // parts for the others
     while (const int part = take()) region.run(part), left--;
     for (Patience patience; finished_.load(std::memory_order_acquire) < left;) patience.wait();
   }
@@ -68,7 +68,7 @@ class Team {
   void end() { over_.store(true, std::memory_order_release); }
 
  private:
-  // 0.1 ms of looking, longer than the pause between two regions of a team; then others may have the core.
+  // Spins for 0.1 ms, longer than the gap between two regions of a team, then yields the core.
   struct Patience {
     int looks = 0;
     void wait() {
@@ -77,8 +77,8 @@ class Team {
     }
   };
 
-  // Takes a part of the region, for this thread alone; 0 if none is left. The number of the region is in the same word,
-  // so that a look at one region takes no part of the next.
+  // Takes a part of the region; 0 if none is left. The region's number is in the same word, so that a thread that looks
+  // at one region cannot take a part of the next.
   int take() {
     uint64_t seen = next_.load(std::memory_order_acquire);
     while (const auto part = static_cast<uint32_t>(seen))
@@ -88,10 +88,10 @@ class Team {
 
   const int threads_;
   Region* region_ = nullptr;
-  // The leader writes them and the others look at them all the time.
-  alignas(64) std::atomic<uint64_t> next_{0};  // number of the region; the highest part that is left, 0 for none
+  // On cache lines of their own: the leader writes them while the others poll them.
+  alignas(64) std::atomic<uint64_t> next_{0};  // number of the region; the highest part left, 0 for none
   std::atomic<bool> over_{false};
-  alignas(64) std::atomic<int> finished_{0};  // parts that others have run
+  alignas(64) std::atomic<int> finished_{0};  // parts that the others have finished
 };
 
 }  // namespace

@@ -23,7 +23,7 @@ struct TensorView {
   std::array<int64_t, kMaxRank> shape{};
   std::array<int64_t, kMaxRank> stride{};
 
-  explicit operator bool() const { return dtype != DType::other || data != nullptr; }  // false: an argument not given
+  explicit operator bool() const { return dtype != DType::other || data != nullptr; }  // false: argument not given
 
   int64_t size(int dim) const { return shape[dim < 0 ? rank + dim : dim]; }
   int64_t numel() const {
@@ -43,7 +43,7 @@ struct TensorView {
   T* as() const { return static_cast<T*>(data); }
 };
 
-// A shape as errors show it. Text only where it is printed: a check takes it in every call.
+// A shape in an error message. Formatted only if printed: checks create one in every call.
 struct ShapeText {
   std::span<const int64_t> sizes;
 

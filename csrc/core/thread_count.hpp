@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// How many threads our own pool has, and how many parallel regions were opened (parallel.hpp).
+// The size of our own pool, and the number of parallel regions opened (parallel.hpp).
 #pragma once
 
 #include <cstdint>
@@ -8,10 +8,10 @@
 
 namespace lowbit {
 
-constexpr int kMostThreads = 1024;
-// 1..kMostThreads, or 0: as the environment says. RuntimeError where threads are torch's.
+constexpr int kMaxThreads = 1024;
+// 1..kMaxThreads, or 0 for the environment's choice. RuntimeError if threads are torch's.
 LOWBIT_API void set_num_threads(int threads);
-// Regions that this thread has opened so far; those of a team are one.
+// Regions opened by this thread so far; all regions of a team count as one.
 LOWBIT_API int64_t opened_regions();
 
 }  // namespace lowbit

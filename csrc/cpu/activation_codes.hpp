@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rounding of a row of activations, or of a group of it, to int8 or float8: its scale and its codes. Include after a
-// header of cpu/simd/.
+// Rounding of a row of activations, or of one of its groups, to int8 or float8: scale and codes. Include after a header
+// of cpu/simd/.
 #pragma once
 
 #include "cpu/simd/math.hpp"
@@ -14,7 +14,7 @@ struct Range {
   float scale, inverse, zero_point;
 };
 
-// scale = amax / most; a nan or inf in the range makes the scale nan, and so every result of the row.
+// scale = amax / most; a nan or inf in the range makes the scale nan, and with it all results of the row.
 LOWBIT_INLINE Range symmetric_range(const float* x, int64_t k, float most) {
   f32x16 amax = set1(0.0f), poison = set1(0.0f);
   for (int64_t i = 0; i < k; i += 16) {
@@ -26,8 +26,8 @@ LOWBIT_INLINE Range symmetric_range(const float* x, int64_t k, float most) {
   return {scale, scale >= 0x1p-126f ? 1.0f / scale : 0.0f, 0.0f};
 }
 
-// x = scale * (q - zero_point) with q in -127..127 and a range that contains 0. For torchao parity, and
-// rare: plain code.
+// x = scale * (q - zero_point) with q in -127..127 and a range that contains 0. Plain code: rarely used, for parity
+// with torchao.
 inline Range asymmetric_range(const float* x, int64_t k) {
   float lowest = 0.0f, highest = 0.0f, poison = 0.0f;
   for (int64_t i = 0; i < k; i++) {
@@ -42,7 +42,7 @@ inline Range asymmetric_range(const float* x, int64_t k) {
 
 LOWBIT_INLINE i32x16 int8_codes(f32x16 x, f32x16 inverse, f32x16 zero_point) {
   const f32x16 scaled = fma(x, inverse, zero_point), limit = set1(127.0f);
-  return to_int(max(sub(set1(0.0f), limit), min(scaled, limit)));  // nan, whose scale is nan, has a code too
+  return to_int(max(sub(set1(0.0f), limit), min(scaled, limit)));  // gives nan a code too; its scale is nan
 }
 
 // x as float8_e4m3fn times one scale.

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// One backend per instruction set that was compiled; csrc/cpu/CMakeLists.txt says which units each has.
+// One backend per compiled instruction set; csrc/cpu/CMakeLists.txt lists the units of each.
 #include "cpu/backend.hpp"
 
 #include "core/isa.hpp"

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Reading packed panels: their sections, and codes as vectors of 16 columns. Include after a header of cpu/simd/.
+// Reads packed panels: their sections, and codes as vectors of 16 columns. Include after a header of cpu/simd/.
 #pragma once
 
 #include "core/isa.hpp"
@@ -8,14 +8,14 @@
 namespace lowbit::cpu::LOWBIT_ISA_NAME {
 namespace {
 
-// One panel's sections.
+// The sections of one panel.
 struct PanelView {
-  const uint16_t* group_scale;  // null per channel
-  const uint16_t* zero;         // null when symmetric
+  const uint16_t* group_scale;  // null if scales are per channel
+  const uint16_t* zero;         // null if symmetric
   const uint8_t* codes;
   const uint8_t* end;
   int64_t bytes;
-  float code_shift;  // unpacked codes are so much larger than `zero` counts: they are around 128
+  float code_shift;  // offset of unpacked codes, which are centered at 128, from the codes that `zero` refers to
 };
 
 LOWBIT_INLINE PanelView view_panel(const WeightSpec& spec, const uint8_t* weight, int64_t panel) {
@@ -26,7 +26,7 @@ LOWBIT_INLINE PanelView view_panel(const WeightSpec& spec, const uint8_t* weight
           is_unpacked(spec.format) ? 128.0f - static_cast<float>(symmetric_zero(spec.format)) : 0.0f};
 }
 
-// The codes of `tiles` tiles from one on: in place, or unpacked to `room` (kByteTile for each).
+// The codes of consecutive tiles: in place, or unpacked into `room` (kByteTile each).
 template <Format kFormat>
 LOWBIT_INLINE const uint8_t* readable_tiles(const WeightSpec& spec, const PanelView& panel, int64_t first_tile,
                                             int64_t tiles, uint8_t* room) {
@@ -75,9 +75,9 @@ class Ahead {
 
  private:
   LOWBIT_INLINE static int64_t stretch_of(const WeightSpec& spec, const PanelView& panel) {
-    constexpr int64_t kMostBytes = 64 << 10;
+    constexpr int64_t kMaxBytes = 64 << 10;
     const int64_t bytes = panel.end - panel.codes;
-    return bytes <= kMostBytes ? bytes : round_up(ceil_div(bytes, ceil_div(bytes, kMostBytes)), spec.tile_bytes());
+    return bytes <= kMaxBytes ? bytes : round_up(ceil_div(bytes, ceil_div(bytes, kMaxBytes)), spec.tile_bytes());
   }
   // Sets the lines to fetch while the codes from used_ on are read: a stretch, or in one stream the codes of a step.
   LOWBIT_INLINE void begin(const PanelView& panel) { four_ ? begin_stretch(panel) : begin_one(panel); }
@@ -89,8 +89,8 @@ class Ahead {
     at_ = used_ + 4096 + (used_ + 4096 < end_ ? 0 : step_ - panel.bytes);
   }
 
-  // at_: the line that is fetched next, of four that are across_ apart; the next four are down_ further. used_: where
-  // the stretch that is read now begins. stop_: where the first quarter of the stretch that is fetched ends.
+  // at_: the next line to prefetch, the first of four that are across_ apart; the next four are down_ further. used_:
+  // start of the stretch now being read. stop_: end of the first quarter of the stretch being prefetched.
   const uint8_t *at_, *stop_, *used_, *end_;
   int64_t stretch_ = 0, across_ = 64, down_ = 256, step_;
   bool four_ = false;
@@ -110,10 +110,10 @@ LOWBIT_INLINE bool in_four_streams(const WeightSpec& spec, bool for_int4) {
   return kLittleWork<kFormat> && !is_unpacked(spec.format) && reads_in_streams();
 }
 
-constexpr int64_t kHalfK = 32;  // half a tile: as many as int16 sums can take
+constexpr int64_t kHalfK = 32;  // half a tile: max depth of an int16 accumulator
 
-// So many k have one scale in every weight of a format. Of codes in planes, which are read as int8, with_step asks the
-// weight: in groups of 16 a step is half as long.
+// The depth that shares a scale in all weights of a format. For codes in planes, which are read as int8, with_step
+// looks at the weight: groups of 16 halve it.
 template <Format kFormat>
 constexpr int64_t kStepK = is_float(kFormat) ? kHalfK : smallest_group(kFormat);
 template <Format kFormat, class Body>
@@ -123,7 +123,7 @@ LOWBIT_INLINE void with_step(const WeightSpec& spec, Body&& body) {
   body(std::integral_constant<int64_t, kStepK<kFormat>>{});
 }
 
-// How codecs read 16 columns (formats/codec.hpp).
+// Reads 16 columns, for codecs (formats/codec.hpp).
 struct Lanes {
   LOWBIT_INLINE static f32x16 float32(const uint8_t* p) { return load(reinterpret_cast<const float*>(p)); }
   LOWBIT_INLINE static f32x16 float16(const uint8_t* p) { return load_f16(reinterpret_cast<const uint16_t*>(p)); }
@@ -132,7 +132,7 @@ struct Lanes {
   LOWBIT_INLINE static constexpr int int4_shift(int at) { return cpu::LOWBIT_ISA_NAME::int4_shift(at); }
 };
 
-// A codec, and what follows from it: units of a tile of 64 k.
+// A codec, and its derived constants: units of a tile of 64 k.
 template <Format kFormat>
 struct Unit : codec_of<kFormat> {
   using Codec = codec_of<kFormat>;
@@ -141,14 +141,14 @@ struct Unit : codec_of<kFormat> {
     if constexpr (plain) return Codec::template plain_value<at, Lanes>(p);
     else return Codec::template value<at, Lanes>(p);
   }
-  // body(whether the unit is plain, as a constant); false, too, where that is not asked for
+  // body(whether the unit is plain, as a constant); false if not asked for
   template <class Body> LOWBIT_INLINE static void with_plain(const uint8_t* unit, bool asked, Body&& body) {
     if constexpr (requires { Codec::template is_plain<Lanes>(unit); }) {
       if (asked && Codec::template is_plain<Lanes>(unit)) [[likely]] return body(std::true_type{});
     }
     body(std::false_type{});
   }
-  // Judges a panel by its first tile. A branch that is guessed wrong takes as long as two units.
+  // Judges a panel by its first tile. A mispredicted branch takes as long as two units.
   LOWBIT_INLINE static bool mostly_plain(const uint8_t* codes) {
     int64_t plain = 0;
     for (int64_t unit = 0; unit < kPerTile; unit++)
@@ -159,20 +159,20 @@ struct Unit : codec_of<kFormat> {
 
 template <Format kFormat>
 LOWBIT_INLINE constexpr int64_t k_in_tile(int64_t unit, int at) { return codec_of<kFormat>::k_of(unit, at); }
-// Undoes the 2^shift of value().
+// Undoes the 2^shift in value().
 template <Format kFormat>
 LOWBIT_INLINE constexpr float unshift_of(int at) {
   const int shift = codec_of<kFormat>::template shift<Lanes>(at);
   return __builtin_bit_cast(float, (127 - shift) << 23);
 }
 
-// value() returns code - value_zero, of codes as `zero` counts them.
+// value() returns code - value_zero, with codes as `zero` counts them.
 template <Format kFormat>
 LOWBIT_INLINE float value_zero(const PanelView& panel) {
   return codec_of<kFormat>::value_zero - panel.code_shift;
 }
 
-// Scale of group g without the column's part, and its zero point.
+// Scale of group g without the column's factor, and its zero point.
 LOWBIT_INLINE f32x16 scale_of(const PanelView& panel, int64_t g) {
   return panel.group_scale ? load_f16(panel.group_scale + g * 16) : set1(1.0f);
 }
@@ -182,23 +182,23 @@ LOWBIT_INLINE f32x16 zero_of(const PanelView& panel, int64_t g) {
   return load_f16(panel.zero + g * 16);
 }
 
-// The nearest whole number to a zero point that leaves every code - zero exact in 8 bits, at most 256 in size. It is
-// taken from the codes first: value_zero - zero may have more bits than a float32 (of int8, 128 - 2^-17).
+// The integer nearest to a zero point for which code - zero, at most 256 in magnitude, is exact in 8 bits. It is
+// subtracted from the codes first: value_zero - zero may have more bits than a float32 (int8: 128 - 2^-17).
 LOWBIT_INLINE f32x16 whole_zero(const PanelView& panel, f32x16 zero, int code_max) {
   const float most = 256.0f - panel.code_shift;
   return max(set1(static_cast<float>(code_max) - 512.0f + most), min(set1(most), to_float(to_int(zero))));
 }
 
-// `tiles` tiles of one panel as float32 [k][16], without the column scale. The bytes `ahead` further on are prefetched,
-// the block that the caller widens next. Without it each block starts with the latency of memory, a fifth of the time
-// at m = 32.
+// `tiles` tiles of one panel as float32 [k][16], without the column scale. Prefetches `ahead` bytes ahead, in the block
+// that the caller widens next: otherwise each block starts with the latency of memory, a fifth of the time at m = 32
+// (AVX2, Zen 5).
 template <Format kFormat, int64_t kStep>
 void widen_tiles(const WeightSpec& spec, const uint8_t* weight, int64_t panel, int64_t first_tile, int64_t tiles,
                  float* out, int64_t ahead = 0) {
   using U = Unit<kFormat>;
   const PanelView view = view_panel(spec, weight, panel);
   constexpr int64_t kParts = is_float(kFormat) ? 1 : kTileK / kStep;
-  // Per part of a tile that has one scale: value = (raw + whole) * scale + rest, rounded once. Without zero points
+  // For each part of a tile with one scale: value = (raw + whole) * scale + rest, rounded once. Without zero points
   // whole is 0.
   f32x16 scale[kParts], whole[kParts], rest[kParts];
   alignas(64) uint8_t room[kByteTile];

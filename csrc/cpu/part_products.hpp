@@ -1,15 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
-// Products of two float matrices by the tile unit, which multiplies bfloat16 and adds in float32 (cpu/simd/amx.hpp,
-// avx512_bf16.hpp): activations by activations, as tile_products.hpp has them for vectors of float32. A float is cut
-// into kParts of bfloat16, each what rounding left of it: 1 is exact for bfloat16, 2 for float16.
+// Products of two float matrices on the tile unit, which multiplies bfloat16 and accumulates in float32
+// (cpu/simd/amx.hpp, avx512_bf16.hpp): activations by activations, the counterpart of tile_products.hpp, which uses
+// float32 vectors. A float is cut into kParts of bfloat16, each the rounded remainder of those before: 1 is exact for
+// bfloat16, 2 for float16.
 //
 //   the left factor a    PartRows: cut_rows of a, or cut_columns of its transpose
 //   the right factor b   tiles [columns / 16][depth / 32][part]: pack_tiles of b, or transpose_parts of the rows of its
 //                        transpose
-//   multiply<kParts>     c = a b or c += a b, in whole tiles of 16 rows and columns, of the depth in whole steps of 32
+//   multiply<kParts>     c = a b or c += a b, in whole tiles of 16 rows and columns, over a depth in whole steps of 32
 //
-// Behind the last of the depth both factors have zeros, up to the end of the step; a matrix that is cut or packed has
-// them up to the next multiple of 16.
+// Both factors are padded with zeros along the depth, to the end of the step, and a matrix that is cut or packed up to
+// the next multiple of 16.
 #pragma once
 
 #include "cpu/tile_products.hpp"
@@ -19,16 +20,16 @@ namespace lowbit::cpu::LOWBIT_ISA_NAME {
 namespace {
 
 constexpr int64_t kTileRows = TileUnit::kRows, kTileBytes = 1024;
-constexpr int64_t kStep = 32, kStepBytes = 64;  // a product sums over that many bfloat16, a row of a tile
+constexpr int64_t kStep = 32, kStepBytes = 64;  // depth of one product of tiles, in bfloat16; bytes of a tile's row
 
 LOWBIT_INLINE int64_t steps_of(int64_t columns) { return ceil_div(columns, kStep); }
 
-// Rows of tiles of activations, from any row on, [row][columns / 32][part] of 32 bfloat16, or as activations whose part
-// is contiguous, [row][part][columns / 32]. Rows are 64 * odd bytes apart, so that those of a tile fall into different
+// Rows of activation tiles, from any row on, as [row][columns / 32][part] of 32 bfloat16, or with contiguous parts
+// as [row][part][columns / 32]. The row stride is 64 * odd bytes, so that the rows of a tile fall into different
 // sets of L1.
 struct PartRows {
   uint8_t* data = nullptr;
-  int64_t stride = 0, step = 0, part = 0;  // bytes, from one to the next
+  int64_t stride = 0, step = 0, part = 0;  // strides in bytes
   LOWBIT_INLINE uint8_t* row(int64_t r) const { return data + r * stride; }
   LOWBIT_INLINE PartRows from(int64_t r) const { return {row(r), stride, step, part}; }
 };
@@ -39,7 +40,8 @@ LOWBIT_INLINE PartRows part_rows(int64_t rows, int64_t columns, Arena& arena) {
   return {arena.array<uint8_t>(rows * stride), stride, kParts * kStepBytes, kStepBytes};
 }
 
-// 32 floats in parts, each rounded to 8 bits: of float16 two are exact, of a float32 they leave 2^-8 and 2^-16 at most.
+// 32 floats in parts of 8 bits, rounded: two are exact for float16; for float32 the error is 2^-8 after one, 2^-16
+// after two.
 template <int kParts>
 LOWBIT_INLINE void cut_rounded(f32x16 first, f32x16 second, uint8_t* to, int64_t part_bytes = kStepBytes) {
   unroll<kParts>([&](auto part) {
@@ -48,7 +50,7 @@ LOWBIT_INLINE void cut_rounded(f32x16 first, f32x16 second, uint8_t* to, int64_t
     if constexpr (part + 1 < kParts) first = sub(first, load_bf16(at)), second = sub(second, load_bf16(at + 16));
   });
 }
-// Likewise for the floats at an even k and at the next, in pairs as a tile of weights has them.
+// Likewise for the floats at an even k and the next, interleaved in pairs as in a tile of weights.
 template <int kParts>
 LOWBIT_INLINE void cut_rounded(f32x16 even, f32x16 odd, i32x16 (&pairs)[kParts]) {
   unroll<kParts>([&](auto part) {
@@ -60,7 +62,7 @@ LOWBIT_INLINE void cut_rounded(f32x16 even, f32x16 odd, i32x16 (&pairs)[kParts])
   });
 }
 
-// The left factor from the columns of a span of rows of floats; zeros up to the end of the last step.
+// The left factor from a span of columns of rows of floats; zeros up to the end of the last step.
 template <int kParts>
 LOWBIT_INLINE void cut_rows(Matrix<float> from, int64_t rows, Span columns, PartRows to) {
   for (int64_t r = 0; r < rows; r++) {
@@ -73,7 +75,7 @@ LOWBIT_INLINE void cut_rows(Matrix<float> from, int64_t rows, Span columns, Part
   }
 }
 
-// The left factor a from 32 rows of its transpose: step `step` of as many rows of a as they have columns, up to the
+// The left factor a from 32 rows of its transpose: step `step` for as many rows of a as those have columns, up to the
 // next multiple of 16.
 template <int kParts>
 LOWBIT_INLINE void cut_columns(Matrix<float> from, int64_t columns, int64_t step, PartRows to) {
@@ -90,8 +92,8 @@ LOWBIT_INLINE void cut_columns(Matrix<float> from, int64_t columns, int64_t step
   }
 }
 
-// The right factor from the columns of a span, from a multiple of 16 on, of `steps` steps of 32 rows of floats;
-// b_steps: those that b has memory for.
+// The right factor from a span of columns, starting at a multiple of 16, over `steps` steps of 32 rows of floats;
+// b_steps: steps that b has memory for.
 template <int kParts>
 LOWBIT_INLINE void pack_tiles(Matrix<float> from, int64_t steps, Span columns, int64_t b_steps, uint8_t* to) {
   for (int64_t c = columns.begin; c < columns.end; c += 16)
@@ -110,13 +112,13 @@ LOWBIT_INLINE void transpose_parts(PartRows rows, int64_t count, uint8_t* to) {
                     reinterpret_cast<float*>(to + i * kTileBytes), 16);
 }
 
-// The pairs of two parts that are multiplied: all four, or not that of both second parts, which is 2^-16 of the whole
-// at most.
+// The pairs of two parts that are multiplied: all four, or all but the pair of second parts, at most 2^-16
+// of the whole.
 enum class Pairs { all, not_last };
 
-// Sums of kRowTiles x kPanels tiles += those of `steps` steps; activations(r, part), weights(p, part): where the tiles
-// of the first lie. One side stays from pair to pair: three are 12 products and 8 loads. `meanwhile` is called after
-// each step.
+// Accumulators of kRowTiles x kPanels tiles += products over `steps` steps; activations(r, part) and weights(p, part)
+// return the rows of the first tiles. One factor stays loaded from pair to pair: three pairs are 12 products and 8
+// loads. Calls `meanwhile` after each step.
 template <int kParts, Pairs kPairs, int kRowTiles, int kPanels, class Activations, class Weights, class F>
 LOWBIT_INLINE void multiply_parts(int64_t steps, Activations&& activations, Weights&& weights, F&& meanwhile) {
   static_assert(kParts <= 2);
@@ -138,8 +140,8 @@ LOWBIT_INLINE void multiply_parts(int64_t steps, Activations&& activations, Weig
   }
 }
 
-// A product of tiles: c = a b or c += a b, of `row_tiles` tiles of rows of a, over the steps of a span; b: packed, of
-// `b_steps` steps, of which the panels (16 columns) of a span are wanted. `meanwhile` is called after every step.
+// A product of tiles: c = a b or c += a b, for `row_tiles` tiles of rows of a, over a span of steps; b: packed with
+// `b_steps` steps; a span of its panels (16 columns) is multiplied. Calls `meanwhile` after each step.
 struct TileProduct {
   PartRows a;
   const uint8_t* b;
@@ -166,7 +168,7 @@ LOWBIT_INLINE void multiply(const TileProduct& product, F&& meanwhile) {
           unroll<kRowTiles * kPanels>([](auto t) { TileUnit::zero<t>(); });
         else
           unroll<kRowTiles * kPanels>([&](auto t) { TileUnit::load<t>(place(t), stride); });
-        // Of ints gcc knows that addresses of steps do not overflow: its loops then count by one, without a counter.
+        // With ints gcc knows that step addresses do not overflow, and counts loops without a separate counter.
         const int64_t first = static_cast<int>(product.steps.begin), end = static_cast<int>(product.steps.end);
         multiply_parts<kParts, kPairs, kRowTiles, kPanels>(
             end - first,
@@ -191,7 +193,7 @@ template <int kParts, Pairs kPairs = Pairs::not_last>
   multiply<kParts, kPairs>(product, [] {});
 }
 
-// A span of columns in tiles or steps of `size` columns.
+// A span of columns in units of `size` columns.
 LOWBIT_INLINE Span over(Span columns, int64_t size) {
   return {columns.begin / size, columns.end / size};
 }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Codes of 2, 3, 5, 6 and 7 bits, which lie in planes (formats/codec.hpp), and those of 2:4 weights to the bytes of
-// int8: code + 128 - zero, zero that of a symmetric weight. Nine operations make 64 codes of three bits, and ten 64 of
-// a 2:4 weight. Include after a header of cpu/simd/.
+// Unpacks codes of 2, 3, 5, 6 and 7 bits, stored in planes (formats/codec.hpp), and those of 2:4 weights to the bytes
+// of int8: code + 128 - zero, with the zero of a symmetric weight. 64 codes take nine operations with three bits, ten
+// for 2:4 weights. Include after a header of cpu/simd/.
 #pragma once
 
 #include "cpu/loops.hpp"
@@ -12,7 +12,7 @@ namespace {
 
 constexpr int64_t kByteTile = kPanelColumns * kTileK;  // bytes of a tile of int8
 
-// The pieces of `kCount` bits of row `kStep` of a tile of int8, in their place in the code.
+// The `kCount`-bit pieces for row `kStep` of an int8 tile, shifted to their position in the code.
 template <int kBits, int kCount, int kStep>
 LOWBIT_INLINE i32x16 pieces(const uint8_t* tile) {
   constexpr CodePosition kAt = piece_of_code(kBits, kCount, 0, 4 * kStep);
@@ -39,9 +39,9 @@ template <int kBits>
   }
 }
 
-// Code `kSlot` of each column, which goes to the byte that is named by its place; down: 8 * (3 - place) in each byte.
+// Moves code `kSlot` of each column to the byte that its position selects; down: 8 * (3 - position) in each byte.
 template <int kSlot>
-LOWBIT_INLINE i32x16 in_its_place(i32x16 codes, i32x16 down) {
+LOWBIT_INLINE i32x16 at_position(i32x16 codes, i32x16 down) {
   const i32x16 top = bit_and(shift_left<24 - 8 * kSlot>(codes), set1(static_cast<int32_t>(0xff000000)));
   return shift_right(top, bit_and(shift_right<8 * kSlot>(down), set1(int32_t{24})));
 }
@@ -59,18 +59,18 @@ LOWBIT_INLINE i32x16 in_its_place(i32x16 codes, i32x16 down) {
     unroll<8>([&](auto step) {
       const i32x16 codes = load_row(tile + Codec::codes_at + step * 64), row = load_row(tile + step % 2 * 64);
       constexpr int kShift = step / 2 * 2;
-      i32x16 places = row;  // times 8
-      if constexpr (kShift < 3) places = shift_left<3 - kShift>(row);
-      else places = shift_right<kShift - 3>(row);
-      const i32x16 down = bit_and(bit_xor(places, all), all);
-      store_row(out, in_its_place<0>(codes, down), in_its_place<1>(codes, down));
-      store_row(out + 64, in_its_place<2>(codes, down), in_its_place<3>(codes, down));
+      i32x16 positions = row;  // positions, times 8
+      if constexpr (kShift < 3) positions = shift_left<3 - kShift>(row);
+      else positions = shift_right<kShift - 3>(row);
+      const i32x16 down = bit_and(bit_xor(positions, all), all);
+      store_row(out, at_position<0>(codes, down), at_position<1>(codes, down));
+      store_row(out + 64, at_position<2>(codes, down), at_position<3>(codes, down));
       out += 128;
     });
   }
 }
 
-// Whether a weight is unpacked, in whole tiles: it is read as int8 and is of another format.
+// Whether the weight is unpacked, in whole tiles: another format that is read as int8.
 LOWBIT_INLINE bool is_unpacked(Format format) { return read_as(format) != format; }
 LOWBIT_INLINE void unpack_tiles(Format format, const uint8_t* codes, int64_t tiles, uint8_t* out) {
   if (is_semi_sparse(format)) return unpack_semi_sparse(codes, tiles, out);

@@ -7,7 +7,8 @@
 namespace lowbit::cpu::LOWBIT_ISA_NAME {
 namespace {
 
-// Takes n elements from `begin` on; the result is the same in every lane. Four sums: one would wait 4 cycles a vector.
+// Over n elements from `begin` on; the same result in every lane. Four accumulators: one would wait 4
+// cycles per vector.
 LOWBIT_INLINE f32x16 reciprocal_root_mean_square(const void* x, DType dtype, int64_t begin, int64_t n, double eps) {
   f32x16 squares[4] = {set1(0.0f), set1(0.0f), set1(0.0f), set1(0.0f)};
   int64_t i = 0;
@@ -17,7 +18,7 @@ LOWBIT_INLINE f32x16 reciprocal_root_mean_square(const void* x, DType dtype, int
       squares[part] = fma(value, value, squares[part]);
     }
   }
-  for (; i < n; i += 16) {  // lanes behind the end are 0
+  for (; i < n; i += 16) {  // lanes past the end are 0
     const f32x16 value = load_as_float(x, dtype, begin + i, n - i);
     squares[0] = fma(value, value, squares[0]);
   }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Products of tiles, for every op, and floats cut into the bfloat16 that tiles multiply: x = x0 + x1 + x2 of 8 bits
-// each, float32 exactly in 3, float16 in 2.
+// Products of tiles, for all ops, and floats cut into the bfloat16 that tiles multiply: x = x0 + x1 + x2 of 8 bits
+// each, exact for float32 in 3, for float16 in 2.
 #pragma once
 
 #include "cpu/loops.hpp"
@@ -8,11 +8,11 @@
 namespace lowbit::cpu::LOWBIT_ISA_NAME {
 namespace {
 
-// The tiles that a product loads; those of the other side stay from the product before.
+// The tiles that a product loads; the other factor's are still loaded from the product before.
 enum class Loads { both, activations, weights };
 
-// Sums kFirst .. of kRowTiles x kPanels tiles += activations(r) * weights(p), which say where a tile of either lies; in
-// the order in which a product can start while the next tile loads.
+// Accumulators kFirst .. of kRowTiles x kPanels tiles += activations(r) * weights(p), which return the address of a
+// tile. In an order that lets a product start while the next tile loads.
 template <class Sum, int kFirst, int kRowTiles, int kPanels, Loads kLoads = Loads::both, class Activations,
           class Weights>
 LOWBIT_INLINE void multiply_tiles(Activations&& activations, Weights&& weights) {
@@ -27,8 +27,8 @@ LOWBIT_INLINE void multiply_tiles(Activations&& activations, Weights&& weights) 
   });
 }
 
-// The same over `steps`, with one behind the other; `meanwhile` is called after each. Where sums can stay in registers
-// for all of them, a pair of tiles is multiplied over all steps before the next pair is.
+// The same over consecutive `steps`; calls `meanwhile` after each. If accumulators can stay in registers over all of
+// them, a pair of tiles is multiplied over all steps before the next pair.
 template <class Sum, int kFirst, int kRowTiles, int kPanels, class Activations, class Weights,
           class Meanwhile = void (*)(), class Unit = TileUnit>
 LOWBIT_INLINE void multiply_steps(
@@ -49,11 +49,11 @@ LOWBIT_INLINE void multiply_steps(
 
 constexpr int32_t kUpperHalf = static_cast<int32_t>(0xffff0000);
 
-// The part of 8 bits of each of 16 floats; the rest is exact. Cut off, not rounded: one operation where rounding has
-// nine, and no sum of parts is larger than their whole.
+// The top 8 bits of the mantissa of each of 16 floats; the remainder is exact. Truncated: one operation, where rounding
+// takes nine, and no sum of parts exceeds the whole.
 LOWBIT_INLINE f32x16 upper_part(f32x16 x) { return float_of(bit_and(bits_of(x), set1(kUpperHalf))); }
 
-// The parts of the floats at an even k and at the next, in pairs as a tile has them: pairs[part].
+// The parts of the floats at an even k and the next, interleaved in pairs as in a tile: pairs[part].
 template <int kParts>
 LOWBIT_INLINE void cut(f32x16 even, f32x16 odd, i32x16 (&pairs)[kParts]) {
   unroll<kParts>([&](auto part) {

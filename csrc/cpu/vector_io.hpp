@@ -7,7 +7,7 @@
 namespace lowbit::cpu::LOWBIT_ISA_NAME {
 namespace {
 
-// Fewer than 16 elements are rare: one function, not inlined, serves all places. Inlined, it was half of all code.
+// Fewer than 16 elements are rare: one function, not inlined, serves all callers. Inlined, it was half of all code.
 [[gnu::noinline]] inline f32x16 load_some_as_float(const void* base, DType dtype, int64_t at, int64_t count) {
   alignas(64) float wide[16] = {};
   if (dtype == DType::float32) {
@@ -19,7 +19,7 @@ namespace {
   return dtype == DType::bfloat16 ? load_bf16(half) : load_f16(half);
 }
 
-// A vector goes by reference: around a call that takes one by value gcc leaves out vzeroupper, and until the next one
+// The vector is passed by reference: around a call with a vector by value gcc omits vzeroupper, and until the next one
 // every switch between AVX and SSE code costs 0.3 us (Sapphire Rapids).
 [[gnu::noinline]] inline void store_some_from_float(void* base, DType dtype, int64_t at, int64_t count,
                                                     const f32x16& value) {

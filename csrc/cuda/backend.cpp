@@ -22,7 +22,7 @@ void run_in_context(const Place& place, const std::function<void()>& row) {
 std::span<const Backend* const> backends() {
   static std::atomic<const std::vector<const Backend*>*> kept{nullptr};
   return made_once(kept, [] {
-    auto* backend = new Backend{  // two threads may make one each; the one that is not kept leaks, once
+    auto* backend = new Backend{  // two threads may create one each; the one that is not kept leaks, once
         .name = "cuda", .device = DeviceType::cuda, .unavailable = unavailable, .guard = run_in_context};
     add_cudnn_rows(*backend), add_prompt_rows(*backend), add_decode_rows(*backend);
     add_attention_rows(*backend), add_cache_rows(*backend);

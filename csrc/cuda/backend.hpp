@@ -9,21 +9,21 @@ namespace lowbit::cuda {
 
 using namespace gpu;
 
-// NVIDIA GPUs, from compute capability 8.0 on. Asking for it loads nothing: the driver is opened by the first call that
-// has a tensor there.
+// NVIDIA GPUs, from compute capability 8.0 on. Listing it loads nothing: the driver is opened by the first call with a
+// tensor on such a device.
 std::span<const Backend* const> backends();
 
-// True where LOWBIT_CUDA_PATH leads to a driver that runs kernels on the host (tests/cuda): these rows can serve memory
-// of the host then.
+// True if LOWBIT_CUDA_PATH leads to a driver that runs kernels on the host (tests/cuda): then these rows can
+// serve host memory.
 bool is_emulated();
 
-void add_cudnn_rows(Backend& backend);  // before the others of attention
+void add_cudnn_rows(Backend& backend);  // first of those of attention
 void add_attention_rows(Backend& backend);
-void add_prompt_rows(Backend& backend);  // before the others of decode
+void add_prompt_rows(Backend& backend);  // first of those of decode
 void add_decode_rows(Backend& backend);
 void add_cache_rows(Backend& backend);
 void add_linear_rows(Backend& backend);
-void add_linear_rows_of_warpgroups(Backend& backend);  // before all others, of many rows second
+void add_linear_rows_of_warpgroups(Backend& backend);  // first of those of linear; those for many rows second
 void add_linear_rows_of_many(Backend& backend);
 void add_optim_rows(Backend& backend);
 void add_pack_rows(Backend& backend);

@@ -39,12 +39,12 @@ std::vector<Source> common_sources(const std::string& architecture) {
       all.push_back(convert_source(format, is_signed, 256));
     all.push_back(convert_source(StateFormat::dynamic4, is_signed, 128));
   }
-  // bfloat16 activations, and codes: 1, and many rows
+  // bfloat16 activations, and codes: one row, and many
   const auto add_linear = [&](Format format, int x_parts, int tile_groups) {
     LinearKind kind{format, x_parts, tile_groups, false, 8, x_parts == 1 && can_be_in_place(format)};
     add_once(all, activations_source(kind)), add_once(all, splits_source(kind));
     if (kind.in_place) kind.rows = 1, all.push_back(linear_source(kind)), kind.rows = 8;
-    for (; kind.rows <= kind.most_rows(); kind.rows *= 2) all.push_back(linear_source(kind));
+    for (; kind.rows <= kind.max_rows(); kind.rows *= 2) all.push_back(linear_source(kind));
     if (!x_parts) kind.rows = 64, all.push_back(code_tiles_source(kind));
     if (!x_parts && !tile_groups) all.push_back(decoded_source(format, true));
     if (x_parts) all.push_back(dequantize_source(format)), all.push_back(decoded_source(format, false));

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The sources of all kernels: each a few lines that name a specialisation of the .cuh files. <op>/sources.cpp makes
+// The sources of all kernels: each a few lines that instantiate a template of the .cuh files. <op>/sources.cpp makes
 // those of an op.
 #pragma once
 
@@ -18,13 +18,13 @@ namespace lowbit::cuda {
 enum class SourceKind : int64_t { step, convert, activations, linear, dequantize, decoded, attention, decode,
                                   kv_convert, code_tiles, splits, pack, all_finite, wgmma };
 
-// A kernel `name` of `threads`, which calls `body` with its argument, a struct `Args` (both in lowbit::cuda).
+// A kernel `name` of `threads` threads that calls `body` with its argument, a struct `Args` (both in lowbit::cuda).
 std::string kernel_text(std::string_view name, std::string_view threads, std::string_view Args, std::string_view body);
-// The same of one that is launched early, and waits before the call.
+// The same for a kernel that is launched early, and waits before the call.
 std::string early_kernel_text(std::string_view name, std::string_view threads, std::string_view Args,
                               std::string_view body);
 
-inline constexpr int kFloatBlock = 256;  // of formats without scales: elements are dealt out as in blocks of 256
+inline constexpr int kFloatBlock = 256;  // for formats without scales: elements are assigned as in blocks of 256
 struct StepKind {
   Rule rule;
   int moments;
@@ -36,31 +36,31 @@ struct StepKind {
 Source step_source(const StepKind& kind);
 Source convert_source(StateFormat format, bool is_signed, int64_t block_size);
 
-// Whether products may read activations as they are given.
+// Whether products may read activations as given.
 constexpr bool can_be_in_place(Format format) { return significant_bits(format) <= 8 || is_table(format); }
 
-// How a call of linear is specialised. x_parts: of float activations; 0: codes.
+// Specialisation of a linear kernel. x_parts: parts of float activations; 0: codes.
 struct LinearKind {
   Format format;
   int x_parts, tile_groups;
   bool asymmetric;
-  int rows;  // that a CTA makes: 1, if activations are in place, or 8, 16, 32, 64; 128, 256 by warpgroups
-  bool in_place = false;  // activations of bfloat16, which the product reads as they are given
-  bool matrices = false;  // activations as products of warpgroups take them, of `dtype`
-  bool coded = false;     // they are int8 codes in float16
+  int rows;  // rows per CTA: 1, if activations are in place, or 8, 16, 32, 64; 128, 256 by warpgroups
+  bool in_place = false;  // bfloat16 activations, which the product reads as given
+  bool matrices = false;  // activations in the layout of warpgroup products, of `dtype`
+  bool coded = false;     // activations are int8 codes in float16
   DType dtype = DType::bfloat16;
 
-  // More rows a CTA, as far as their sums and the parts of both factors fit in 128 registers, and in shared memory.
-  int most_rows() const {
+  // Max rows per CTA for which accumulators and the parts of both factors fit in 128 registers, and in shared memory.
+  int max_rows() const {
     const int parts = shape().parts, products = x_parts * parts;
     int most = products > 3 || (x_parts > 1 && (asymmetric || tile_groups > 2)) ? 16 : 32;
     if (products == 0) most = tile_groups ? 16 : 32;
     if (parts > 1 && tile_groups > 1) most = 8;
     for (ProductShape of = shape();; most /= 2)
-      if (of.rows = most; of.bytes() <= kMostShared) return most;
+      if (of.rows = most; of.bytes() <= kMaxShared) return most;
   }
-  // The same by products of warpgroups, of activations of `of`. Codes of weights without groups are multiplied as they
-  // are, those of others as float16.
+  // The same with warpgroup products and activations of dtype `of`. Codes for weights without groups are multiplied as
+  // they are, others as float16.
   LinearKind by_warpgroups(DType of) const {
     LinearKind kind = *this;
     kind.matrices = true, kind.in_place = false, kind.coded = x_parts == 0 && tile_groups > 0;
@@ -69,7 +69,7 @@ struct LinearKind {
     return kind;
   }
   // A weight is decoded once for all rows of a CTA; codes need no decoding, and more columns share their activations.
-  int most_wgmma_rows() const { return x_parts ? 256 : 128; }
+  int max_wgmma_rows() const { return x_parts ? 256 : 128; }
   WgmmaShape wgmma_shape() const { return {bits(format), x_parts == 0, tile_groups, asymmetric, rows}; }
   ProductShape shape() const {
     return {bits(format), parts_of_product((significant_bits(format) + 7) / 8, in_place), x_parts, tile_groups,
@@ -78,7 +78,7 @@ struct LinearKind {
 };
 Source activations_source(const LinearKind& kind);
 Source linear_source(const LinearKind& kind);
-Source splits_source(const LinearKind& kind);  // whatever its groups, rows and parts are
+Source splits_source(const LinearKind& kind);  // independent of groups, rows and parts
 Source code_tiles_source(const LinearKind& kind);  // 64 rows
 Source wgmma_source(const LinearKind& kind);       // 32, 64, 128 or 256 rows
 Source dequantize_source(Format format, Layout layout = kKernelLayout);
@@ -86,17 +86,16 @@ Source pack_source(Format format, bool searches);  // one for all integer format
 Source all_finite_source();
 Source decoded_source(Format format, bool codes);
 
-void add_once(std::vector<Source>& all, Source source);  // unless one of its name is there
-// Without mods, of the usual head dims.
+void add_once(std::vector<Source>& all, Source source);  // unless one with its name exists
+// Without mods, for common head dims.
 void add_attention_sources(std::vector<Source>& all, const std::string& architecture);
 void add_decode_sources(std::vector<Source>& all);
-// Products of warpgroups, which kHopper alone has, of bfloat16 or int8 activations; of 64 rows and more, of
-// levels of 32.
+// Warpgroup products, which only kHopper has, with bfloat16 or int8 activations; from 64 rows on, for levels from 32.
 inline constexpr char kHopper[] = "sm_90a";
 void add_wgmma_sources(std::vector<Source>& all, const LinearKind& kind);
-// The sources of the optimizers' defaults, and of linear and attention with the configurations that are used most.
+// The sources of the optimizers' defaults, and of the most common configurations of linear and attention.
 LOWBIT_API std::vector<Source> common_sources(const std::string& architecture);
-// Every specialisation of linear that a call can ask for, of bfloat16 where warpgroups multiply.
+// Every specialisation of linear that a call can request; with warpgroups, for bfloat16.
 LOWBIT_API std::vector<Source> linear_sources(const std::string& architecture);
 
 }  // namespace lowbit::cuda

@@ -26,7 +26,7 @@ void put(char* text, std::size_t bytes, const char* message) {
   text[bytes - 1] = 0;
 }
 
-// Returns the result of another package's function; an exception becomes a text, unless it is passed on.
+// Calls another package's function and returns its result; an exception becomes a text, unless it is passed on.
 int guarded(const Function& function, const void* args, char* text, std::size_t bytes) {
   text[0] = 0;
   int result = 1;
@@ -44,7 +44,7 @@ int guarded(const Function& function, const void* args, char* text, std::size_t 
   return result;
 }
 
-// Of weights whose codes backend.h does not say how to read.
+// Refuses weights whose codes backend.h does not describe.
 template <class Args>
 bool is_told(const Args& args) {
   if constexpr (requires { args.weight_spec; }) return !is_semi_sparse(args.weight_spec.format);
@@ -72,7 +72,7 @@ void run(const Args& args, const void* self) {
         foreign.row.name, " of ", foreign.by, " failed: ", text);
 }
 
-// body.operator()<Args>() for the op of this name; false if it is not offered.
+// Calls body.operator()<Args>() for the op with this name; false if it is not offered.
 template <class Body>
 bool with_op(std::string_view name, Body&& body) {
 #define F(field)
@@ -86,8 +86,8 @@ bool with_op(std::string_view name, Body&& body) {
   return false;
 }
 
-// Rows are added under the lock of the function that collects them; rows and backends are never freed. Made when the
-// library is loaded: a child that is forked while a thread makes a static of a function waits for that thread for ever.
+// Rows are added under the lock of the function that collects them; rows and backends are never freed. Initialized when
+// the library is loaded: a child forked while another thread initializes a function's static would wait forever.
 std::deque<ForeignRow>& all_foreign = *new std::deque<ForeignRow>;
 std::atomic<void (*)()> collector{nullptr};
 std::atomic<bool> complete{false};
@@ -155,11 +155,11 @@ std::vector<const Backend*> with_external(std::span<const Backend* const> own,
   complete = true;
   std::vector<const Backend*> first, behind;
   for (const ForeignRow& foreign : all_foreign) {
-    // This row needs the same guard as the device's own rows. Of its backends the last one asks least of a machine.
+    // This row needs the same guard as the device's own rows. The last of its backends has the fewest requirements.
     const auto like = std::find_if(own.rbegin(), own.rend(), [&](const Backend* backend) {
       return name_of(backend->device) == foreign.row.device;
     });
-    if (like == own.rend()) continue;  // the device is not there at all: no call can be
+    if (like == own.rend()) continue;  // this build lacks the device: no call can reach it
     auto& list = foreign.row.first ? first : behind;
     auto* backend = new Backend(backend_like(**like, foreign.by));
     with_op(foreign.row.op, [&]<class Args>() {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows of third parties: from tables of C rows in shared libraries, or functions that the bindings wrap. They are
-// collected once, when the list of backends is first needed, and the list is complete from then on.
+// Rows of third parties: from tables of C rows in shared libraries, or functions wrapped by the bindings. They are
+// collected once, when the list of backends is first needed; the list never changes after that.
 #pragma once
 
 #include <exception>
@@ -17,16 +17,16 @@ struct Backend;
 
 namespace lowbit::external {
 
-// Thrown by a Function for an exception that is no failure of its row, such as Ctrl-C: the call ends with it.
+// Thrown by a Function for an exception that is not a failure of its row, such as Ctrl-C: the call ends with it.
 struct PassedOn {
   std::exception_ptr exception;
 };
 
-// As lowbit_row (lowbit/backend.h) has it. 0: fits, done; else the reason is in `text`.
+// Like the functions of lowbit_row (lowbit/backend.h). 0: accepted or done; else the reason is in `text`.
 using Function = std::function<int(const void* args, char* text, std::size_t bytes)>;
 struct Row {
   std::string op, name, device;
-  bool first = false;  // before the rows of this build
+  bool first = false;  // ahead of the rows of this build
   Function refuses, run;
 };
 
@@ -34,19 +34,20 @@ struct AddedRow {
   std::string_view name, op, device, by;
 };
 
-// The rows of a library's table; Error (value) says why it is refused, and then none of them is there.
+// The rows in a library's table; throws Error (value) if the table is refused, as a whole.
 LOWBIT_API std::vector<Row> rows_of_library(const std::string& path);
 
-// The function that collects the rows: called when the list is first needed, without a lock, perhaps by two threads.
+// Sets the function that collects the rows: called when the list is first needed, without a lock, perhaps
+// by two threads.
 LOWBIT_API void collect_with(void (*collect)());
 
-// Called by that function: the rows of a package, all or, where an Error says why not, none.
+// Called by that function: adds the rows of a package, all of them or, with an Error, none.
 LOWBIT_API void add(const std::string& by, std::vector<Row> rows);
 LOWBIT_API std::vector<AddedRow> added();
 LOWBIT_API bool is_external(const Backend& backend);
 
-// The list of all backends, best first: rows that want to be first, this build's, the others, and behind them this
-// build's own `providers`, which need a library that may not be there.
+// The list of all backends, best first: rows that ask to be first, this build's, the others, and last this build's own
+// `providers`, which need a library that may be missing.
 std::vector<const Backend*> with_external(std::span<const Backend* const> own,
                                           std::span<const Backend* const> providers);
 

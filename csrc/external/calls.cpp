@@ -22,7 +22,7 @@ LOWBIT_SAME(LOWBIT_LION, Rule::lion);
 LOWBIT_SAME(LOWBIT_STATE_FLOAT8, StateFormat::float8);
 #undef LOWBIT_SAME
 
-// The table of an optimizer's step is handed on as it is.
+// The table of an optimizer step is passed on without conversion.
 #define LOWBIT_SAME(field) static_assert(offsetof(lowbit_optim_tensor, field) == offsetof(OptimTensor, field))
 LOWBIT_SAME(grad);
 LOWBIT_SAME(param_dtype);
@@ -81,7 +81,7 @@ Call<LinearArgs>::Call(const LinearArgs& args) {
   const auto given = [&](const void* data, DType dtype, std::initializer_list<int64_t> shape) {
     return data ? dense(data, dtype, args.place.device, shape) : TensorView{};
   };
-  // x and y are there also in a question without data (lowbit.explain).
+  // x and y are present even for `refuses` without data (lowbit.explain).
   views = {dense(args.x, args.dtype, args.place.device, {args.m, spec.k}), given(args.bias, args.bias_dtype, {spec.n}),
            given(args.mul, args.dtype, {args.m, spec.n}), given(args.add, args.dtype, {args.m, spec.n}),
            dense(args.y, args.dtype, args.place.device, {args.m, spec.n})};

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The arguments of each op as rows of third parties get them (lowbit/backend.h): Call<Args>(args).c is the C struct,
-// valid while args and the Call live. To offer an op takes its line in the list below, its struct in the header and its
-// constructor here.
+// The arguments of each op in the form that rows of third parties get (lowbit/backend.h): Call<Args>(args).c is the C
+// struct, valid while args and the Call live. Offering an op takes a line in the list below, a struct in the header and
+// a constructor here.
 #pragma once
 
 #include <array>
@@ -17,8 +17,8 @@
 
 namespace lowbit::external {
 
-// Ops that are offered, with the fields of their structs behind `call`: F, or H of a tensor that lies on the host. Not:
-// score_program and block_classes, which are programs.
+// The ops on offer, with the fields of their structs after `call`: F, or H for a tensor in host memory. score_program
+// and block_classes, whose arguments are programs, are not offered.
 #define LOWBIT_OFFERED_OPS(X)                                                                                       \
   X(linear, LinearArgs, F(weight) F(x) F(bias) F(mul) F(add) F(y) F(x_format) F(activation))                        \
   X(quantize, QuantizeArgs,                                                                                         \
@@ -63,7 +63,7 @@ LOWBIT_OFFERED_OPS(LOWBIT_OP)
 #undef F
 #undef H
 
-// Why no struct can hold these arguments; "" if one can.
+// Why no struct can represent these arguments, or "".
 template <class Args>
 std::string_view not_offered(const Args& args) {
   constexpr std::string_view kPrograms = "rows of third parties are not given a score_mod or a mask_mod";

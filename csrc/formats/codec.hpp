@@ -1,26 +1,26 @@
 // SPDX-License-Identifier: Apache-2.0
-// A codec is the meaning of the codes of one weight format. Each has a header (int4.hpp ...); list.hpp names them.
+// A codec defines the meaning of the codes of one weight format. Each has a header (int4.hpp ...); list.hpp names them.
 //
-//   bits               of one code; stored_bits: that a weight takes in panels
+//   bits               bits of a code; stored_bits: bits of a weight in panels
 //   kind               floating: the code is the weight itself, without scales; integer: w = scale * (code - zero);
 //                      lookup: w = scale * level(code), levels of any kind: a table of 16, or small floats;
 //                      semi_sparse: as integer, at most two of each four neighbours along k are not 0 (2:4)
-//   zero, code_max     the zero point of a symmetric weight (0 of a lookup format), and the largest code
+//   zero, code_max     the zero point of a symmetric weight (0 for a lookup format), and the largest code
 //   code_of_zero       the code of weight 0 in a symmetric weight: padding
-//   significant_bits   that a value before its scale takes, exactly
-//   range              of a lookup format: scale = largest |w| / range
+//   significant_bits   bits that represent every value before scaling exactly
+//   range              lookup formats: scale = largest |w| / range
 //   level(code)        the value of a code before zero point and scale, and level_of(codes) of a vector;
-//                      nearest(v): of a lookup format, the codes of the nearest levels
-//   smallest_group     of scales along k
-//   encode, decode     float formats: a weight to its code and back, exactly as a kernel rounds
+//                      nearest(v): lookup formats, the codes of the nearest levels
+//   smallest_group     min group size along k
+//   encode, decode     float formats: a weight to its code and back, with a kernel's rounding
 //   position           float formats: the byte of the code of (column, k) in a tile of 16 columns x 64 k; the codes
-//                      of the others lie in planes (piece_of_code)
-// and for kernels, over any vector of 16 columns: a unit is unit_bytes of codes that hold unit_values weights
+//                      of other formats are stored in planes (piece_of_code)
+// and for kernels, over any vector of 16 columns: a unit is unit_bytes of codes with unit_values weights
 // of each column;
-//   k_of(unit, at)     where value `at` of unit `unit` stands in the 64 k of its tile
-//   value<at, Lanes>   that value as float: level - value_zero, times 2^shift(at) where a device reads it so. Lanes
+//   k_of(unit, at)     the k, within the 64 of the tile, of value `at` of unit `unit`
+//   value<at, Lanes>   that value as float: level - value_zero, times 2^shift(at) if a device reads it so. Lanes
 //   loads 16 columns.
-//   plain_value<at, Lanes>  of some codecs: the same in fewer steps, for units of which is_plain<Lanes>(unit) is true
+//   plain_value<at, Lanes>  in some codecs: the same in fewer operations, for units with is_plain<Lanes>(unit)
 #pragma once
 
 #include <string_view>
@@ -34,17 +34,16 @@ inline constexpr int64_t kPanelColumns = 16, kTileK = 64;
 enum class CodecKind : int { floating, integer, lookup, semi_sparse };
 inline constexpr std::string_view kCodecKindNames[] = {"float", "integer", "lookup", "semi_sparse"};
 
-// The place of some bits of a code: from bit `shift` of a byte on, and in the next byte where they do not fit.
+// The position of some bits of a code: from bit `shift` of a byte on, continued in the next byte if necessary.
 struct CodePosition {
   int64_t byte;
   int shift;
 };
 
-// Codes of 1 to 8 bits in a tile of 16 columns x 64 k, 128 bytes for each bit. A code is cut into pieces of 8, 4, 2 and
-// 1 bits, those whose sum its bits are (7 = 4 + 2 + 1), and each piece has a plane of its own: 2 * count rows of 64
-// bytes, 16 columns x 4 k. A byte holds the pieces of k, k + 8 count, k + 16 count ..., from its lowest bits on: int4
-// is 8 rows, of k 0..31 in the low nibbles and k 32..63 in the high ones. Smaller pieces come first, in the tile as in
-// the code.
+// Codes of 1 to 8 bits in a tile of 16 columns x 64 k, 128 bytes per bit. A code is cut into pieces of 8, 4, 2 and 1
+// bits that add up to its bits (7 = 4 + 2 + 1), and each piece has its own plane: 2 * count rows of 64 bytes, 16
+// columns x 4 k. A byte holds the pieces of k, k + 8 count, k + 16 count ..., from its lowest bits on: int4 is 8 rows,
+// with k 0..31 in the low nibbles and k 32..63 in the high ones. Smaller pieces come first, in the tile as in the code.
 LOWBIT_INLINE constexpr int bits_before_piece(int bits, int count) { return bits & (count - 1); }
 LOWBIT_INLINE constexpr CodePosition piece_of_code(int bits, int count, int64_t column, int64_t k) {
   const int64_t step = k / 4, rows = 2 * count;
@@ -73,8 +72,7 @@ struct IntegerCodec {
   LOWBIT_INLINE static auto level_of(Int codes) { return to_float(codes); }
 };
 
-// Units of codes of half a byte. Value `at` of a unit is nibble `at` of each column's four bytes, counted
-// from the lowest.
+// Units of 4-bit codes. Value `at` of a unit is nibble `at` of each column's four bytes, counted from the lowest.
 struct NibbleTile {
   static constexpr int unit_values = 8, unit_bytes = 64;
   LOWBIT_INLINE static constexpr int64_t k_of(int64_t unit, int at) { return unit * 4 + at / 2 + at % 2 * 32; }
@@ -85,7 +83,7 @@ struct ByteTile {
   LOWBIT_INLINE static constexpr int64_t k_of(int64_t unit, int at) { return unit * 4 + at; }
 };
 
-// 16 levels by their codes, and in rising order with the code of each: the lowest one where two codes share a level.
+// 16 levels by code, and in ascending order with the code of each: the lowest code if two share a level.
 struct Levels {
   alignas(64) float of_code[16];
   alignas(64) float rising[16], code_of_rising[16];
@@ -102,8 +100,8 @@ struct Levels {
   }
 };
 
-// Codes of 4 bits that stand for 16 levels: Codec::levels() has them, in an unnamed namespace of the codec's header,
-// as nothing weak may be shared between instruction sets.
+// 4-bit codes of 16 levels: Codec::levels() returns them from an unnamed namespace in the codec's header, as
+// instruction sets must not share weak symbols.
 template <class Codec, int kCodeOfZero>
 struct LookupCodec : NibbleTile {
   static constexpr int bits = 4, stored_bits = bits, significant_bits = 24;  // levels are any float32
@@ -114,7 +112,7 @@ struct LookupCodec : NibbleTile {
   template <class Int>
   LOWBIT_INLINE static auto level_of(Int codes) { return lookup16(Codec::levels().of_code, codes); }
   template <class Float>
-  LOWBIT_INLINE static auto nearest(Float v) {  // one less for each middle of two levels that v is not above
+  LOWBIT_INLINE static auto nearest(Float v) {  // one less for each midpoint of two levels that v is not above
     const float* rising = Codec::levels().rising;
     auto at = to_int(like(v, static_cast<float>(code_max)));
     for (int i = 0; i < code_max; i++) at = add(at, at_least(like(v, (rising[i] + rising[i + 1]) / 2), v));
@@ -128,7 +126,7 @@ struct LookupCodec : NibbleTile {
   LOWBIT_INLINE static constexpr int shift(int) { return 0; }
 };
 
-// The members that list.hpp asks of every codec: the compiler names one that is missing.
+// The members that list.hpp requires of every codec: the compiler names a missing one.
 template <class Codec>
 concept HasFacts = requires {
   Codec::bits;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A weight [n, k] of any format (list.hpp), in the layout that the kernels of csrc/cpu read: "x86-panel-16x64".
-// layout.hpp has the others.
+// A weight [n, k] of any format (list.hpp), in the layout read by the kernels of csrc/cpu: "x86-panel-16x64". The other
+// layouts are in layout.hpp.
 //
 // A panel is 16 output columns over all k. n is padded to 16 and k to 64 with codes that decode to zero. Sections, each
 // padded to 64 bytes:
@@ -20,7 +20,7 @@ namespace lowbit {
 struct WeightSpec {
   Format format = Format::float32;
   int64_t n = 0, k = 0;
-  int64_t group_size = 0;  // along k; 0: one scale per column ("per channel")
+  int64_t group_size = 0;  // group size along k; 0: one scale per column ("per channel")
   bool asymmetric = false;
 
   LOWBIT_ALWAYS_INLINE constexpr int64_t group_k() const { return group_size ? group_size : padded_k(); }
@@ -32,7 +32,7 @@ struct WeightSpec {
     return kPanelColumns * kTileK * stored_bits(format) / 8;
   }
 
-  // Byte offsets inside a panel.
+  // Byte offsets within a panel.
   LOWBIT_ALWAYS_INLINE constexpr int64_t section(bool present) const {
     return present ? round_up(groups() * kPanelColumns * 2, 64) : 0;
   }
@@ -48,7 +48,7 @@ struct WeightSpec {
   LOWBIT_ALWAYS_INLINE constexpr int64_t panel_bytes() const { return codes_at() + tiles() * tile_bytes(); }
 };
 
-// The first byte of the tile of k in a panel's codes, and the byte of weight (column, k) of a float format.
+// Offset of the tile of k within a panel's codes, and of weight (column, k) of a float format.
 template <Format kFormat>
 LOWBIT_INLINE constexpr int64_t tile_at(int64_t k) {
   return k / kTileK * (kPanelColumns * kTileK * codec_of<kFormat>::bits / 8);

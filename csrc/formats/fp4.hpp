@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Half bytes of a sign and three bits.
-//   fp4        bitsandbytes': an exponent of two bits and one of mantissa, in an order of its own, over 12
-//   fp4_e2m1   OCP Microscaling 1.0: two bits of exponent (bias 1), one of mantissa; of MXFP4 and NVFP4
+// 4-bit floats with a sign bit.
+//   fp4        bitsandbytes': two bits of exponent and one of mantissa, in an order of its own, divided by 12
+//   fp4_e2m1   OCP Microscaling 1.0: two bits of exponent (bias 1), one of mantissa; used by MXFP4 and NVFP4
 // Code 8 is a second code of 0 (-0 in e2m1), which is read and never written.
 #pragma once
 
@@ -23,7 +23,7 @@ struct Fp4 : LookupCodec<Fp4, 0> {
 };
 
 struct Fp4E2M1 : LookupCodec<Fp4E2M1, 0> {
-  static constexpr int significant_bits = 2, smallest_group = 16;  // of NVFP4
+  static constexpr int significant_bits = 2, smallest_group = 16;  // group size of NVFP4
   static constexpr float range = 6;
   LOWBIT_INLINE static constexpr const Levels& levels() { return kFp4E2M1Levels; }
 };

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// fp8_e4m3: bytes that are float8_e4m3fn, times a scale per column or group; the codes of nan are never made.
+// fp8_e4m3: float8_e4m3fn bytes, times a scale per column or group; the codes of nan are never written.
 #pragma once
 
 #include "formats/codec.hpp"
@@ -18,9 +18,10 @@ struct Fp8E4M3 : ByteTile {
   template <class Float>
   LOWBIT_INLINE static auto nearest(Float v) { return E4M3::encode(v); }
 
-  // The level times 2^-8. Exponent and mantissa go to where float32 has them, behind bits of a higher one: u.
-  // A subnormal has no leading 1: it is 2 u - 2^-14, which is larger than u for all others. No float32 on the way is
-  // subnormal: a product with one took 160 cycles (Sapphire Rapids), and flushing them would make it 0.
+  // The level times 2^-8. Exponent and mantissa are shifted to their position in float32, below the bits of a
+  // larger exponent: u. A subnormal has no leading 1: it is 2 u - 2^-14, which is larger than u for all others. No
+  // intermediate float32 is subnormal: a product with one took 160 cycles (Sapphire Rapids), and flushing would
+  // make it 0.
   template <int at, class Lanes>
   LOWBIT_INLINE static auto value(const uint8_t* unit) {
     const auto words = Lanes::words(unit);
@@ -32,7 +33,7 @@ struct Fp8E4M3 : ByteTile {
   template <class Lanes>
   LOWBIT_INLINE static constexpr int shift(int) { return -8; }
 
-  // A unit without subnormals and zeros, as 99 in 100 are, has u with its sign for values: a shift and a bit operation
+  // For a unit without subnormals and zeros, as 99 of 100 are, values are u with its sign: a shift and a bit operation
   // instead of five (m = 1 on AVX-512: 1.75 times the speed).
   template <class Lanes>
   LOWBIT_INLINE static bool is_plain(const uint8_t* unit) { return all_bytes_have(Lanes::words(unit), 0x78); }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// int4: half bytes, as NibbleTile has them.
+// int4: nibbles in the order of NibbleTile.
 #pragma once
 
 #include "formats/codec.hpp"

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// int8: bytes, as ByteTile has them; stored unsigned, so that one multiplication of unsigned by signed bytes serves it
-// as it serves int4.
+// int8: bytes in the order of ByteTile; stored unsigned, so that the product of unsigned by signed bytes serves both
+// int8 and int4.
 #pragma once
 
 #include "formats/codec.hpp"

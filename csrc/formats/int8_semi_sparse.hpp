@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// int8_semi_sparse: int8 with at most two weights other than 0 in each four neighbours along k (2:4). Panels hold those
-// two codes and their places, 5 bits a weight. A tile of 16 columns x 64 k is
-//   places   2 rows of 64 bytes, 16 columns x 4 codes: 2 bits each, of codes 0..7 of a column in the lowest ones
-//   codes    8 rows of 64 bytes, 16 columns x 4 codes: code - 128, signed, of 8 k of each column
-// in slots 0..31 of each column, two for each four k. An empty slot is 0 and in place 0, so that it adds nothing: a
-// weight has one packed form. "row-major" holds all k codes, as of int8.
+// int8_semi_sparse: int8 with at most two nonzero weights in each four neighbours along k (2:4). Panels hold these two
+// codes and their positions, 5 bits per weight. A tile of 16 columns x 64 k is
+//   positions  2 rows of 64 bytes, 16 columns x 4 codes: 2 bits each, those of codes 0..7 of a column lowest
+//   codes      8 rows of 64 bytes, 16 columns x 4 codes: code - 128, signed, for 8 k of each column
+// in slots 0..31 of each column, two for each four k. An empty slot has code 0 and position 0, so that it adds nothing:
+// a weight has one packed form. "row-major" holds all k codes, as for int8.
 #pragma once
 
 #include "formats/int8.hpp"
@@ -14,10 +14,10 @@ namespace lowbit {
 struct Int8SemiSparse : Int8 {
   static constexpr CodecKind kind = CodecKind::semi_sparse;
   static constexpr int stored_bits = 5;
-  static constexpr int64_t codes_at = 128;  // in a tile
+  static constexpr int64_t codes_at = 128;  // offset in a tile
   static constexpr int64_t slots_of_step = 4, k_of_step = 8;
 
-  // Code of (column, k), k in the tile.
+  // Reads the code of (column, k), k within the tile.
   LOWBIT_INLINE static uint32_t read(const uint8_t* tile, int64_t column, int64_t k) {
     for (int64_t slot = k / 4 * 2; slot < k / 4 * 2 + 2; slot++) {
       const CodePosition place = place_of(column, slot);
@@ -26,7 +26,7 @@ struct Int8SemiSparse : Int8 {
     }
     return code_of_zero;
   }
-  // Over zeros, where at most one other code is in the four.
+  // Writes over zeros, where at most one other code is in the four.
   LOWBIT_INLINE static void write(uint8_t* tile, int64_t column, int64_t k, uint32_t code) {
     if (code == code_of_zero) return;
     const int64_t first = k / 4 * 2, slot = first + (tile[byte_of(column, first)] != 0);

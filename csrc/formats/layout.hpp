@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// The list of layouts. A layout places codes, scales and zero points of a weight [n, k] in one uint8 matrix, whose
-// first dimension is along n. A state dict names the layout of each weight by its number here: append, never reorder.
+// The list of layouts. A layout arranges codes, scales and zero points of a weight [n, k] in one uint8 matrix,
+// whose first dimension is along n. A state dict stores the number of each weight's layout in this list:
+// append, never reorder.
 //
-// A layout gives the sections (`sections`), and the place of (column, k) in the codes of a row of the matrix: the byte
-// of a float (`float_at<format>`), or each piece of a code (`pieces` calls body(position, first, count) for bits first
-// .. first + count of it). leaves_out_zeros: 2:4 weights have the form of int8_semi_sparse.hpp.
+// A layout defines the sections (`sections`), and the position of (column, k) in the codes of a row of the matrix: the
+// byte of a float (`float_at<format>`), or each piece of a code (`pieces` calls body(position, first, count) for its
+// bits first .. first + count). leaves_out_zeros: 2:4 weights have the form of int8_semi_sparse.hpp.
 #pragma once
 
 #include <type_traits>
@@ -13,25 +14,25 @@
 
 namespace lowbit {
 
-// All in bytes, sections from the start of a row. Callers do not ask for a section that a format lacks (format.hpp).
+// All in bytes; sections from the start of a row. Callers do not request a section that a format lacks (format.hpp).
 struct Sections {
-  int64_t columns;             // of the weight's [n] in one row of the matrix
+  int64_t columns;             // columns of the weight's [n] per row of the matrix
   int64_t rows, row_bytes;     // shape of the matrix
   int64_t stored_n, stored_k;  // n and k with padding, whose codes decode to zero
   int64_t column_scale;        // float32
-  int64_t column_sum;          // float32, the sum over k of the decoded column; none: not there
+  int64_t column_sum;          // float32, the sum over k of the decoded column; or none
   int64_t group_scale, zero;   // float16 [groups]
   int64_t codes;
   static constexpr int64_t none = -1;
 
   LOWBIT_INLINE int64_t row(int64_t n) const { return n / columns * row_bytes; }
-  // Entry (g, n) of a section whose entries have this size, from the start of the matrix.
+  // Entry (g, n) of a section with entries of this size, from the start of the matrix.
   LOWBIT_INLINE int64_t at(int64_t section, int64_t size, int64_t n, int64_t g = 0) const {
     return row(n) + section + (g * columns + n % columns) * size;
   }
 };
 
-// "x86-panel-16x64", which the kernels of csrc/cpu read.
+// "x86-panel-16x64", the layout read by the kernels of csrc/cpu.
 struct PanelLayout {
   static constexpr bool leaves_out_zeros = true;
   static Sections sections(const WeightSpec& spec) {
@@ -53,10 +54,10 @@ struct PanelLayout {
   }
 };
 
-// "row-major": a row of the matrix is a row of the weight by itself, for exchange and for devices that want it so:
+// "row-major": a row of the matrix is a self-contained row of the weight, for exchange and for devices that prefer it:
 //   column_scale f32 | group_scale f16 [groups] | zero f16 [groups] | codes [k]
-// each padded to 16 bytes; codes follow one another bit by bit, from the lowest bit of a byte on: of two codes in a
-// byte the first is the low nibble. No sums, no padding of n and k.
+// each padded to 16 bytes; codes are packed bit by bit, from the lowest bit of a byte on: of two codes in a byte the
+// first is the low nibble. No sums, no padding of n and k.
 struct RowMajorLayout {
   static constexpr bool leaves_out_zeros = false;
   static Sections sections(const WeightSpec& spec) {
@@ -87,13 +88,13 @@ enum class Layout : int { LOWBIT_LAYOUTS(LOWBIT_LAYOUT) };
 inline constexpr std::string_view kLayoutNames[] = {LOWBIT_LAYOUTS(LOWBIT_LAYOUT)};
 #undef LOWBIT_LAYOUT
 
-inline constexpr Layout kKernelLayout = Layout::x86_panel_16x64;  // quantize writes it, and the other ops read it
+inline constexpr Layout kKernelLayout = Layout::x86_panel_16x64;  // written by quantize, read by the other ops
 
-// The version of the numbers beside a packed weight in a state dict. 1: seven of them, "x86-panel-16x64"; 2: the layout
-// is the eighth.
+// The version of the integers stored with a packed weight in a state dict. 1: seven of them, "x86-panel-16x64"; 2: the
+// eighth is the layout.
 inline constexpr int kLayoutVersion = 2;
 
-// body.operator()<Type>() for a layout that is only known at run time.
+// Calls body.operator()<Type>() for a layout known at run time only.
 template <class Body>
 LOWBIT_ALWAYS_INLINE auto with_layout(Layout layout, Body&& body) {
   switch (layout) {
@@ -105,13 +106,13 @@ LOWBIT_ALWAYS_INLINE auto with_layout(Layout layout, Body&& body) {
   __builtin_unreachable();
 }
 
-// The sum over k of one decoded column, code by code: the same steps, and so the same bits, wherever it is computed.
-// Many GPUs have no double: levels and zero points are counted in units of which both are whole numbers, and the sum of
-// the groups is a pair of floats (Knuth's two-sum), exact to 2^-46.
+// The sum over k of one decoded column, code by code: the same operations, and so the same bits, wherever it is
+// computed. Many GPUs have no double: levels and zero points are counted in units that make both integers, and the sum
+// of the groups is a pair of floats (Knuth's two-sum), exact to 2^-46.
 template <Format kFormat>
 struct ColumnSum {
   static constexpr bool kIntegers = is_integer(kFormat);
-  static constexpr float kUnits = kIntegers ? 0x1p24f : 0x1p31f;  // in 1: of a float16; of the levels of fp4
+  static constexpr float kUnits = kIntegers ? 0x1p24f : 0x1p31f;  // units per 1: for a float16; for the levels of fp4
   int64_t levels = 0;
   float high = 0, low = 0;
 
@@ -119,7 +120,7 @@ struct ColumnSum {
     if constexpr (kIntegers) levels += codec_of<kFormat>::level(code);
     else levels += static_cast<int64_t>(codec_of<kFormat>::level(code) * kUnits);
   }
-  // Adds a group of `count` codes; scale: over that of the column.
+  // Adds a group of `count` codes; scale: relative to that of the column.
   LOWBIT_INLINE void end_group(int64_t count, float zero, float scale) {
     const int64_t sum = kIntegers ? (levels << 24) - static_cast<int64_t>(zero * kUnits) * count : levels;
     const float of_sum = static_cast<float>(sum), rest = static_cast<float>(sum - static_cast<int64_t>(of_sum)),

@@ -10,7 +10,7 @@
 namespace lowbit {
 namespace {
 
-// Code (n, k) of so many bits. The sections are copies, here and below: a byte that is written may not be one of them.
+// Code (n, k) with that many bits. The sections are copies, here and below: written bytes could alias them.
 template <class From>
 LOWBIT_INLINE uint32_t read_code(int bits, Sections from, const uint8_t* in, int64_t n, int64_t k) {
   const uint8_t* codes = in + from.row(n) + from.codes;
@@ -62,7 +62,7 @@ LOWBIT_INLINE T read_entry(Sections from, const uint8_t* in, int64_t section, in
   return value;
 }
 
-// The scale and zero point of column n and group g: a code means column_scale * group_scale * (level - zero).
+// The scale and zero point of column n and group g: weight = column_scale * group_scale * (level - zero).
 struct ScaleAndZero {
   float column_scale, group_scale, zero;
 };
@@ -87,7 +87,7 @@ LOWBIT_INLINE float read_weight(const WeightSpec& spec, Sections from, const uin
   }
 }
 
-// Weight (n, k) of the integer format of so many bits.
+// Weight (n, k) of the integer format with that many bits.
 template <class From>
 LOWBIT_INLINE float read_integer(int bits, const WeightSpec& spec, Sections from, const uint8_t* in, int64_t n,
                                  int64_t k) {

@@ -51,7 +51,7 @@ LOWBIT_FORMATS(LOWBIT_FORMAT)
 #undef LOWBIT_FORMAT
 template <Format kFormat> using codec_of = typename CodecOf<kFormat>::type;
 
-// body.operator()<Format>() for a format that is only known at run time.
+// Calls body.operator()<Format>() for a format known at run time only.
 template <class Body>
 LOWBIT_ALWAYS_INLINE constexpr auto with_format(Format format, Body&& body) {
   switch (format) {
@@ -63,7 +63,7 @@ LOWBIT_ALWAYS_INLINE constexpr auto with_format(Format format, Body&& body) {
   __builtin_unreachable();
 }
 
-// Facts about a format that is only known at run time. Switches, not a table: kernel files may leave no weak symbol.
+// Facts about a format known at run time only. Switches, not a table: kernel files must not contain weak symbols.
 #define LOWBIT_FACT(Type, function, fact)                                                                  \
   struct FactOf_##function {                                                                               \
     template <Format kFormat>                                                                              \
@@ -83,7 +83,7 @@ LOWBIT_FACT(int, smallest_group, smallest_group)
 LOWBIT_ALWAYS_INLINE constexpr bool is_float(Format format) {
   return kind_of(format) == CodecKind::floating;
 }
-// Codes of half a byte that stand for 16 levels.
+// Formats with 4-bit codes of 16 levels.
 LOWBIT_ALWAYS_INLINE constexpr bool is_table(Format format) {
   return kind_of(format) == CodecKind::lookup && bits(format) == 4;
 }
@@ -94,12 +94,12 @@ LOWBIT_ALWAYS_INLINE constexpr bool is_integer(Format format) {
   return kind_of(format) == CodecKind::integer || is_semi_sparse(format);
 }
 
-// Integer formats differ in bits and zero point alone: where those are numbers of a call, one kernel serves all.
+// Integer formats differ in bits and zero point alone: if a call passes these as numbers, one kernel serves all.
 LOWBIT_ALWAYS_INLINE constexpr Format integers_as_int8(Format format) {
   return is_integer(format) ? Format::int8 : format;
 }
 
-// The format in which kernels read the codes of this one; where it is another, they unpack them.
+// The format in which kernels read the codes of this one; if it is another, they unpack them.
 LOWBIT_ALWAYS_INLINE constexpr Format read_as(Format format) {
   const bool bytes_or_nibbles = stored_bits(format) == 8 || stored_bits(format) == 4;
   return is_integer(format) && !bytes_or_nibbles ? Format::int8 : format;

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// nf4 (Dettmers et al., QLoRA, arXiv 2305.14314): half bytes that stand for quantiles of the normal distribution. Of
-// probabilities p, at equal distances from 0.9677083 (the mean of 1 - 1/30 and 1 - 1/32) to 0.5 without it, 8 are the
-// positive levels and 7 the negative ones, ndtri(p) / ndtri(0.9677083); the sixteenth is 0. These are the float32 of
-// bitsandbytes, whose p and ndtri(p) are rounded to float32 on the way: up to 2e-7 from the formula.
+// nf4 (Dettmers et al., QLoRA, arXiv 2305.14314): 4-bit codes of quantiles of the normal distribution. With
+// probabilities p equally spaced from 0.9677083 (the mean of 1 - 1/30 and 1 - 1/32) to 0.5 exclusive, 8 are the
+// positive levels and 7 the negative ones, ndtri(p) / ndtri(0.9677083); the sixteenth is 0. These are the float32
+// values of bitsandbytes, which rounds p and ndtri(p) to float32 on the way: up to 2e-7 from the formula.
 #pragma once
 
 #include "formats/codec.hpp"

@@ -1,16 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
-// The scale of a group by search: of many, the one with the least sum of importance * (w - dequantized)^2 over the
-// group, and never one that is worse than that of the group's range (absmax). The same text for CPUs and devices.
+// Searches the scale of a group: of many candidates, the one with the least sum of importance * (w - dequantized)^2
+// over the group, and never worse than that of the group's range (absmax). The same text for CPUs and devices.
 //
-// A lane of a vector is a group: the same k of 16 columns on CPUs, one group of a thread on GPUs. Weights come as
+// A lane of a vector is a group: the same k of 16 columns on CPUs, one group per thread on GPUs. Weights are given as
 // y = w / absmax scale, so that no sum overflows. With the scale u (in absmax scales) their levels are
 // l = nearest(y / u), and the best scale for those levels is
 //   t = sum h y l / sum h l^2, which leaves sum h y^2 - (sum h y l)^2 / sum h l^2   (h: importance)
-// so the candidate u with the largest (sum h y l)^2 / sum h l^2 wins. Its t is rounded to what is stored and weighed
-// against absmax as it is; its levels give the next t, once.
+// so the candidate u with the largest (sum h y l)^2 / sum h l^2 wins. Its t is rounded for storage and compared with
+// absmax in that form; its levels give the next t, once.
 //
 // A Group has count and code_max, y(i) as a vector (Float), importance(i), and rounds scales to float16 and back
-// (to_float16). kSparesClamps: where no weight can leave the levels they are not clamped, by code of its own.
+// (to_float16). kSparesClamps: if no weight can exceed the levels, separate code skips clamping.
 #pragma once
 
 #include <cstddef>
@@ -21,9 +21,9 @@
 namespace lowbit {
 namespace {
 
-// Candidates: how many steps the larger side of a group's range has, as a part of those that the codes have. Whole
-// steps of int4 are among them (4 to 8, which are 1 to 3 too), so that multiples of one scale come back exactly: the
-// first of two that are as good stays, and comes before one that takes a third or a fifth of that scale.
+// Candidates: the number of steps in the larger side of a group's range, as a fraction of the code's steps. Whole steps
+// of int4 are among them (4 to 8, which cover 1 to 3 too), so that multiples of one scale are reproduced exactly: in a
+// tie the first stays, and precedes one with a third or a fifth of its scale.
 constexpr float kSymmetricSteps[] = {0.5f, 0.625f, 0.6875f, 0.75f, 0.8125f, 0.875f,
                                      0.9375f, 1.0f, 1.0625f, 1.125f, 1.25f, 1.375f, 1.5f, 1.75f};
 constexpr float kAsymmetricSteps[] = {12 / 15.0f, 8 / 15.0f, 9 / 15.0f, 10 / 15.0f, 11 / 15.0f, 13 / 15.0f,
@@ -32,7 +32,7 @@ constexpr float kAsymmetricSteps[] = {12 / 15.0f, 8 / 15.0f, 9 / 15.0f, 10 / 15.
 constexpr int kFirstWithin = 6;  // in both lists, with 4 bits or more: the first scale at which no weight is clipped
 constexpr float kLookupSteps[] = {0.8f, 0.85f, 0.9f, 0.95f, 1.0f, 1.05f, 1.1f, 1.2f};  // a level costs 15 comparisons
 static_assert(std::size(kSymmetricSteps) == 14 && std::size(kAsymmetricSteps) == 14 && std::size(kLookupSteps) == 8);
-constexpr float kMargin = 1 + 0x1p-16f;  // float32 sums of a group may be off by that much
+constexpr float kMargin = 1 + 0x1p-16f;  // error margin of float32 sums over a group
 constexpr int kRefits = 1;
 
 template <class Float>
@@ -47,7 +47,7 @@ LOWBIT_INLINE BitsOf<Float> less(Float a, Float b) {
   return bit_and(at_least(b, a), bit_xor(at_least(a, b), like(bits_of(a), -1)));
 }
 
-// Levels of an integer format around its zero point: low <= code - zero <= high.
+// Levels of an integer format relative to its zero point: low <= code - zero <= high.
 template <class Float>
 struct LevelRange { Float low, high; };
 
@@ -56,13 +56,13 @@ LOWBIT_INLINE LevelRange<Float> around(Float zero, float code_max) {
   return {sub(like(zero, 0.0f), zero), sub(like(zero, code_max), zero)};
 }
 
-// The integer nearest to y * inverse, which is below 2^22: a sum with 1.5 * 2^23 has no fraction.
+// The integer nearest to y * inverse, which is below 2^22: adding 1.5 * 2^23 removes the fraction.
 template <class Float>
 LOWBIT_INLINE Float nearest_integer(Float y, Float inverse) {
   return sub(fma(y, inverse, like(y, 0x1.8p23f)), like(y, 0x1.8p23f));
 }
 
-// The level nearest to y * inverse; kWithin: one of the range.
+// The level nearest to y * inverse; kWithin: known to be in range.
 template <class Codec, bool kWithin = false, class Float>
 LOWBIT_INLINE Float nearest_level(Float y, Float inverse, LevelRange<Float> range) {
   if constexpr (Codec::kind == CodecKind::lookup) return Codec::level_of(Codec::nearest(mul(y, inverse)));
@@ -71,9 +71,9 @@ LOWBIT_INLINE Float nearest_level(Float y, Float inverse, LevelRange<Float> rang
 }
 
 template <class Float>
-struct Sums { Float error, product, square; };  // of h (y - l u)^2, h y l, h l^2
+struct Sums { Float error, product, square; };  // sums of h (y - l u)^2, h y l, h l^2
 
-// The error of the scale u, and the two sums of its levels.
+// The error of scale u, and the two sums over its levels.
 template <class Codec, bool kWeighted, class Group, class Float>
 LOWBIT_INLINE Sums<Float> weigh(const Group& group, Float u, LevelRange<Float> range) {
   const Float inverse = div(like(u, 1.0f), u), none = like(u, 0.0f);
@@ -87,7 +87,7 @@ LOWBIT_INLINE Sums<Float> weigh(const Group& group, Float u, LevelRange<Float> r
   return sums;
 }
 
-// A scale, by its inverse, and the range of its levels; sums over the group.
+// A scale, given by its inverse, and the range of its levels; sums over the group.
 template <class Float>
 struct Candidate {
   Float inverse;
@@ -101,7 +101,7 @@ struct Candidate {
   }
 };
 
-// The best candidate yet: its sums, and the range of its levels.
+// The best candidate so far: its sums, and the range of its levels.
 template <class Float>
 struct Best {
   Float product, square;
@@ -128,7 +128,7 @@ LOWBIT_NOINLINE void consider(const Group& group, const Candidate<Float>& first,
   best.take(a), best.take(b);
 }
 
-// A group whose weights reach `down` below zero and `high` above it, in absmax scales; `own`: levels around
+// A group whose weights extend `down` below zero and `high` above it, in absmax scales; `own`: levels around
 // its zero point.
 template <class Float>
 struct GroupRange {
@@ -137,7 +137,7 @@ struct GroupRange {
   LevelRange<Float> own;
 };
 
-// The candidate with `count` steps, of which the codes have `levels`.
+// The candidate with `count` steps, for a code with `levels`.
 template <class Float>
 LOWBIT_INLINE Candidate<Float> candidate(const GroupRange<Float>& of, float count, float levels, float code_max) {
   const Float none = like(of.high, 0.0f), width = of.asymmetric ? add(of.down, of.high) : max(of.down, of.high),
@@ -151,7 +151,7 @@ LOWBIT_INLINE Candidate<Float> candidate(const GroupRange<Float>& of, float coun
   return {inverse, range, none, none};
 }
 
-// Steps are `count` parts of `levels`, an even number of them.
+// Steps are given as `count` fractions of `levels`, an even number of them.
 template <class Codec, bool kWeighted, class Group, class Float>
 LOWBIT_INLINE void consider_all(const Group& group, const float* steps, int count, float levels,
                                 const GroupRange<Float>& group_range, Best<Float>& best) {
@@ -164,13 +164,12 @@ LOWBIT_INLINE void consider_all(const Group& group, const float* steps, int coun
   }
 }
 
-// The choice for a group: the scale in the units of `stored`, the zero point, and the error of absmax in its
-// own scales.
+// The choice for a group: the scale in units of `stored`, the zero point, and the error of absmax in its own scales.
 template <class Float>
 struct ChosenScale { Float scale, zero, absmax_error; };
 
-// A scale as it is stored: float16, over the power of two of its column. Per channel, float32, of which 16 bits are
-// kept: a scale that is as short is then met exactly.
+// A scale rounded for storage: float16, relative to the power of two of its column. Per channel: float32 with 16
+// significant bits, so that an equally short scale is reproduced exactly.
 template <class Group, class Float>
 LOWBIT_INLINE Float as_stored(const Group& group, Float scale, bool half_scales) {
   if (half_scales) return group.to_float16(scale);
@@ -178,7 +177,7 @@ LOWBIT_INLINE Float as_stored(const Group& group, Float scale, bool half_scales)
   return float_of(bit_and(add(bits, like(bits, 0x80)), like(bits, ~0xff)));
 }
 
-// `stored`: the absmax scale, as it is stored; `zero`: the zero point that goes with it; scales stay below `limit`.
+// `stored`: the stored absmax scale; `zero`: its zero point; scales stay below `limit`.
 template <class Codec, bool kWeighted, class Group, class Float>
 LOWBIT_INLINE ChosenScale<Float> search(const Group& group, bool asymmetric, bool half_scales, Float stored, Float zero,
                                    Float limit) {
@@ -188,7 +187,7 @@ LOWBIT_INLINE ChosenScale<Float> search(const Group& group, bool asymmetric, boo
   for (int64_t i = 0; i < group.count; i++) low = min(low, group.y(i)), high = max(high, group.y(i));
   const Float down = sub(none, low);
 
-  // Below zero there is one level more than above: the larger side gets it, by a negative scale if need be.
+  // There is one more level below zero than above: the larger side gets it, with a negative scale if need be.
   const auto flip = kIntegers && !asymmetric ? less(down, high) : like(bits_of(none), 0);
   const LevelRange<Float> straight = around(zero, group.code_max),
                           own{either(flip, sub(none, straight.high), straight.low),

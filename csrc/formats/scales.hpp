@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// Scales, zero points and codes of a weight from its floats, the same text for CPUs and devices, and so the same bits.
+// Computes scales, zero points and codes of a weight from its floats: the same text, and so the same bits, on
+// CPUs and devices.
 #pragma once
 
 #include "formats/list.hpp"
 
 namespace lowbit {
 
-// How a scale is chosen. symmetric: amax over half the range, as torchao (the largest weight clips by half a step);
+// How a scale is chosen. symmetric: amax over half the range, as in torchao (the largest weight clips by half a step);
 // symmetric_no_clipping_err: no weight clips; asymmetric: min..max widened to contain 0, with an integer zero point.
 enum class Mapping : int { symmetric, symmetric_no_clipping_err, asymmetric };
 
@@ -15,7 +16,7 @@ namespace {
 // 2^floor(log2(x)), exact; 0 for 0 and subnormals.
 LOWBIT_INLINE float power_of_two_below(float x) { return float_from_bits(bits_of_float(x) & 0x7f800000u); }
 
-// Scale of weights from low <= 0 to high >= 0, before it is rounded for storage; 0 instead of subnormals.
+// The scale of weights from low <= 0 to high >= 0, before rounding for storage; 0 instead of subnormals.
 template <class Codec>
 LOWBIT_INLINE float scale_of_range(float low, float high, Mapping mapping, float code_max) {
   const float absmax = -low > high ? -low : high, half = (code_max + 1) / 2;
@@ -24,24 +25,24 @@ LOWBIT_INLINE float scale_of_range(float low, float high, Mapping mapping, float
     scale = absmax / Codec::range;
   } else if (mapping == Mapping::symmetric_no_clipping_err) {
     scale = -low / half > high / (half - 1) ? -low / half : high / (half - 1);
-  } else if (mapping == Mapping::asymmetric) {  // a range may be wider than float32 goes
+  } else if (mapping == Mapping::asymmetric) {  // a range may exceed float32
     scale = high - low < __builtin_inff() ? (high - low) / code_max : high / code_max - low / code_max;
   }
   return scale >= 0x1p-126f ? scale : 0.0f;
 }
 
-// The integer nearest to x, which is not negative and below 2^22: a sum with 1.5 * 2^23 has no fraction. -0 stays -0.
+// The integer nearest to x, which is not negative and below 2^22: adding 1.5 * 2^23 removes the fraction. -0 stays -0.
 LOWBIT_INLINE float nearest_integer(float x) {
   return float_from_bits(bits_of_float((x + 0x1.8p23f) - 0x1.8p23f) | (bits_of_float(x) & 0x80000000u));
 }
 
-// The zero point of an asymmetric weight from `low` on, with the scale that is stored.
+// The zero point of an asymmetric weight with minimum `low`, given the stored scale.
 LOWBIT_INLINE float zero_of_range(float low, float scale, float code_max) {
   const float zero = scale > 0.0f ? nearest_integer(-low / scale) : 0.0f;
   return zero > code_max ? code_max : zero;
 }
 
-// Codes of weights over their scale plus their zero point.
+// Codes of weights, given weight / scale + zero point.
 template <class Codec, class Float>
 LOWBIT_INLINE auto nearest_code(Float v, float code_max) {
   if constexpr (Codec::kind == CodecKind::lookup) return Codec::nearest(v);

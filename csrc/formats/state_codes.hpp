@@ -1,13 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// The meaning of the codes of each StateFormat, per element: StateCodes<format, is_signed>. A Decoder, made with a
-// block's scale, reads the floats 2^23 + code and gives two numbers whose product is the value (its user has an FMA
-// for that). An Encoder, made with a block's absmax, turns values into code - kOffset; where that is past the codes,
-// stores saturate. Table: how tables of 8 entries are kept. kAbsmaxOverScale: the decoded value of the largest element
-// of a block.
+// The codes of each StateFormat, per element: StateCodes<format, is_signed>. A Decoder, made with a block's scale,
+// reads the floats 2^23 + code and returns two numbers whose product is the value (its user has an FMA for that). An
+// Encoder, made with a block's absmax, turns values into code - kOffset; stores saturate values beyond the codes.
+// Table: storage of tables of 8 entries. kAbsmaxOverScale: the decoded value of the largest element of a block.
 //
-// A moment that cannot be negative is a mean of squares, whose root divides the step. Where it rounded to 0 and the
-// other moment did not, the next step would be that moment / eps, thousands of learning rates long. So a value above 0
-// has at least the smallest code above that of 0; 0 stays 0.
+// A moment that cannot be negative is a mean of squares, whose root divides the step. If it rounded to 0 and the other
+// moment did not, the next step would be that moment / eps, thousands of learning rates long. So a value above 0 gets
+// at least the smallest code above that of 0; 0 stays 0.
 #pragma once
 
 #include "formats/dynamic_map.hpp"
@@ -25,7 +24,7 @@ LOWBIT_INLINE Int kept_above_zero(Int code, Float value) {
   else return code;
 }
 
-// For formats whose value is a function of the code, times the scale, and whose code is a function of value / scale.
+// For formats with value = f(code) * scale and code = g(value / scale).
 template <class Codes>
 class ScaledDecoder {
  public:
@@ -74,7 +73,7 @@ struct StateCodes<StateFormat::dynamic4, true, Table> : DynamicMap<true, 3, Tabl
   static constexpr float kAbsmaxOverScale = 1;
 };
 
-template <class Table>  // 1/16, 2/16 ... 1: no code of zero, only a block of zeros decodes to zeros
+template <class Table>  // 1/16, 2/16 ... 1: no code for zero; only a block of zeros decodes to zeros
 struct StateCodes<StateFormat::dynamic4, false, Table> {
   using Decoder = ScaledDecoder<StateCodes>;
   using Encoder = ScaledEncoder<StateCodes>;

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// The list of formats that an optimizer keeps its moments in.
+// The list of formats in which an optimizer stores its moments.
 //
-// float32, bfloat16: the values. The others hold codes and one float32 scale per block of consecutive elements (the
-// last block may be short); value = decode(code) * scale. A moment that can be negative (exp_avg, momentum) and one
-// that cannot (exp_avg_sq) have maps of their own. dynamic8: bitsandbytes' and torchao's 8-bit map; dynamic4: torchao's
-// 4-bit maps, two codes a byte, the first in the high nibble; float8: float8_e4m3fn. scale is absmax, and absmax / 448
-// for float8.
+// float32, bfloat16: the values. The others have codes and one float32 scale per block of consecutive elements (the
+// last block may be short); value = decode(code) * scale. Moments that can be negative (exp_avg, momentum) and those
+// that cannot (exp_avg_sq) have different maps. dynamic8: bitsandbytes' and torchao's 8-bit map; dynamic4: torchao's
+// 4-bit maps, two codes per byte, the first in the high nibble; float8: float8_e4m3fn. scale is absmax, and absmax /
+// 448 for float8.
 #pragma once
 
 #include <cstdint>

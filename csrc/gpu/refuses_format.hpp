@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// On the host: formats that no kernel for GPUs reads or writes.
+// Host code that refuses the formats that no GPU kernel reads or writes.
 #pragma once
 
 #include <string_view>

@@ -12,19 +12,19 @@
 namespace lowbit::level_zero {
 namespace {
 
-// Why rows cannot run there; "" if they can.
+// Why rows cannot run there, or "".
 const std::string& cannot_run(Device device) {
   const std::string& no_gpu = unavailable(device);
   return no_gpu.empty() ? modules_missing() : no_gpu;
 }
 
-// The device has done a row's work when its call returns: the host and torch's own queues read the results.
+// When a row's call returns, the device has finished: the host and torch's own queues read the results.
 void run_and_wait(const Place& place, const std::function<void()>& row) {
   row();
   wait(place.device);
 }
 
-// c10::xpu::syncStreamsOnDevice: waits until torch's own queues of an xpu, which are SYCL's, have done their work.
+// c10::xpu::syncStreamsOnDevice: waits for torch's own queues of an xpu, which are SYCL's.
 using WaitForTorch = void (*)(int8_t device);
 WaitForTorch wait_for_torch() {
   void* const library = dlopen("libc10_xpu.so", RTLD_LAZY | RTLD_NOLOAD);
@@ -50,7 +50,7 @@ Backend make_backend() {
   return backend;
 }
 
-// The same rows for tensors of torch's own device, under names of their own.
+// The same rows for tensors on torch's own device, with other names.
 Backend for_torch(const Backend& ours, std::deque<std::string>& names) {
   const auto named = [&](std::string_view name) { return std::string_view(names.emplace_back(concat(name, "_xpu"))); };
   Backend backend = ours;
@@ -63,7 +63,7 @@ Backend for_torch(const Backend& ours, std::deque<std::string>& names) {
   return backend;
 }
 
-// Backends, with the strings of their rows' names.
+// Backends, with the storage of their rows' names.
 struct BackendList {
   std::deque<std::string> names;  // never moved
   std::deque<Backend> backends;

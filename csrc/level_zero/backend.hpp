@@ -6,7 +6,7 @@
 namespace lowbit::level_zero {
 
 // Intel GPUs, as torch's device xpu and as our own, lowbit_ze. Listing them loads nothing: the loader is opened by the
-// first call that has a tensor there.
+// first call with a tensor on such a device.
 std::span<const Backend* const> backends();
 
 void add_attention_rows(Backend& backend);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// oneDNN's C API as far as it is called, declared here so that building needs no header of it. Names and numbers are
-// those of oneapi/dnnl/dnnl_types.h of version 3, whose binary interface holds for all of 3.x.
+// The part of oneDNN's C API that is called, declared here so that the build needs no oneDNN header. Names and numbers
+// are those of oneapi/dnnl/dnnl_types.h of version 3, whose ABI is stable for all of 3.x.
 #pragma once
 
 #include <cstddef>
@@ -8,7 +8,7 @@
 
 namespace lowbit::onednn {
 
-// Handles are opaque; each has a type of its own here, so that one cannot stand for another.
+// Handles are opaque; each has its own type here, so that they cannot be confused.
 using Engine = struct EngineHandle*;
 using Stream = struct StreamHandle*;
 using Primitive = struct PrimitiveHandle*;
@@ -39,7 +39,7 @@ constexpr int kBinaryAdd = 131056, kBinaryMul = 131057;
 constexpr int kQueryImplementation = 8, kQueryInnerCount = 263, kQueryInnerBlocks = 264, kQueryInnerDims = 265;
 constexpr int kQueryScratchpad = 136;                                           // dnnl_query_t
 constexpr int kSource = 1, kDestination = 17, kWeights = 33, kScratchpad = 80;  // DNNL_ARG_*
-constexpr int argument_of_post_op(int i) { return 32768 * (i + 1) | 2; }        // its second operand
+constexpr int argument_of_post_op(int i) { return 32768 * (i + 1) | 2; }        // second operand of post-op i
 
 constexpr unsigned kSequential = 1, kOpenMP = 2, kTbb = 4, kThreadPool = 8, kSycl = 512;  // dnnl_version_t::cpu_runtime
 

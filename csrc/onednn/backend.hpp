@@ -5,8 +5,8 @@
 
 namespace lowbit::onednn {
 
-// oneDNN on the CPU, where its library is installed. Listing the rows of oneDNN does not load the library. It is loaded
-// the first time one of them is asked whether it can run, and calls that take an earlier row never ask.
+// oneDNN on the CPU, if its library is installed. Listing its rows does not load the library, which is loaded when one
+// of them is first asked whether it can run. Calls that take an earlier row never ask.
 std::span<const Backend* const> backends();
 
 }  // namespace lowbit::onednn

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// oneDNN's row of the op linear. Calls that oneDNN cannot serve are refused here; matmul.hpp makes the others.
+// oneDNN's row of the op linear. Calls that oneDNN cannot serve are refused here; matmul.hpp runs the others.
 #include <cstring>
 
 #include "core/arena.hpp"
@@ -20,7 +20,7 @@ Product product_of(const LinearArgs& args, const Threads& threads) {
           .mul = args.mul != nullptr, .add = args.add != nullptr, .threads = threads.count()};
 }
 
-// The text lives until this thread asks again.
+// The text is valid until this thread asks again.
 std::string_view refuses(const LinearArgs& args) {
   if (args.weight_spec.format != Format::float32) return "another weight format";
   if (args.dtype != DType::float32) return "activations that are not float32";
@@ -30,13 +30,13 @@ std::string_view refuses(const LinearArgs& args) {
   try {
     const Threads threads;
     reason = matmul(product_of(args, threads))->reason();
-  } catch (const std::exception& error) {  // a listing of all rows goes on with the reasons of the others
+  } catch (const std::exception& error) {  // a listing of all rows continues with the reasons of the others
     reason = error.what();
   }
   return reason;
 }
 
-// Rows of x with zeros behind them: a weight's padding, multiplied by what lies behind a row of x, may give nan.
+// Copies rows of x with zeros appended: a weight's padding, multiplied by memory past a row of x, could give nan.
 void pad_rows(const LinearArgs& args, int64_t padded, float* to) {
   const int64_t k = args.weight_spec.k;
   const auto bytes = [](int64_t count) { return static_cast<std::size_t>(count) * sizeof(float); };
@@ -82,7 +82,7 @@ constexpr Kernel<LinearArgs> kRows[] = {{"linear_float32_onednn", refuses, run}}
 std::span<const Backend* const> backends() {
   static std::atomic<const std::vector<const Backend*>*> kept{nullptr};
   return made_once(kept, [] {
-    auto* backend = new Backend{  // two threads may make one each; the one that is not kept leaks, once
+    auto* backend = new Backend{  // two threads may create one each; the one that is not kept leaks, once
         .name = "onednn", .device = DeviceType::cpu, .unavailable = unavailable};
     add_rows(*backend, kRows, std::size(kRows));
     return std::vector<const Backend*>{backend};

@@ -15,7 +15,7 @@ Owned<MemoryDesc> rows(int64_t m, int64_t n) {
 }
 
 // Our panels [n / 16][k / 16][16 k][16 n] as a matrix [k, n]. The meaning of a tag's number is up to the library, so
-// the layout is read back.
+// the layout is verified.
 Owned<MemoryDesc> panels(int64_t k, int64_t n) {
   const int64_t shape[] = {k, n};
   MemoryDesc made;
@@ -40,7 +40,7 @@ Owned<Memory> memory(const Owned<MemoryDesc>& desc, const void* data) {
 
 }  // namespace
 
-// The post-ops are the steps of csrc/cpu/linear/epilogue.hpp, in its order.
+// The post-ops are the operations of csrc/cpu/linear/epilogue.hpp, in the same order.
 Owned<Attributes> Matmul::attributes() const {
   PostOps made;
   ensure(api().post_ops_create(&made), "dnnl_post_ops_create");
@@ -50,7 +50,7 @@ Owned<Attributes> Matmul::attributes() const {
   };
   if (product_.bias) binary(kBinaryAdd, bias_);
   if (product_.activation != Activation::none) {
-    const int algorithm = product_.activation == Activation::silu ? kSwish : kGeluTanh;  // the others are refused
+    const int algorithm = product_.activation == Activation::silu ? kSwish : kGeluTanh;  // others are refused
     ensure(api().append_eltwise(made, algorithm, 1.0f, 0.0f), "dnnl_post_ops_append_eltwise");
   }
   if (product_.mul) binary(kBinaryMul, y_);
@@ -108,7 +108,7 @@ void Matmul::run(const Operands& operands) const {
   give(kSource, x_, operands.x), give(kWeights, weight_, operands.weight), give(kDestination, y_, operands.y);
   give(kScratchpad, scratchpad_, operands.scratchpad);
   if (product_.bias) give(argument_of_post_op(post_ops++), bias_, operands.bias);
-  if (product_.activation != Activation::none) post_ops++;  // it has no second operand
+  if (product_.activation != Activation::none) post_ops++;  // without a second operand
   if (product_.mul) give(argument_of_post_op(post_ops++), y_, operands.mul);
   if (product_.add) give(argument_of_post_op(post_ops++), y_, operands.add);
   ensure(api().execute(matmul_.get(), stream.get(), count, arguments.data()), "dnnl_primitive_execute");
@@ -117,7 +117,7 @@ void Matmul::run(const Operands& operands) const {
 
 namespace {
 using RecentMatmuls = std::list<std::pair<Product, std::shared_ptr<const Matmul>>>;
-thread_local RecentMatmuls kept;  // the one that was asked for last comes first
+thread_local RecentMatmuls kept;  // most recently used first
 thread_local std::map<Product, RecentMatmuls::iterator> found;
 }  // namespace
 
@@ -128,7 +128,7 @@ std::shared_ptr<const Matmul> matmul(const Product& product) {
   }
   kept.emplace_front(product, std::make_shared<const Matmul>(product));
   found[product] = kept.begin();
-  if (kept.size() > kMostKept) {
+  if (kept.size() > kMaxKept) {
     found.erase(kept.back().first);
     kept.pop_back();
   }

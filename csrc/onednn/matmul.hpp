@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A float32 product of oneDNN with its epilogue in one primitive, made once for each Product.
+// A float32 product of oneDNN with its epilogue, as one primitive, created once per Product.
 #pragma once
 
 #include <array>
@@ -12,7 +12,7 @@
 
 namespace lowbit::onednn {
 
-// Handles with an owner, destroyed by the function of the library that their type has.
+// Owned handles, destroyed by the library's function for their type.
 struct Destroy {
   void operator()(MemoryDesc desc) const { api().desc_destroy(desc); }
   void operator()(Memory memory) const { api().memory_destroy(memory); }
@@ -25,16 +25,16 @@ struct Destroy {
 template <class Handle>
 using Owned = std::unique_ptr<std::remove_pointer_t<Handle>, Destroy>;
 
-// All that a primitive depends on. The weight lies in our own panels (formats/format.hpp), for which oneDNN has a name.
+// The key of a primitive. The weight is in our own panels (formats/format.hpp), a layout that oneDNN has a tag for.
 struct Product {
-  int64_t m, n, k;  // k with padding
+  int64_t m, n, k;  // k includes padding
   Activation activation;
   bool bias, mul, add;
   int threads;
   friend auto operator<=>(const Product&, const Product&) = default;
 };
 
-// float32 tensors of a call: rows without gaps.
+// float32 tensors of a call, with dense rows.
 struct Operands {
   const void *x, *weight, *bias, *mul, *add;  // [m, k], panels, [n], [m, n], [m, n]
   void* y;                                    // [m, n]
@@ -44,7 +44,7 @@ struct Operands {
 class Matmul {
  public:
   explicit Matmul(const Product& product);
-  const std::string& reason() const { return reason_; }  // why oneDNN cannot run it; "" if it can
+  const std::string& reason() const { return reason_; }  // why oneDNN cannot run it, or ""
   int64_t scratchpad_bytes() const { return scratchpad_bytes_; }
   void run(const Operands& operands) const;
 
@@ -58,10 +58,10 @@ class Matmul {
   int64_t scratchpad_bytes_ = 0;
 };
 
-// Finds or makes one. Each thread keeps the last kMostKept that it asked for: there is no lock that a forked child
-// could find held. oneDNN shares the large part of equal primitives, their code.
+// Finds or creates a primitive. Each thread keeps the kMaxKept most recently used: there is no lock that a forked child
+// could find held. oneDNN shares the bulk of equal primitives, their code.
 std::shared_ptr<const Matmul> matmul(const Product& product);
-constexpr std::size_t kMostKept = 256;
+constexpr std::size_t kMaxKept = 256;
 LOWBIT_API std::size_t kept_primitives();
 
 }  // namespace lowbit::onednn

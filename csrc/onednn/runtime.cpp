@@ -10,7 +10,7 @@
 namespace lowbit::onednn {
 namespace {
 
-// pip puts libdnnl.so.3 of onednn-cpu-gomp into <prefix>/lib, of which site-packages is lib/python3.x/site-packages.
+// pip installs libdnnl.so.3 of onednn-cpu-gomp in <prefix>/lib; site-packages is lib/python3.x/site-packages.
 std::vector<std::string> folders_of_packages() {
   std::vector<std::string> folders;
   for (const std::string& site : site_packages())
@@ -46,7 +46,7 @@ std::string path_of_symbol(void* symbol) {
   return dladdr(symbol, &info) && info.dli_fname ? info.dli_fname : "an unknown library";
 }
 
-// A second OpenMP has a second set of threads, which wait (and spin) on the cores where torch's work.
+// A second OpenMP would have its own threads, which wait (and spin) on the cores where torch's work.
 OpenMP shared_openmp(const Library& found) {
   void* const its = found.symbol("omp_set_num_threads");
   void* const torch = dlopen("libtorch_cpu.so", RTLD_NOLOAD | RTLD_NOW);

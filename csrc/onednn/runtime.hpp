@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// oneDNN in this process: the library, opened when first asked for, and the threads that it runs on.
+// oneDNN in this process: the library, opened on first use, and its threads.
 #pragma once
 
 #include <string>
@@ -15,34 +15,34 @@ struct Api {
   std::size_t (*desc_bytes)(const MemoryDescHandle*);
 };
 
-const Api& api();  // RuntimeError: why there is none
+const Api& api();  // RuntimeError if unavailable
 
-// Functions of the OpenMP that the library was built with; null in a sequential build.
+// Functions of the OpenMP runtime that the library was built with; null in a sequential build.
 struct OpenMP {
   void (*set_num_threads)(int) = nullptr;
   int (*get_max_threads)() = nullptr;
   int (*in_parallel)() = nullptr;
 };
 
-// On the CPU.
+// The CPU's engine, and the OpenMP that serves it.
 struct Runtime {
   Engine engine;
   OpenMP openmp;
 };
-const Runtime& runtime();  // RuntimeError: why it is not there
+const Runtime& runtime();  // RuntimeError if unavailable
 
-// The path and version of the library, or the reason why it cannot be used; opens it.
+// The path and version of the library, or why it cannot be used; opens it.
 struct Facts {
   std::string path, version, reason;
 };
 LOWBIT_API const Facts& facts();
 const std::string& unavailable(Device device);
 
-// The status of a call that must not fail.
+// Checks the status of a call that must not fail.
 void ensure(int status, std::string_view function);
 
-// The threads of one call, which primitives are made for and run with: those of lowbit's own kernels here and now, one
-// where OpenMP cannot give more (in a parallel region, in a forked child).
+// The thread count of one call, for which primitives are created and run: that of lowbit's own kernels at this point,
+// or one if OpenMP cannot give more (in a parallel region, in a forked child).
 class Threads {
  public:
   Threads();

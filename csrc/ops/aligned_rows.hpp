@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// Whether a device may load the rows of a tensor several bytes at a time.
+// Whether a device may load the rows of a tensor by several bytes at a time.
 #pragma once
 
 #include "core/tensor_view.hpp"
 
 namespace lowbit {
 
-// Rows [..., e] begin at multiples of `bytes`; a dimension of 1 has no stride that counts.
+// Rows [..., e] begin at multiples of `bytes`; the stride of a dimension of 1 is irrelevant.
 inline bool has_aligned_rows(const TensorView& of, int64_t bytes) {
   bool aligned = reinterpret_cast<uintptr_t>(of.data) % static_cast<uintptr_t>(bytes) == 0;
   for (int d = 0; d + 1 < of.rank; d++)

@@ -14,7 +14,7 @@ using enum ErrorKind;
 
 namespace {
 
-// A tensor of q's shape class: 4-d, dtype of q, dense rows.
+// A tensor like q: 4-d, dtype of q, dense rows.
 void check_heads(std::string_view op, std::string_view name, const TensorView& tensor, DType dtype,
                  std::initializer_list<int64_t> shape) {
   check_dtype(op, name, tensor, dtype);
@@ -36,7 +36,7 @@ void check_list(std::string_view op, std::string_view name, const TensorView& te
         shape_text(like), ", got ", shape_text(tensor));
 }
 
-// Shapes and dtypes; the entries are read and checked by the row.
+// Shapes and dtypes; the row reads and checks the entries.
 void check_lists(std::string_view op, const AttentionForwardArgs& args) {
   const BlockLists& lists = args.lists;
   if (!lists.kv_num_blocks) return;
@@ -113,8 +113,8 @@ void check_captured_gradients(std::string_view op, const ScoreCall* call, std::s
   }
 }
 
-// Strides of a gradient may be 0 only where nothing is stored twice: it must have the strides of a tensor that
-// owns its elements.
+// Strides of a gradient must be those of a tensor that owns its elements; 0 only where no element would
+// be written twice.
 void check_gradient(std::string_view op, std::string_view name, const TensorView& gradient, const TensorView& like) {
   check_heads(op, name, gradient, like.dtype, {like.size(0), like.size(1), like.size(2), like.size(3)});
 }
@@ -134,7 +134,7 @@ void check_args(AttentionBackwardArgs& args) {
   constexpr std::string_view op = "attention_backward";
   AttentionForwardArgs& forward = args.forward;
   check_forward(op, forward);
-  // Before devices are compared: the gradient of an argument that is None would be a tensor of the CPU.
+  // Before devices are compared: the gradient of an argument that is None would be a CPU tensor.
   check(!args.grad_mask || (forward.mask && forward.mask.dtype != DType::boolean), value, op,
         ": grad_mask must be None without a floating mask");
   check(!args.grad_sink || forward.sink, value, op, ": grad_sink must be None without a sink");
@@ -165,8 +165,8 @@ void attention_backward(const AttentionBackwardArgs& args) { run(args); }
 
 namespace {
 
-// Scores that causality does not mask. The blocks that a block mask skips are unknown here: its lists lie on
-// the device.
+// Number of scores that causality does not mask. Blocks that a block mask skips are unknown here: its lists are
+// on the device.
 int64_t pairs(const AttentionForwardArgs& args) {
   const int64_t rows = args.q_length(), keys = args.kv_length(), full = std::max<int64_t>(rows - keys, 0);
   const int64_t triangle = rows - full;
@@ -175,7 +175,7 @@ int64_t pairs(const AttentionForwardArgs& args) {
 
 }  // namespace
 
-// Two products: scores and values.
+// Two matrix products: scores and values.
 Call describe(const AttentionForwardArgs& args) {
   const TensorView &q = args.q, &k = args.k, &v = args.v, &out = args.out;
   return Call{.arithmetic = Arithmetic::floating,
@@ -185,7 +185,7 @@ Call describe(const AttentionForwardArgs& args) {
       .with(q, k, out);
 }
 
-// Five products: scores, gradients of probabilities, of values, of queries and of keys.
+// Five matrix products: scores; gradients of probabilities, values, queries and keys.
 Call describe(const AttentionBackwardArgs& args) {
   const AttentionForwardArgs& forward = args.forward;
   return Call{.arithmetic = Arithmetic::floating,

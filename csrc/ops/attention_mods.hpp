@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The mods and the block mask of one attention call, as every caller has them: lists of integers and views. Checked
+// The mods and the block mask of one attention call, as all callers pass them: lists of integers and views. Checked
 // here, used by attention.
 #pragma once
 

@@ -14,13 +14,13 @@ struct BlockGrid {
 
 struct BlockClassesArgs {
   Place place{};
-  const ScoreCall* call = nullptr;  // of a mask_mod
+  const ScoreCall* call = nullptr;  // a mask_mod
   BlockGrid grid;
   TensorView classes;  // uint8 [batch, heads, q blocks, kv blocks], contiguous, written: 0 empty, 1 partial, 2 full
-  int64_t* evaluated = nullptr;  // written: how many blocks had to be evaluated
+  int64_t* evaluated = nullptr;  // written: number of blocks evaluated
 };
 
-// A block that reaches over the end of q or k is never full, as in torch. Returns how many blocks had to be evaluated.
+// A block that extends past the end of q or k is never full, as in torch. Returns the number of blocks evaluated.
 LOWBIT_API int64_t block_classes(const ScoreCall& call, const BlockGrid& grid, const TensorView& classes);
 
 LOWBIT_API Call describe(const BlockClassesArgs& args);

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// Weights as bitsandbytes keeps them, read where they are: nothing of them is packed, copied or remembered between
-// calls, so that their owner may change them at any time.
+// Weights in the memory layout of bitsandbytes, read in place: nothing is packed, copied or cached between calls, so
+// that their owner may change them at any time.
 //
-// Of 4 bits, [n, k]: the codes of all n * k weights in one row, two in a byte, the first in the high nibble; block_size
-// of them, across the ends of rows of w too, share a scale: w = level(code) * scale. A scale is absmax[block], or,
-// where it was quantized again, code_map[scale_codes[block]] * absmax[block / 256] + offset.
+// 4 bits, [n, k]: the codes of all n * k weights in row-major order, two per byte, the first in the high nibble.
+// block_size consecutive codes, which may cross rows of w, share a scale: w = level(code) * scale. A scale is
+// absmax[block], or, if it was itself quantized, code_map[scale_codes[block]] * absmax[block / 256] + offset.
 //   blocks_linear      y = x @ w.T + bias
 //   blocks_dequantize  some of the n * k weights, in order
-// Of 8 bits (LLM.int8): x and w are codes, int8 [m, k] and [n, k], with a scale per row, the largest |value| of it.
+// 8 bits (LLM.int8): x and w are codes, int8 [m, k] and [n, k], with one scale per row, its largest |value|.
 //   int8_linear        y[i, j] = (sum over k of x[i] * w[j]) * (row_scale[i] * column_scale[j]) / 127^2 + bias[j]
 #pragma once
 
@@ -41,7 +41,7 @@ struct BlocksLinearArgs {
 struct BlocksDequantizeArgs {
   Place place{};
   BlockedWeight weight;
-  int64_t begin = 0;  // the first weight, a multiple of kSmallestBlock
+  int64_t begin = 0;  // index of the first weight, a multiple of kSmallestBlock
   TensorView out;     // float32, bfloat16 or float16, contiguous: written
 };
 
@@ -53,7 +53,7 @@ struct Int8LinearArgs {
   TensorView y;                        // [m, n], one of the three dtypes, contiguous: written
 };
 
-// The place is found here, and everything checked; n of a blocks_linear is that of y.
+// Finds the place and checks everything; n of a blocks_linear is that of y.
 LOWBIT_API void blocks_linear(BlocksLinearArgs args, int64_t format);
 LOWBIT_API void blocks_dequantize(BlocksDequantizeArgs args, int64_t format);
 LOWBIT_API void int8_linear(Int8LinearArgs args);

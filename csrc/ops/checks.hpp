@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Checks of one argument, for all ops. The error names op and argument, and says what was wanted and what was given.
+// Checks of one argument, for all ops. Errors name op and argument, and say what was wanted and what was given.
 #pragma once
 
 #include <initializer_list>
@@ -12,17 +12,17 @@ namespace lowbit {
 
 void check_dtype(std::string_view op, std::string_view name, const TensorView& tensor, DType wanted);
 void check_activation(std::string_view op, std::string_view name, const TensorView& tensor);  // one of three floats
-void check_floating(std::string_view op, std::string_view name, const TensorView& tensor);    // or float64
+void check_floating(std::string_view op, std::string_view name, const TensorView& tensor);    // one of these or float64
 void check_mask(std::string_view op, const TensorView& mask, std::initializer_list<int64_t> shape);  // bool or floating
 void check_shape(std::string_view op, std::string_view name, const TensorView& tensor, std::span<const int64_t> shape);
 void check_contiguous(std::string_view op, std::string_view name, const TensorView& tensor);
-void check_dense_rows(std::string_view op, std::string_view name, const TensorView& tensor);  // in the last dimension
-// Dtype, shape, contiguous.
+void check_dense_rows(std::string_view op, std::string_view name, const TensorView& tensor);  // dense last dimension
+// Checks dtype, shape and contiguity.
 void check_tensor(std::string_view op, std::string_view name, const TensorView& tensor, DType dtype,
                   std::initializer_list<int64_t> shape);
-// An enumerator of `count`; returned.
+// Checks that the number is one of `count` enumerators, and returns it.
 int64_t check_number(std::string_view op, std::string_view name, int64_t number, std::size_t count);
-// Checks the heads of query and key: one head of the keys serves a group of those of the queries.
+// Checks the head counts of query and key: each key head serves a group of query heads.
 void check_groups(std::string_view op, int64_t heads, int64_t kv_heads);
 
 inline void check_shape(std::string_view op, std::string_view name, const TensorView& tensor,

@@ -31,7 +31,7 @@ struct Codes {
 
 void check_codes(std::string_view op, const Codes& of, KvFormat format, const std::array<int64_t, 4>& shape) {
   const auto [batch, heads, length, columns] = shape;
-  check(columns >= 1 && columns <= kMostKvColumns, value, op, ": head dimensions of codes must be 1..", kMostKvColumns,
+  check(columns >= 1 && columns <= kMaxKvColumns, value, op, ": head dimensions of codes must be 1..", kMaxKvColumns,
         ", got ", columns);
   check_rows(op, of.name, of.codes, {batch, heads, length, kv_row_bytes(format, columns)});
   check(of.scale.dtype == DType::float32 || of.scale.dtype == DType::float16, type, op, ": ", of.scale_name,
@@ -58,7 +58,7 @@ void check_keys_and_values(std::string_view op, const DecodeArgs& args) {
         ": float keys and values have no scales and no rotation");
 }
 
-// The call that turns rows of keys or values into codes, or codes into rows.
+// The call that converts rows of keys or values to codes, or codes to rows.
 template <class Args>
 void check_cache_conversion(std::string_view op, Args& args) {
   args.place = place_of(op, {{"x", args.x}, {"codes", args.codes}, {"scale", args.scale}});
@@ -103,7 +103,7 @@ void check_args(DecodeArgs& args) {
 void check_args(KvQuantizeArgs& args) { check_cache_conversion("kv_quantize", args); }
 void check_args(KvDequantizeArgs& args) { check_cache_conversion("kv_dequantize", args); }
 
-// Keys that a window hides are not read.
+// Keys outside the window are not read.
 Call describe(const DecodeArgs& args) {
   const int64_t length = args.kv_length(), seen = args.window > 0 ? std::min(length, args.window) : length;
   const int64_t cache = bytes_of(args.k) + bytes_of(args.v) + bytes_of(args.k_scale) + bytes_of(args.v_scale);

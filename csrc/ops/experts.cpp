@@ -73,7 +73,7 @@ ExpertsArgs experts_args(const ExpertsArgs& given, int64_t gate_up_x_format, int
   return args;
 }
 
-// Every pair may have an expert of its own: as many experts as there are pairs, or all.
+// Each pair may have its own expert: min(number of pairs, E) weights.
 Call describe(const ExpertsArgs& args) {
   const int64_t pairs = args.index.numel(), hit = std::min(pairs, args.experts());
   Call call{.arithmetic = stays_float(args.gate_up.x_format) ? Arithmetic::floating : Arithmetic::integer,

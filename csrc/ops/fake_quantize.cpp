@@ -12,7 +12,7 @@ using enum ErrorKind;
 
 namespace {
 
-// The spec of a float weight, which has codes.
+// The spec of a float weight to be coded.
 WeightSpec coded_spec(std::string_view op, const TensorView& weight, int64_t format, int64_t group_size,
                       bool asymmetric) {
   check_activation(op, "weight", weight);
@@ -47,7 +47,7 @@ FakeQuantizeBackwardArgs fake_quantize_backward_args(const TensorView& grad, con
                                                      int64_t group_size) {
   constexpr std::string_view op = "fake_quantize_backward";
   const Place place = place_of(op, {{"grad", grad}, {"weight", weight}, {"scale", scale}, {"zero", zero}});
-  const WeightSpec spec = coded_spec(op, weight, format, group_size, false);  // the zero points are here
+  const WeightSpec spec = coded_spec(op, weight, format, group_size, false);  // zero points are separate tensors
   check_tensor(op, "grad", grad, weight.dtype, {spec.n, spec.k});
   check_tensor(op, "scale", scale, DType::float32, {spec.n, spec.groups()});
   check_tensor(op, "zero", zero, DType::float32, {spec.n, spec.groups()});

@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// fake_quantize: a float weight [n, k] quantized and dequantized, with nothing packed; its gradient; and the same for
-// activations. Scales, codes and their rounding are those of quantize and of the kernels of linear.
+// fake_quantize: a float weight [n, k] quantized and dequantized without being packed; its gradient; and the same for
+// activations. Scales, codes and rounding are those of quantize and of the kernels of linear.
 //
 //   out = scale * (code - zero),  code = nearest(weight / scale + zero),  a lookup format: scale * level[code]
 //   backward (straight through): grad_weight = grad where the code was not clipped, else 0
 //     grad_scale = sum over a group of grad * (code - zero - ratio), ratio = weight / scale, or 0 where it was clipped
 //
-// A code is clipped if it would round past the ends of the format; of a lookup format, if weight / scale is past its
-// range by more than the 2^-10 that rounding the scale may take. Activations are never clipped, as their scales are
-// those of their own ranges: their gradient is that of the result, and needs no op.
+// A code is clipped if it would round past the ends of the format; for a lookup format, if weight / scale exceeds its
+// range by more than the relative 2^-10 that rounding the scale may cause. Activations are never clipped, as their
+// scales come from their own ranges: their gradient is that of the result, and needs no op.
 #pragma once
 
 #include "core/tensor_view.hpp"
@@ -24,10 +24,10 @@ struct FakeQuantizeArgs {
   WeightSpec spec;
   Mapping mapping = Mapping::symmetric;
   TensorView weight;         // [n, k] float32, bfloat16 or float16, contiguous
-  TensorView given_scale{};  // float32 [n, groups], contiguous; or none: that of the range of each group
-  TensorView given_zero{};   // likewise, with given_scale of an asymmetric weight
-  TensorView out{};          // [n, k] dtype of weight, or uint8: the codes; written
-  TensorView scale{};        // float32 [n, groups]: written, as they are stored
+  TensorView given_scale{};  // float32 [n, groups], contiguous; or none: computed from the range of each group
+  TensorView given_zero{};   // likewise, beside given_scale of an asymmetric weight
+  TensorView out{};          // [n, k], dtype of weight, or uint8 for the codes: written
+  TensorView scale{};        // float32 [n, groups], rounded as for storage: written
   TensorView zero{};         // likewise
 };
 
@@ -35,19 +35,19 @@ struct FakeQuantizeBackwardArgs {
   Place place{};
   WeightSpec spec;
   TensorView grad, weight;  // [n, k] of one dtype, contiguous; grad becomes grad_weight, in place
-  TensorView scale, zero;   // as fake_quantize wrote them
+  TensorView scale, zero;   // as written by fake_quantize
   TensorView grad_scale{};  // float32 [n, groups]: written; or none
 };
 
 struct FakeQuantizeActivationsArgs {
   Place place{};
   XFormat x_format = XFormat::int8_row;
-  int64_t group_size = 0;  // of int8_group; 0: per row
+  int64_t group_size = 0;  // group size of int8_group; 0: per row
   TensorView x;            // [..., k] float32, bfloat16 or float16, contiguous
   TensorView out{};        // shape and dtype of x: written
 };
 
-// All of the arguments but the results, checked. mapping and x_format are numbers of their lists.
+// Checks all arguments but the results. mapping and x_format are enumerators.
 LOWBIT_API FakeQuantizeArgs fake_quantize_args(const TensorView& weight, int64_t format, int64_t group_size,
                                                int64_t mapping, const TensorView& scale, const TensorView& zero);
 LOWBIT_API FakeQuantizeBackwardArgs fake_quantize_backward_args(const TensorView& grad, const TensorView& weight,

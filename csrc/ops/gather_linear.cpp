@@ -41,7 +41,7 @@ GatherLinearArgs gather_linear_args(const GatherLinearArgs& given, int64_t x_for
   return args;
 }
 
-// Every row may have a weight of its own: as many weights as there are rows, or all.
+// Each row may have its own weight: min(number of rows, E) weights.
 Call describe(const GatherLinearArgs& args) {
   const WeightSpec& spec = args.weight_spec;
   return Call{.arithmetic = stays_float(args.x_format) ? Arithmetic::floating : Arithmetic::integer,

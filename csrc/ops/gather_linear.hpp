@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// gather_linear: y[t, j] = x[t or t, j] @ w[index[t, j]].T + bias[index[t, j]], one of E packed weights of one shape
-// for each row: the products of a mixture of experts. (MLX: gather_qmm.)
+// gather_linear: y[t, j] = x[t or t, j] @ w[index[t, j]].T + bias[index[t, j]], with one of E packed weights of one
+// shape per row: the products of a mixture of experts. (MLX: gather_qmm.)
 #pragma once
 
 #include "core/tensor_view.hpp"
@@ -12,11 +12,11 @@ namespace lowbit {
 
 struct GatherLinearArgs {
   Place place{};
-  WeightSpec weight_spec;  // of one weight
+  WeightSpec weight_spec;  // spec of one weight
   XFormat x_format = XFormat::floating;
   TensorView x;       // [T, k], a row for all of its J weights, or [T, J, k]; float32, bfloat16 or float16, contiguous
   TensorView weight;  // [E, panels, panel_bytes] uint8, contiguous
-  TensorView index;   // [T, J] int32 or int64, contiguous: 0 to E - 1, which the row checks before it writes
+  TensorView index;   // [T, J] int32 or int64, contiguous: 0 to E - 1; the row checks it before it writes
   TensorView bias;    // [E, n] of the three dtypes, contiguous; or none
   TensorView y{};     // [T, J, n], dtype of x, contiguous: written
 
@@ -26,7 +26,7 @@ struct GatherLinearArgs {
   int64_t row_of_x(int64_t row) const { return x.rank == 2 ? row / index.size(1) : row; }
 };
 
-// All of the arguments but y, checked, the numbers in `index` left out.
+// Checks all arguments but y, except the numbers in `index`.
 LOWBIT_API GatherLinearArgs gather_linear_args(const GatherLinearArgs& given, int64_t x_format);
 LOWBIT_API Call describe(const GatherLinearArgs& args);
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// int8_pack: a float matrix as the packed weight of `linear` of format int8 with one scale a row, rounded for one
-// product: the bytes of quantize with mapping symmetric_no_clipping_err, measured by nothing. The rows of its transpose
-// may be what lies in order. A row that holds inf or nan has the scale nan.
+// int8_pack: a float matrix as the packed weight of `linear` in format int8 with one scale per row, for a single
+// product: the bytes of quantize with mapping symmetric_no_clipping_err, without its measurement of the error. The
+// matrix or its transpose is contiguous. A row that contains inf or nan gets the scale nan.
 #pragma once
 
 #include "core/tensor_view.hpp"
@@ -24,7 +24,7 @@ inline bool in_columns(const TensorView& matrix) {
   return matrix.rank == 2 && matrix.stride[0] == 1 && matrix.stride[1] == matrix.shape[0];
 }
 
-// All of the arguments but `packed`, checked.
+// Checks all arguments but `packed`.
 LOWBIT_API Int8PackArgs int8_pack_args(const TensorView& weight);
 LOWBIT_API Call describe(const Int8PackArgs& args);
 

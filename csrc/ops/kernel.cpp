@@ -26,8 +26,8 @@ void for_each_row(Body&& body) {  // body(op, backend, row name)
 #undef LOWBIT_OP
 }
 
-// A row that was asked for by name, and the op that it is a row of: "decode" has a row decode_int8_avx2, and is the
-// beginning of decode_state_float8_avx2.
+// A forced row and its op. The op is stored, as a name does not show it: "decode" is the op of decode_int8_avx2, but
+// only a prefix of decode_state_float8_avx2.
 struct Forced {
   std::string op, name;  // both empty: none
 };
@@ -39,7 +39,7 @@ Forced forced_row(std::string name, std::string_view from) {
     if (row == name) op = row_op;
   });
   if (!op.empty()) return {std::string(op), std::move(name)};
-  std::string nearest;  // the rows that begin with the most letters of the name: there are 800 of all ops
+  std::string nearest;  // rows that share the longest prefix with the name; all ops have 800 rows
   std::size_t most = 1;
   for_each_row([&](std::string_view, const Backend&, std::string_view row) {
     const auto same = static_cast<std::size_t>(std::ranges::mismatch(row, name).in1 - row.begin());
@@ -60,7 +60,7 @@ const Forced& process_wide() {
 
 thread_local Forced forced_here;
 
-// The row that ran last, by op: a handful of ops, looked up in order.
+// The row that ran last, per op. Few ops: linear search.
 struct LastRun {
   std::string_view op, name;
 };
@@ -86,7 +86,7 @@ void add_peak(Backend& backend, const Peak& peak) { backend.peaks.push_back(peak
 PeakRate peak_rate(Arithmetic arithmetic, int threads, int repeats) {
   check(threads >= 1 && repeats >= 1, ErrorKind::value, "peak_rate: threads and repeats must be at least 1, got ",
         threads, " and ", repeats);
-  constexpr int64_t kRounds = 200000;  // 1 to 10 ms
+  constexpr int64_t kRounds = 200000;  // some milliseconds
   PeakRate best;
   for (const Backend* backend : backends()) {
     if (backend->peaks.empty() || backend->device != Device{}.type) continue;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The heart: a kernel is a row {name, refuses, run}; a backend is a device and its rows, one list per op; a CPU
-// instruction set is just a backend. select() takes the first row of the call's place that fits, or the one that the
-// caller forces by name, and then fails loudly if it does not fit.
+// The dispatcher. A kernel row is {name, refuses, run}; a backend is a device and its rows, one table per op; each CPU
+// instruction set is a backend. select() takes the first row on the device of the call that accepts it, or the row that
+// the caller forces by name, and raises an error if that one refuses.
 #pragma once
 
 #include <functional>
@@ -17,7 +17,7 @@
 
 namespace lowbit {
 
-// Every op that has rows, with the struct of its arguments; a backend has one list of rows for each.
+// All ops that have rows, with their argument structs; a backend has one table of rows for each.
 #define LOWBIT_OPS(X) \
   X(linear, LinearArgs) \
   X(gather_linear, GatherLinearArgs) \
@@ -56,7 +56,7 @@ LOWBIT_OPS(LOWBIT_OP)
 
 template <class Args>
 struct Kernel {
-  // The functions of a row of another package (external/), with a pointer to its own data.
+  // The functions of a row of another package (external/), with a pointer to that package's data.
   struct Bound {
     const void* self;
     std::string_view (*refuses)(const Args&, const void* self);
@@ -65,13 +65,13 @@ struct Kernel {
   std::string_view name;                     // <op>_<what>_<target>: linear_int4_avx2
   std::string_view (*refuses)(const Args&);  // "" if the row can run these arguments, else the reason
   void (*run)(const Args&);
-  const Bound* bound = nullptr;  // in place of the two functions, which are null then
+  const Bound* bound = nullptr;  // replaces the two functions, which are then null
 
   std::string_view why_not(const Args& args) const { return bound ? bound->refuses(args, bound->self) : refuses(args); }
   void operator()(const Args& args) const { bound ? bound->run(args, bound->self) : run(args); }
 };
 
-// A backend's fastest multiplication: `run` does `rounds` of a loop in registers and returns its operations.
+// A backend's fastest multiplication: `run` repeats a loop over registers `rounds` times and returns its operations.
 struct Peak {
   Arithmetic arithmetic;
   std::string_view what;  // "float32 FMA, avx512"
@@ -81,9 +81,9 @@ struct Peak {
 struct Backend {
   std::string_view name;
   DeviceType device;
-  // Why this machine (and its environment variables) cannot run it; "" if it can.
+  // Why this machine (or its environment variables) excludes the backend, or "".
   const std::string& (*unavailable)(Device device);
-  // Runs a row with the device of the place made ready for kernels; null where it always is.
+  // Runs a row with the device of the place ready for kernels; null: always ready.
   void (*guard)(const Place& place, const std::function<void()>& row) = nullptr;
   std::vector<Peak> peaks = {};
 #define LOWBIT_OP(op, Args) std::vector<Kernel<Args>> op = {};
@@ -91,17 +91,17 @@ struct Backend {
 #undef LOWBIT_OP
 };
 
-// Adds the rows of one table, best first. Not a template and not inline: kernel files are compiled for one instruction
-// set each, and may leave no weak symbol.
+// Appends the rows of one table, best first. Neither a template nor inline: kernel files are compiled for one
+// instruction set each, and must not contain weak symbols.
 #define LOWBIT_OP(op, Args) LOWBIT_API void add_rows(Backend& backend, const Kernel<Args>* rows, std::size_t count);
 LOWBIT_OPS(LOWBIT_OP)
 #undef LOWBIT_OP
 LOWBIT_API void add_peak(Backend& backend, const Peak& peak);
 
 LOWBIT_API std::span<const Backend* const> backends();  // best first; defined once, in csrc/backends.cpp
-LOWBIT_API bool has_backend(DeviceType device);         // that this machine can run, now
+LOWBIT_API bool has_backend(DeviceType device);         // whether this machine can run one now
 
-// The list of a backend that serves the op with these arguments.
+// The table of a backend for the op with these arguments.
 template <class Args> struct OpOf;
 #define LOWBIT_OP(op, Args)                                         \
   template <> struct OpOf<Args> {                                   \
@@ -114,18 +114,18 @@ LOWBIT_OPS(LOWBIT_OP)
 struct RowInfo {
   std::string name, backend, device;
   bool available;
-  std::string reason;  // why not
+  std::string reason;  // why the row refuses
 };
 LOWBIT_API std::vector<RowInfo> rows_of(std::string_view op);
 
-// Forced row of this thread ("" = none), else of the process (LOWBIT_KERNEL). Both name a row of one op and leave the
-// other ops alone.
+// The forced row of this thread ("" = none), else of the process (LOWBIT_KERNEL). It affects the op it belongs to, and
+// no other.
 LOWBIT_API std::string force_kernel(std::string name);  // returns the previous one; ValueError for an unknown name
 LOWBIT_API std::string_view forced_kernel(std::string_view op);
 LOWBIT_API std::string_view last_kernel(std::string_view op);  // the row that ran last on this thread
 LOWBIT_API void note_ran(std::string_view op, std::string_view name);
 
-// The largest of these peaks among the backends that this CPU can run, on `threads` threads, best of `repeats`.
+// The highest peak among the backends that this CPU can run, on `threads` threads; the best of `repeats` runs.
 struct PeakRate {
   std::string_view what;
   double operations_per_s = 0;
@@ -138,10 +138,10 @@ struct Choice {
   std::string reason;
 };
 
-// The reason of a row that could serve the call, behind the one that does.
+// Why a row that accepts the call comes after the chosen one.
 inline constexpr std::string_view kBetterFits = "a better row fits";
 
-// The rows of the call's device, and a forced row of another one.
+// The rows of the call's device, and a forced row of another device.
 template <class Args>
 std::vector<Choice> explain(const Args& args) {
   const std::string_view forced = forced_kernel(OpOf<Args>::name);
@@ -194,11 +194,11 @@ void run_row(const Args& args, const Selected<Args>& selected) {
   else backend.guard(args.place, [&row, &args] { row(args); });
 }
 
-// describe(args) stands beside the Args of every op.
+// describe(args) is declared beside the Args of each op.
 template <class Args>
 void run_selected(const Args& args, const Selected<Args>& selected) {
   const std::string_view op = OpOf<Args>::name, name = selected.row.name;
-  note_ran(op, name);  // before: a row may report a fault of an earlier run
+  note_ran(op, name);  // before the run: a row may report a fault of an earlier one
   if (!recorder::wanted()) return run_row(args, selected);
   recorder::Dispatch dispatch(op, name, args.place, describe(args));
   run_row(args, selected);

@@ -68,7 +68,7 @@ LinearArgs linear_args(const LinearTensors& tensors, const WeightSpec& spec, int
   const Place place = place_of(
       "linear", {{"x", x}, {"weight", weight}, {"bias", bias}, {"mul", mul}, {"add", add}, {"the result", y}});
   check_activation("linear", "x", x);
-  // Padding hides a wrong k from the shape of the weight. A RuntimeError, as torch.nn.functional.linear raises it.
+  // Padding hides a wrong k in the shape of the weight. A RuntimeError, as torch.nn.functional.linear raises.
   check(x.rank >= 1 && x.size(-1) == spec.k, runtime, "linear: the last dimension of x must be k=", spec.k,
         " (in_features), got x of shape ", shape_text(x));
   check_contiguous("linear", "x", x);

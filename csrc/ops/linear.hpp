@@ -17,7 +17,7 @@ struct LinearArgs {
   WeightSpec weight_spec;
   XFormat x_format = XFormat::floating;
   Activation activation = Activation::none;
-  DType dtype = DType::float32;       // of x, y, mul and add
+  DType dtype = DType::float32;       // dtype of x, y, mul and add
   DType bias_dtype = DType::float32;
   const void* x = nullptr;            // [m, k]
   const uint8_t* weight = nullptr;    // [panels, panel_bytes]
@@ -27,9 +27,9 @@ struct LinearArgs {
   void* y = nullptr;                  // [m, n]
 };
 
-// The arguments of a caller; checked here, once, for every kind of binding.
+// The arguments as a caller gives them; checked here, once, for every binding.
 struct LinearTensors {
-  TensorView x, weight, bias, mul, add, y;  // x [..., k]; y [..., n]; bias, mul, add may be missing
+  TensorView x, weight, bias, mul, add, y;  // x [..., k]; y [..., n]; bias, mul, add may be absent
 };
 
 LOWBIT_API WeightSpec weight_spec(std::string_view op, int64_t n, int64_t k, int64_t format, int64_t group_size,

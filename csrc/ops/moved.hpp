@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The bytes that a call moves between values and codes with scales.
+// The bytes moved by a conversion between values and codes with scales.
 #pragma once
 
 #include "recorder/call.hpp"

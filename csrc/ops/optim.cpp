@@ -11,8 +11,8 @@ using enum ErrorKind;
 
 namespace {
 
-// Every element once and no gaps: the dimensions, ordered by stride, each start where the one before ends. Without
-// elements no stride means anything.
+// Covers each element once, without gaps: the dimensions, ordered by stride, each start where the one before ends.
+// Strides of an empty tensor are ignored.
 bool is_dense(const TensorView& view) {
   if (view.numel() == 0) return true;
   std::array<int, TensorView::kMaxRank> order;
@@ -147,7 +147,7 @@ void decode_state(DecodeStateArgs args) {
   run(args);
 }
 
-// Sizes: how many tensors, and how many elements they have together.
+// Sizes: the number of tensors, and of elements in all of them.
 Call describe(const OptimStepArgs& args) {
   int64_t numel = 0, params = 0, grads = 0, moments = 0;
   for (const OptimTensor& tensor : args.tensors) {

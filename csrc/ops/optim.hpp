@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // optim_step: one step of an optimizer over a list of tensors, in place: parameters, moments (in their StateFormat) and
 // step counts.
-//   g = grad / grad_scale (written back), negated if maximize; weight decay; rule(p, g, moments); every moment rounded
-//   to its format
+//   g = grad / grad_scale (written back), negated if maximize; weight decay; rule(p, g, moments);
+//   every moment rounded to its format
 // The update uses the moments before they are rounded. Arithmetic is float32; parameters are rounded to
 // nearest, or stochastically.
 #pragma once
@@ -19,22 +19,22 @@
 
 namespace lowbit {
 
-// The numbers behind pointers are read by the row, where the step runs: a GradScaler never waits for them here.
+// The row reads the numbers behind pointers, on its device: a GradScaler never has to wait for them.
 struct OptimStepArgs {
   Place place{};
   Rule rule = Rule::adamw;
-  int moments = 0;  // that the rule keeps with the numbers of hyper
+  int moments = 0;  // number of moments that the rule keeps, given hyper
   StateFormat format = StateFormat::float32;
   int64_t block_size = 0;
   Hyper hyper = {};
   std::span<const OptimTensor> tensors = {};
-  const float* grad_scale = nullptr;  // gradients are divided by it; null: 1
-  const float* found_inf = nullptr;   // not 0: nothing is done, as torch's fused optimizers do; null: 0
-  bool stochastic_rounding = false;   // of bfloat16 parameters
-  uint64_t seed = 0;                  // of stochastic rounding, with the step and the position in the list
+  const float* grad_scale = nullptr;  // divisor of the gradients; null: 1
+  const float* found_inf = nullptr;   // if not 0, the step does nothing, as in torch's fused optimizers; null: 0
+  bool stochastic_rounding = false;   // for bfloat16 parameters
+  uint64_t seed = 0;                  // seed of stochastic rounding, combined with the step and the index in the list
 };
 
-// float32 values to codes and scales: what a step does to a moment.
+// float32 values to codes and scales: how a step stores a moment.
 struct EncodeStateArgs {
   Place place{};
   StateFormat format = StateFormat::dynamic8;
@@ -54,7 +54,7 @@ struct DecodeStateArgs {
   TensorView values;  // written
 };
 
-// A step being put together, tensor by tensor: every check happens before run() changes anything.
+// Assembles a step, tensor by tensor: every check happens before run() changes anything.
 class LOWBIT_API OptimStep {
  public:
   OptimStep(int64_t rule, int64_t format, int64_t block_size, const Hyper& hyper, const TensorView& grad_scale,
@@ -62,8 +62,7 @@ class LOWBIT_API OptimStep {
   int moments() const { return args_.moments; }
   bool has_scales() const { return has_codes(args_.format); }
 
-  // `step` is one float32, counted up by run(). moment and scale have moments() entries; scale is ignored
-  // by float formats.
+  // `step` is one float32, incremented by run(). moment and scale have moments() entries; float formats ignore scale.
   void add(const TensorView& param, const TensorView& grad, const TensorView& step, const TensorView* moment,
            const TensorView* scale);
   void run();
@@ -71,7 +70,7 @@ class LOWBIT_API OptimStep {
  private:
   OptimStepArgs args_;
   std::vector<OptimTensor> tensors_;
-  TensorView first_, grad_scale_, found_inf_;  // the first parameter; the two others must lie where it does
+  TensorView first_, grad_scale_, found_inf_;  // the first parameter; the other two must be on its device
 };
 
 LOWBIT_API StateFormat state_format(std::string_view op, int64_t format, int64_t block_size);

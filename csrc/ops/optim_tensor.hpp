@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// One tensor of an optimizer's step, as kernels get it: plain addresses, so that a device can be handed a table.
+// One tensor of an optimizer step, in the form kernels take: plain addresses, for tables that a device reads.
 #pragma once
 
 #include "core/dtype.hpp"
@@ -12,9 +12,9 @@ struct OptimTensor {
   void* grad;
   DType param_dtype, grad_dtype;
   void* moment[kMaxMoments];
-  float* scale[kMaxMoments];  // one per block; null in float formats
+  float* scale[kMaxMoments];  // one scale per block; null for float formats
   int64_t numel;
-  float* step_count;  // counted up by the row
+  float* step_count;  // incremented by the row
 };
 
 }  // namespace lowbit

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// The row that a layer prefers: taken where it fits the call, else select()'s own order decides. A row that is forced
-// (kernel.hpp) comes before it. It is an argument of the call, no state of a thread: the layer carries it.
+// The row preferred by a layer: taken if it accepts the call, else select() decides. A forced row (kernel.hpp) has
+// precedence. The preference is an argument of the call, stored in the layer, rather than state of a thread.
 //
-// It travels as a number, a hash of the row's name, because a schema's integer costs a call nothing and a program that
-// torch.export wrote meets builds and machines with other rows: there the number is that of no row, or of one that does
-// not fit, and select() decides.
+// It is passed as a number, a hash of the row's name: an integer in a schema adds no cost per call. A program written
+// by torch.export may run on builds and machines with other rows; there the number belongs to no row, or to one that
+// refuses, and select() decides.
 #pragma once
 
 #include <atomic>
@@ -24,10 +24,10 @@ constexpr int64_t row_number(std::string_view name) {
   return name.empty() ? 0 : static_cast<int64_t>(hash >> 1);
 }
 
-// row_number of a row of the op, on whatever device; ValueError for another name (lists the rows).
+// row_number of a row of the op, on any device; ValueError for an unknown name (lists the rows).
 LOWBIT_API int64_t number_of_row(std::string_view op, std::string_view name);
 
-// The row of this number where it can serve the call, else null.
+// The row with this number if it accepts the call, else null.
 template <class Args>
 const Selected<Args>* preferred(const Args& args, int64_t number) {
   if (number == 0 || !forced_kernel(OpOf<Args>::name).empty()) return nullptr;

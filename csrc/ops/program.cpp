@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A program as it is read from integers.
+// Parses a program from integers.
 #include "ops/program.hpp"
 
 #include <bit>
@@ -15,7 +15,7 @@ using enum ErrorKind;
 
 namespace {
 
-// Takes the integers one by one.
+// A cursor over the integers.
 class Reader {
  public:
   Reader(Program& program, std::span<const int64_t> code) : program_(program), code_(code) {}
@@ -120,7 +120,7 @@ class Reader {
     return step;
   }
 
-  int32_t at() const { return static_cast<int32_t>(program_.steps.size()); }  // inside of made()
+  int32_t at() const { return static_cast<int32_t>(program_.steps.size()); }  // result index; for use inside made()
 
   int64_t number(std::optional<int64_t> missing = {}) {
     if (next_ < end_) return code_[next_++];

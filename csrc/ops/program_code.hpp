@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// The integers of a program (program.hpp), as python/lowbit/ops/program.py writes them. Saved .pt2 files have them: a
-// number here never changes its meaning, and a new field of a step comes last and has a default.
+// The integers of a program (program.hpp), as python/lowbit/ops/program.py writes them. Saved .pt2 files contain them:
+// the meaning of a number never changes, and a new field of a step comes last and has a default.
 //
-//   kind         fields; "= ..." is the default of one that may be missing
+//   kind         fields; "= ..." is the default of an optional one
 //   score        the integers of a score program
 //   columns      x, columns
 //   rms_norm     x, weight, eps, offset, add = none
@@ -12,7 +12,7 @@
 //   attention    q, keys, values, start, scale, mask = none, causal = 0, score = none, sink = none
 //
 // An operand is 4 * index + 0 for a constant, 1 for a state, 2 for an input, 3 for a result; -1 is none. A real number
-// is the integer of its bits.
+// is stored as the integer with its bits.
 #pragma once
 
 #include <cstdint>

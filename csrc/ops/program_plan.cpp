@@ -35,7 +35,7 @@ TensorView with_columns(const TensorView& x, int64_t columns) {  // [..., column
   return view;
 }
 
-bool alike(const TensorView& a, const TensorView& b) {  // but for the address
+bool alike(const TensorView& a, const TensorView& b) {  // equal but for the address
   return a.dtype == b.dtype && a.device == b.device && a.rank == b.rank &&
          std::equal(a.shape.begin(), a.shape.begin() + a.rank, b.shape.begin()) &&
          std::equal(a.stride.begin(), a.stride.begin() + a.rank, b.stride.begin());
@@ -51,7 +51,7 @@ std::vector<TensorView> without_data(std::span<const TensorView> views) {
 
 }  // namespace
 
-// The operands of one call. Results have no data while a plan is made.
+// The operands of one call. While a plan is made, results have no data.
 class ProgramRun {
  public:
   ProgramRun(const Program& program, const ProgramTensors& tensors, std::span<const ProgramPlan::Result> results,
@@ -126,7 +126,7 @@ class ProgramRun {
           shape_text(whole));
   }
 
-  // Checked.
+  // Checks the arguments too.
   RopeAppendArgs args(const RopeAppendStep& step) const {
     const TensorView qkv = view(step.qkv), keys = view(step.keys);
     const int64_t e = keys.rank == 4 ? keys.size(3) : 0;
@@ -147,7 +147,7 @@ class ProgramRun {
     return args;
   }
 
-  // Checked.
+  // Checks the arguments too.
   AttentionForwardArgs args(const AttentionStep& step) const {
     AttentionForwardArgs args{.q = view(step.q), .k = view(step.keys), .v = view(step.values)};
     check(args.q.rank == 4 && args.k.rank == 4 && args.v.rank == 4, value,
@@ -159,7 +159,7 @@ class ProgramRun {
     args.k.shape[2] = args.v.shape[2] = seen;
     args.out = shaped(args.q, {args.q.size(0), tokens, args.q.size(1), args.v.size(3)});
     args.out.data = nullptr;
-    std::swap(args.out.shape[1], args.out.shape[2]);  // [B, Hq, L, Ev], in memory as the next product reads it
+    std::swap(args.out.shape[1], args.out.shape[2]);  // [B, Hq, L, Ev], in the memory order that the next product reads
     std::swap(args.out.stride[1], args.out.stride[2]);
     const TensorView mask = view(step.mask);
     if (mask && !not_given(mask)) {
@@ -219,7 +219,7 @@ class ProgramRun {
 namespace {
 
 template <class Body>
-auto of_step(std::size_t step, Body body) {  // its errors name it
+auto of_step(std::size_t step, Body body) {  // adds the step's number to errors
   try {
     return body();
   } catch (const Error& error) {
@@ -257,14 +257,14 @@ ProgramPlan::ProgramPlan(std::shared_ptr<const Program> program, const ProgramTe
   place_results();
 }
 
-// Each result in the first gap between those that are still needed, so that few bytes stay in the cache of a core.
+// Puts each result into the first gap between those still needed: the less memory, the more of it stays in cache.
 void ProgramPlan::place_results() {
   struct Held {
     int64_t begin, end;
     int32_t last_use;
   };
-  std::vector<Held> held;  // by begin
-  for (std::size_t i = 0, step = 0; i + 1 < results_.size(); i++) {  // the last one is the caller's
+  std::vector<Held> held;  // ordered by begin
+  for (std::size_t i = 0, step = 0; i + 1 < results_.size(); i++) {  // the last one belongs to the caller
     while (program_->result_of[step] != static_cast<int32_t>(i)) step++;
     std::erase_if(held, [&](const Held& other) { return other.last_use < static_cast<int32_t>(step); });
     const TensorView& view = results_[i].view;

@@ -112,7 +112,7 @@ Call describe(const RepackArgs& args) {
 }
 
 Call describe(const DequantizeArgs& args) {
-  const int64_t rows = args.indices ? args.indices.numel() : args.spec.n;  // of the weight; each read once
+  const int64_t rows = args.indices ? args.indices.numel() : args.spec.n;  // rows of the weight; each is read once
   return Call{.read = bytes_of(args.packed) * rows / args.spec.n + bytes_of(args.indices),
               .written = bytes_of(args.out)}
       .with(args.packed, args.out, args.indices);

@@ -14,13 +14,13 @@ namespace lowbit {
 
 inline constexpr std::string_view kMappingNames[] = {"symmetric", "symmetric_no_clipping_err", "asymmetric"};
 
-// absmax: the scale of the mapping; search: the scale and zero point of a group with the least noise among many,
-// absmax's too (formats/scale_search.hpp).
+// absmax: the scale given by the mapping; search: the scale and zero point with the least error of many candidates per
+// group, that of absmax among them (formats/scale_search.hpp).
 enum class ScaleChoice : int { absmax, search };
 inline constexpr std::string_view kScaleChoiceNames[] = {"absmax", "search"};
 
-// Sums of w * w, of (w - dequantized)^2, and of the latter with absmax; each term is times the importance of its k over
-// a power of two, where an importance is given.
+// Sums of w * w, of (w - dequantized)^2, and of the latter for absmax; if an importance is given, each term is
+// multiplied by that of its k, divided by a power of two.
 struct Distortion {
   double signal = 0, noise = 0, absmax_noise = 0;
   LOWBIT_INLINE void operator+=(const Distortion& other) {
@@ -34,7 +34,7 @@ struct QuantizeArgs {
   Mapping mapping = Mapping::symmetric;
   ScaleChoice scale = ScaleChoice::absmax;
   TensorView weight;                // [n, k] float32, bfloat16 or float16, contiguous, finite
-  TensorView importance;            // float32 [k], contiguous, finite, not negative; or none: every k counts the same
+  TensorView importance;            // float32 [k], contiguous, finite, not negative; or none: all k weigh the same
   TensorView packed;                // uint8 [panels, panel_bytes], contiguous: written
   Distortion* distortion = nullptr;  // written
 
@@ -46,40 +46,40 @@ struct RepackArgs {
   Place place{};
   WeightSpec spec;
   Layout layout = Layout::row_major, out_layout = Layout::x86_panel_16x64;
-  TensorView packed;  // uint8, of the shape that its layout says, contiguous
+  TensorView packed;  // uint8, in the shape of its layout, contiguous
   TensorView out;     // likewise: written
-  Sections from{}, to{};  // of the layouts, set by repack()
+  Sections from{}, to{};  // sections of the layouts, set by repack()
 };
 
-// All of a weight as float32 [n, k], or the rows of it that `indices` name: out[i, :] = w[indices[i], :], from any
-// layout, rounded to the dtype of out.
+// A whole weight as float32 [n, k], or the rows named by `indices`: out[i, :] = w[indices[i], :], from any layout,
+// rounded to the dtype of out.
 struct DequantizeArgs {
   Place place{};
   WeightSpec spec;
-  TensorView packed;  // as above
+  TensorView packed;  // see RepackArgs
   TensorView out;     // [n, k] or [*indices, k], float32, bfloat16 or float16, contiguous: written
   TensorView indices{};  // int32 or int64, contiguous; or none
   Layout layout = kKernelLayout;
-  Sections sections{};         // of the layout, set by embedding()
-  int64_t* outside = nullptr;  // written: the place of an index that is not one of 0..n-1
+  Sections sections{};         // sections of the layout, set by embedding()
+  int64_t* outside = nullptr;  // written: position of an index outside 0..n-1
 };
 
-// Whether a float32, bfloat16 or float16 tensor, contiguous, holds no inf and no nan.
+// Whether a contiguous float32, bfloat16 or float16 tensor is free of inf and nan.
 struct AllFiniteArgs {
   Place place{};
   TensorView tensor;
   bool* result = nullptr;
 };
 
-// mapping and scale are numbers of the lists above.
+// mapping and scale are enumerators of the lists above.
 LOWBIT_API Distortion quantize(const TensorView& weight, const TensorView& packed, const WeightSpec& spec,
                                int64_t mapping, int64_t scale = 0, const TensorView& importance = {});
 LOWBIT_API Layout layout(std::string_view op, int64_t number);
 LOWBIT_API Sections sections(Layout layout, const WeightSpec& spec);
 LOWBIT_API void repack(RepackArgs args);
-// The arguments but `out`, checked.
+// Checks all arguments but `out`.
 LOWBIT_API DequantizeArgs dequantize_args(const TensorView& weight, const WeightSpec& spec, DType dtype);
-// The arguments of a look-up, checked; and the look-up: an index that is not one of 0..n-1 is an error.
+// Checks the arguments of a look-up; the look-up itself raises an error for an index outside 0..n-1.
 LOWBIT_API DequantizeArgs embedding_args(const TensorView& weight, const TensorView& indices, const WeightSpec& spec,
                                          int64_t layout, DType dtype);
 LOWBIT_API void embedding(DequantizeArgs args);

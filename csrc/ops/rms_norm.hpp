@@ -17,7 +17,7 @@ struct RmsNormArgs {
   TensorView y;       // shape and dtype of x, contiguous: written
 };
 
-// All of the arguments but y, checked.
+// Checks all arguments but y.
 LOWBIT_API RmsNormArgs rms_norm_args(const TensorView& x, const TensorView& weight, double eps, double offset,
                                      const TensorView& add);
 LOWBIT_API Call describe(const RmsNormArgs& args);

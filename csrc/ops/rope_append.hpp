@@ -21,7 +21,7 @@ struct RopeAppendArgs {
   TensorView qkv;
   TensorView cos, sin;            // [B or 1, L, R], R even and at most E; any of the three dtypes, last dimension dense
   TensorView q_weight, k_weight;  // [E], any of the three dtypes, contiguous, or empty
-  double eps = 0, offset = 0;     // of the norms
+  double eps = 0, offset = 0;     // eps and offset of the norms
   int64_t start = 0;
   // [B, Hkv, S, E], S >= start + L, dtype of qkv; last dimension dense, any other strides: written
   TensorView keys, values;
@@ -34,7 +34,7 @@ struct RopeAppendArgs {
   int64_t e() const { return qkv.size(3); }
 };
 
-// All of the arguments but `rotated`; finds the place.
+// Checks all arguments but `rotated`, and finds the place.
 LOWBIT_API void check_args(RopeAppendArgs& args);
 LOWBIT_API Call describe(const RopeAppendArgs& args);
 

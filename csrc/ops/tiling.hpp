@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// How attention cuts queries and keys into tiles. No std: source text of devices includes it.
+// How attention cuts queries and keys into tiles. No std: device sources include it.
 #pragma once
 
 #include "core/bits.hpp"
 
 namespace lowbit {
 
-// A dimension is cut into tiles that never cross a block of the block mask, so that a tile is empty, partial or full.
+// A dimension is cut into tiles that never cross a block of the block mask, so that each is empty, partial or full.
 struct Tiling {
   int64_t length, block, tile, per_block, count;
   LOWBIT_INLINE Tiling(int64_t length, int64_t block_size, int64_t tile_size)

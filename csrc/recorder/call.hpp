@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The bytes and operations of a call. Every op describes its calls so, once, beside its Args (`describe`); the flight
-// recorder and the profiler keep the description.
+// The bytes and operations of a call. Each op describes its calls once, beside its Args (`describe`); the flight
+// recorder and the profiler store the description.
 #pragma once
 
 #include <array>
@@ -11,7 +11,7 @@
 
 namespace lowbit {
 
-// How a call multiplies, which decides the peak that it is compared with. none: it has no products that are counted.
+// The arithmetic of a call, which decides the peak it is compared with. none: its products are not counted.
 enum class Arithmetic : uint8_t { none, floating, integer };
 inline constexpr std::string_view kArithmeticNames[] = {"", "float", "int8"};
 
@@ -19,13 +19,13 @@ struct Call {
   static constexpr int kTensors = 3, kSizes = 4;
 
   std::array<DType, kTensors> dtype{DType::other, DType::other, DType::other};  // other: no tensor
-  std::array<uint8_t, kTensors> rank{};  // of more than kSizes dimensions the last ones are kept
+  std::array<uint8_t, kTensors> rank{};  // beyond kSizes dimensions, the last ones are kept
   Arithmetic arithmetic = Arithmetic::none;
   std::array<std::array<int64_t, kSizes>, kTensors> size{};
-  int64_t read = 0, written = 0;  // bytes that the call must move at least
-  int64_t operations = 0;         // a product and its sum are two
+  int64_t read = 0, written = 0;  // min bytes that the call has to move
+  int64_t operations = 0;         // multiplications and additions
 
-  // The next of up to kTensors tensors.
+  // Appends one of up to kTensors tensors.
   void add(DType of, const int64_t* sizes, int count) {
     for (int i = 0; i < kTensors; i++) {
       if (dtype[i] != DType::other) continue;
@@ -43,7 +43,7 @@ struct Call {
   }
 };
 
-// The bytes of all elements of a view; 0 for an argument that was not given.
+// The bytes of all elements of a view; 0 for an absent argument.
 inline int64_t bytes_of(const TensorView& view) {
   return view ? view.numel() * static_cast<int64_t>(size_of(view.dtype)) : 0;
 }

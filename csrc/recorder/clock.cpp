@@ -37,12 +37,12 @@ bool kernel_counts_cycles() { return false; }
 
 #endif
 
-constexpr uint64_t kAnchored = uint64_t{1} << 30;       // cycles that a moment serves for
-constexpr uint64_t kShortestMeasure = 10 * 1000 * 1000;  // ns: the rate is then right to 10^-5, and better every time
+constexpr uint64_t kAnchored = uint64_t{1} << 30;       // max cycles from an anchor to a time read
+constexpr uint64_t kShortestMeasure = 10 * 1000 * 1000;  // ns; then the rate is right to 10^-5, and improves
 
 const bool counted = kernel_counts_cycles();
 const Moment first{cycles(), monotonic_ns()};
-std::atomic<uint64_t> scale{0};  // ns of a cycle, times 2^32
+std::atomic<uint64_t> scale{0};  // ns per cycle, times 2^32
 thread_local Thread here;
 
 uint64_t anchored_anew(Moment& anchor) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The recorder's data of a thread, found once in a call, and its clock.
+// The recorder's data of a thread, looked up once per call, and its clock.
 #pragma once
 
 #include <cstdint>
@@ -13,15 +13,15 @@ struct Moment {
 };
 
 struct Thread {
-  uint32_t number = 0;  // gettid; 0: not asked yet
-  int depth = 0;        // calls that it is inside of
+  uint32_t number = 0;  // gettid; 0: not read yet
+  int depth = 0;        // number of calls that the thread is inside of
   Moment anchor{};
 };
 LOWBIT_API Thread& this_thread();
 
-// CLOCK_MONOTONIC in nanoseconds, within a few microseconds. Where the kernel itself counts cycles (clock source tsc)
-// so do we, and ask it every half second: its own function waits until all work before it is done, which was 100 ns of
-// a call that the recorder may cost 150.
+// CLOCK_MONOTONIC in nanoseconds, within a few microseconds. If the kernel's clock source is tsc, the clock counts
+// cycles and synchronizes with the kernel every half second: clock_gettime waits until all earlier work is done, which
+// would be most of what the recorder may add to a call.
 uint64_t now_ns(Thread& thread);
 inline uint64_t now_ns() { return now_ns(this_thread()); }
 

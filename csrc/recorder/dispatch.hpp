@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Dispatch opens a record of the call, and closes it: run_selected (ops/kernel.hpp) holds one around a row.
+// Dispatch opens a record of a call and closes it: run_selected (ops/kernel.hpp) holds one while a row runs.
 #pragma once
 
 #include <atomic>
@@ -13,11 +13,11 @@ struct Ring;
 struct Thread;
 
 inline constexpr int kRing = 1, kProfile = 2;
-LOWBIT_API extern std::atomic<int> wants;  // of these two; see settings.hpp
+LOWBIT_API extern std::atomic<int> wants;  // which of the two want records; see settings.hpp
 
 inline bool wanted() { return wants.load(std::memory_order_relaxed) != 0; }
 
-// A call of this thread while one lives; failed unless it was said to be finished.
+// RAII: the record of a call of this thread; marked as failed unless finished() was called.
 class LOWBIT_API Dispatch {
  public:
   Dispatch(std::string_view op, std::string_view row, const Place& place, const Call& call);

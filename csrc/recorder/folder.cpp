@@ -21,7 +21,7 @@
 namespace lowbit::recorder {
 namespace {
 
-constexpr std::size_t kKeptFiles = 64;     // of dead processes: 37 MB
+constexpr std::size_t kKeptFiles = 64;     // files of ended processes: 37 MB
 constexpr time_t kKeptSeconds = 24 * 3600;
 
 bool is_chosen() { return !settings().folder.empty(); }
@@ -30,7 +30,7 @@ std::string said(std::string_view what, const std::string& path) {
   return concat(what, " ", path, ": ", std::strerror(errno));
 }
 
-// Why files may not be made there; "" if they may. Another user's folder in /tmp could be read or replaced.
+// Why no files may be created there, or "". Another user's folder in /tmp could be read or replaced.
 std::string unusable(const std::string& path) {
   if (mkdir(path.c_str(), 0700) != 0 && errno != EEXIST) return said("cannot make", path);
   struct stat found;
@@ -42,7 +42,7 @@ std::string unusable(const std::string& path) {
   return "";
 }
 
-// A process holds a lock on its file while it lives; its number may differ between containers.
+// A live process holds a lock on its file; process numbers may differ between containers.
 bool is_of_the_dead(const std::string& path) {
   const int descriptor = open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NOFOLLOW);
   if (descriptor < 0) return false;
@@ -51,7 +51,7 @@ bool is_of_the_dead(const std::string& path) {
   return dead;
 }
 
-// In the default folder, removes files of ended processes that are older than a day, and the oldest of more than 64.
+// In the default folder, removes files of ended processes that are older than a day, and the oldest beyond 64.
 void clean(const std::string& folder) {
   struct RingFile {
     time_t changed;
@@ -81,7 +81,7 @@ std::string folder() {
   if (is_chosen()) return settings().folder;
   const char* runtime = std::getenv("XDG_RUNTIME_DIR");
   if (runtime && *runtime) return concat(runtime, "/lowbit");
-  return concat(access("/dev/shm", W_OK) == 0 ? "/dev/shm" : "/tmp", "/lowbit-", geteuid());  // memory before a disk
+  return concat(access("/dev/shm", W_OK) == 0 ? "/dev/shm" : "/tmp", "/lowbit-", geteuid());  // memory rather than disk
 }
 
 Opened make_file(std::size_t bytes) {
@@ -93,13 +93,13 @@ Opened make_file(std::size_t bytes) {
   char host[64] = {};
   gethostname(host, sizeof host - 1);
   made.path = concat(in, "/lowbit-", host, "-", getpid(), ".ring");
-  unlink(made.path.c_str());  // of a dead process with our number: no two live ones of a host share it
+  unlink(made.path.c_str());  // left by a dead process with our number: no two live ones of a host share it
   made.descriptor = open(made.path.c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC | O_NOFOLLOW, 0600);
   if (made.descriptor < 0) {
     made.reason = said("cannot make", made.path);
     return made;
   }
-  flock(made.descriptor, LOCK_EX | LOCK_NB);  // a file system without locks: then readers cannot tell the dead
+  flock(made.descriptor, LOCK_EX | LOCK_NB);  // fails without locks: dead processes are not recognized
   if (const int failed = posix_fallocate(made.descriptor, 0, static_cast<off_t>(bytes)); failed != 0) {
     errno = failed;
     made.reason = said(concat("no room for ", bytes, " bytes in"), made.path);

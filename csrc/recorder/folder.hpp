@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The folder of recorders' files, and the removal of old ones.
+// The folder of the recorder's files, and the removal of old files.
 #pragma once
 
 #include <string>
@@ -11,7 +11,8 @@ struct Opened {
   std::string path, reason;
 };
 
-// A new file of `bytes` for this process, with its blocks: a write into the mapping finds room on the disk.
+// Creates a file of `bytes` for this process, with its blocks allocated, so that writes to the mapping cannot run out
+// of disk.
 Opened make_file(std::size_t bytes);
 
 }  // namespace lowbit::recorder

@@ -11,11 +11,11 @@
 namespace lowbit::recorder {
 namespace {
 
-// A lock, because the buffer grows: 25 ns in a call without contention.
+// A lock, because the buffer grows.
 std::mutex mutex;
 std::deque<Record> kept;  // never moved
 int profiling = 0;
-uint64_t number = 0;  // of the period since the first of the profiles that overlap began
+uint64_t number = 0;  // number of the period; one ends when no profile is left
 
 }  // namespace
 
@@ -55,7 +55,7 @@ Record* open_profiled(const Entry& entry, uint64_t& profile) {
 void close_profiled(Record* record, uint64_t profile, State state) {
   const uint64_t now = now_ns();
   const std::lock_guard lock(mutex);
-  if (profile != number) return;  // it ended while the call ran
+  if (profile != number) return;  // the profile ended during the call
   record->end_ns = now;
   record->state = state;
 }
@@ -63,7 +63,7 @@ void close_profiled(Record* record, uint64_t profile, State state) {
 void forget_profiles() {
   new (&mutex) std::mutex;
   if (!(wants.fetch_and(~kProfile) & kProfile)) return;
-  new (&kept) std::deque<Record>;  // the old one may be half written, and leaks
+  new (&kept) std::deque<Record>;  // the old one may be half written, and is leaked
   profiling = 0, number++;
 }
 

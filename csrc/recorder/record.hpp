@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The file of a flight recorder, and of a dump, which is a copy of it: a header of 4096 bytes, then `capacity` records
-// of 256 bytes, little-endian, at the offsets that python/lowbit/recorder/ring.py reads. A reader needs nothing else:
+// The file format of a flight recorder, and of a dump, which is a copy: a header of 4096 bytes, then `capacity` records
+// of 256 bytes, little-endian, at the offsets that python/lowbit/recorder/ring.py reads. It is self-contained: the
 // names of dtypes, devices and states are in the header.
 #pragma once
 
@@ -22,23 +22,23 @@ inline constexpr uint64_t kSequenceMask = (uint64_t{1} << kSequenceBits) - 1;
 inline constexpr uint64_t kBeingWritten = ~uint64_t{0};
 constexpr bool is_whole(uint64_t mark) { return mark != 0 && mark != kBeingWritten; }
 
-// `mark` is the sequence number + 1; 0: nothing was here yet. `tail` is its lower half, written before everything else
-// and after it: a reader that copies the record while it is being rewritten sees `mark` and `tail` disagree.
+// `mark` is the sequence number + 1; 0: never written. `tail` is its lower half, written before and after everything
+// else: if the record is rewritten while a reader copies it, `mark` and `tail` disagree.
 struct Record {
   std::atomic<uint64_t> mark;
-  uint64_t start_ns, end_ns;  // CLOCK_MONOTONIC; end_ns 0: not ended
+  uint64_t start_ns, end_ns;  // CLOCK_MONOTONIC; end_ns 0: running
   uint32_t thread;
   std::atomic<State> state;
   uint8_t device_type;
   int16_t device_index;
-  uint8_t depth;  // calls of this thread that it is inside of
+  uint8_t depth;  // number of calls of this thread around this one
   Arithmetic arithmetic;
   uint8_t dtype[Call::kTensors], rank[Call::kTensors];
   uint64_t stream;
   int64_t size[Call::kTensors][Call::kSizes];
   int64_t read, written, operations;
-  char op[32], row[48];  // ended by a 0 where there is room
-  int32_t group_sequence;  // of a collective in its process group; -1: none
+  char op[32], row[48];  // zero-terminated unless full
+  int32_t group_sequence;  // sequence number of a collective in its process group; -1: none
   std::atomic<uint32_t> tail;
 };
 static_assert(sizeof(Record) == 256 && std::atomic<uint64_t>::is_always_lock_free);
@@ -47,17 +47,17 @@ struct Header {
   char magic[8];
   uint32_t version, header_bytes, record_bytes, capacity;  // capacity: a power of two
   int32_t pid;
-  std::atomic<int32_t> rank, world;  // -1, 0: not known
+  std::atomic<int32_t> rank, world;  // -1, 0: unknown
   uint32_t unused;
-  uint64_t wall_ns, monotonic_ns;    // one moment on both clocks
-  alignas(64) std::atomic<uint64_t> next;  // lower kSequenceBits: number of the next call; above: places passed by
-  std::atomic<uint64_t> lost;              // calls that found no place: every one held a running call
+  uint64_t wall_ns, monotonic_ns;    // the same moment on both clocks
+  alignas(64) std::atomic<uint64_t> next;  // lower kSequenceBits: number of the next call; above: slots skipped
+  std::atomic<uint64_t> lost;              // calls without a record: each slot held a running call
   alignas(64) char host[64];
   char version_text[64];
   char names[768];          // JSON: {"state": [..], "dtype": [..], "device": [..], "arithmetic": [..]}
-  char command_line[2048];  // arguments, each ended by a 0
-  uint64_t taken_ns;        // of a dump: when it was made, CLOCK_MONOTONIC; 0: the ring itself
-  char reason[512];         // of a dump
+  char command_line[2048];  // arguments, each zero-terminated
+  uint64_t taken_ns;        // time of the dump, CLOCK_MONOTONIC; 0: this is the ring itself
+  char reason[512];         // reason of the dump
 };
 inline constexpr std::size_t kHeaderBytes = 4096;
 static_assert(sizeof(Header) <= kHeaderBytes);

@@ -60,7 +60,7 @@ void write_header(Header& header, uint32_t records) {
   header.version = kVersion, header.header_bytes = kHeaderBytes, header.record_bytes = sizeof(Record),
   header.capacity = records;
   header.pid = getpid();
-  const bool own = !forked;  // a forked worker has the variables of its parent, and is no rank
+  const bool own = !forked;  // a forked worker inherits the variables of its parent, but is no rank
   header.rank = own ? environment_number({"RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID"}, -1) : -1;
   header.world = own ? environment_number({"WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS"}, 0) : 0;
   header.wall_ns = wall_ns(), header.monotonic_ns = now_ns();
@@ -78,7 +78,7 @@ void write_header(Header& header, uint32_t records) {
 
 std::size_t wanted_bytes() { return kHeaderBytes + std::size_t{capacity_for(settings().records)} * sizeof(Record); }
 
-// A new file, mapped; null where there is none: file.reason says why.
+// Creates and maps a file; null on failure, with file.reason.
 void* map_file(Opened& file) {
   file = make_file(wanted_bytes());
   if (file.descriptor < 0) return nullptr;
@@ -101,7 +101,7 @@ Ring* ring_in(void* memory, const Opened& file) {
   return ring;
 }
 
-// In memory where there can be no file; null if there is no memory either.
+// In memory if no file can be created; null if there is no memory either.
 Ring* make_ring() {
   Opened file;
   if (void* const memory = map_file(file)) return ring_in(memory, file);
@@ -115,7 +115,7 @@ Ring* make_ring() {
   return nullptr;
 }
 
-// One thread makes the ring, and others wait.
+// One thread creates the ring; the others wait.
 class Making {
  public:
   Making() {
@@ -127,14 +127,14 @@ class Making {
 };
 
 void in_the_child() {
-  if (descriptor >= 0) close(descriptor);  // the lock stays that of the parent
+  if (descriptor >= 0) close(descriptor);  // the parent keeps the lock
   descriptor = -1, made = nullptr, forked = true, this_thread().number = 0;
   making.clear();
   forget_watcher(), forget_profiles();
 }
 [[gnu::constructor]] void watch_fork() { pthread_atfork(nullptr, nullptr, in_the_child); }
 
-// A process that ends with every call finished has nothing to tell.
+// If all calls are finished at exit, there is nothing to report.
 [[gnu::destructor]] void remove_at_exit() {
   const Ring* const ring = made.load();
   if (!ring || ring->path.empty() || ring->header->pid != getpid()) return;
@@ -163,7 +163,7 @@ Ring* ring() {
   {
     const Making lock;
     Ring* const found = made.load();
-    if (found || !(wants.load() & kRing)) return found;  // another thread was here meanwhile
+    if (found || !(wants.load() & kRing)) return found;  // another thread made it in the meantime
     made.store(make_ring(), std::memory_order_release);
   }
   if (made.load()) watch_new_ring();
@@ -171,8 +171,8 @@ Ring* ring() {
 }
 
 void start(std::optional<int64_t> records, const std::string& in) {
-  check(!records || (*records >= 1 && *records <= kMostRecords), ErrorKind::value, "start: records must be 1 to ",
-        kMostRecords, ", got ", records.value_or(0));
+  check(!records || (*records >= 1 && *records <= kMaxRecords), ErrorKind::value, "start: records must be 1 to ",
+        kMaxRecords, ", got ", records.value_or(0));
   if ((wants.load() & kRing) && !records && in.empty()) return;
   {
     const Making lock;
@@ -218,9 +218,8 @@ void fill(Record& record, const Entry& entry) {
   record.start_ns = now_ns(thread);
 }
 
-// A place where a call still runs is passed by: a call that hangs stays in the ring, however many others come after it.
-// `next` counts calls in its lower bits and places that were passed by in the upper ones, so that every addition of
-// either gives one thread one place.
+// A slot with a running call is skipped: a call that hangs stays in the ring, however many calls follow. `next` counts
+// calls in its lower bits and skipped slots in the upper ones, so that each addition gives one thread one slot.
 Claim open_record(Ring& ring, const Entry& entry) {
   Header& header = *ring.header;
   uint64_t counts = header.next.fetch_add(1, std::memory_order_relaxed);
@@ -238,7 +237,7 @@ Claim open_record(Ring& ring, const Entry& entry) {
     fill(record, entry);
     record.tail.store(static_cast<uint32_t>(sequence + 1), std::memory_order_release);
     record.mark.store(sequence + 1, std::memory_order_release);
-    // While the row runs, the place of the next call comes into the cache.
+    // Prefetches the slot of the next call while the row runs.
     const char* const next = reinterpret_cast<const char*>(
         ring.records + (((counts & kSequenceMask) + (counts >> kSequenceBits) + 1) & (header.capacity - 1)));
     for (std::size_t line = 0; line < sizeof(Record); line += 64) __builtin_prefetch(next + line, 1);
@@ -249,7 +248,7 @@ Claim open_record(Ring& ring, const Entry& entry) {
 }
 
 void close_record(Ring& ring, const Claim& claim, State state, Thread& thread) {
-  // The second: a child that was forked inside of the call.
+  // The second condition: a child that was forked during the call.
   if (!claim.record || made.load(std::memory_order_acquire) != &ring) return;
   if (claim.record->mark.load(std::memory_order_acquire) != claim.sequence + 1) return;
   claim.record->end_ns = now_ns(thread);

@@ -12,7 +12,7 @@
 namespace lowbit::recorder {
 namespace {
 
-// The number that a variable holds; nothing if it is not set, empty, or not one that is wanted.
+// The number in a variable; nothing if it is unset, empty, or not an acceptable number.
 std::optional<double> number_in(const char* variable, bool (*wanted)(double), const std::string& in_words) {
   const char* const value = std::getenv(variable);
   if (!value || !*value) return {};
@@ -24,12 +24,12 @@ std::optional<double> number_in(const char* variable, bool (*wanted)(double), co
   return {};
 }
 
-bool is_count(double number) { return number >= 0 && number <= kMostRecords && number == static_cast<int>(number); }
+bool is_count(double number) { return number >= 0 && number <= kMaxRecords && number == static_cast<int>(number); }
 
 Settings of_environment() {
   Settings found;
   const auto records = number_in("LOWBIT_RECORD", is_count,
-                                 concat("0 (off), 1 (on) or a number of records up to ", kMostRecords));
+                                 concat("0 (off), 1 (on) or a number of records up to ", kMaxRecords));
   found.timeout = number_in("LOWBIT_RECORD_TIMEOUT", is_timeout, "0 to 1e9 seconds");
   found.on = records ? *records > 0 : found.timeout.has_value();
   if (records && *records > 1) found.records = static_cast<uint32_t>(*records);

@@ -20,7 +20,7 @@
 namespace lowbit::recorder {
 namespace {
 
-std::mutex mutex;  // of starting
+std::mutex mutex;  // held while the thread is started
 std::atomic<int64_t> timeout_ns{0};  // 0: no timeout
 std::atomic<bool> wanted{false}, running{false}, signalled{false};
 bool installed = false;
@@ -45,7 +45,7 @@ void dump(const Ring& ring, const std::string& reason) {
                failed.empty() ? path.c_str() : failed.c_str());
 }
 
-// A call is told once.
+// Each call is reported once.
 void look(uint64_t& told) {
   const Ring* const ring = ring_if_made();
   if (!ring) return;
@@ -79,7 +79,7 @@ void watch_on() {
   }
 }
 
-// The thread, and once the handler; a forked child has the handler already.
+// Starts the thread and installs the handler once; a forked child inherits the handler.
 void start_thread(double seconds) {
   const std::lock_guard lock(mutex);
   timeout_ns = static_cast<int64_t>(seconds * 1e9), wanted = true;
@@ -88,7 +88,7 @@ void start_thread(double seconds) {
   running = true;
   sigset_t all, kept;
   sigfillset(&all);
-  pthread_sigmask(SIG_SETMASK, &all, &kept);  // signals of the program are for its own threads
+  pthread_sigmask(SIG_SETMASK, &all, &kept);  // the program's signals go to its own threads
   std::thread(watch_on).detach();
   pthread_sigmask(SIG_SETMASK, &kept, nullptr);
   if (installed) return;

@@ -2,9 +2,9 @@
 // Adam and AdamW (Kingma and Ba, arXiv 1412.6980; Loshchilov and Hutter, arXiv 1711.05101), as torch computes them:
 //   m += (1 - beta1) (g - m);  v = beta2 v + (1 - beta2) g^2
 //   p -= lr / (1 - beta1^t) * m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
-// amsgrad divides by the largest v so far. Counted in units of (1 - beta1) / gain and (1 - beta2) / gain^2, a new
-// moment is one FMA of gain * g; the rate divides the divisor, so that the new parameter is one FMA too. One division
-// and one square root an element, both exact. The gain is the largest power of two at which neither moment overflows
+// amsgrad divides by the largest v so far. In units of (1 - beta1) / gain and (1 - beta2) / gain^2, a new moment is one
+// FMA of gain * g; the learning rate is folded into the divisor, so that the new parameter is one FMA too. One division
+// and one square root per element, both exact. The gain is the largest power of two with which neither moment overflows
 // before torch's does: g^2 alone is inf from 1.8e19 on, (1 - beta2) g^2 from 5.8e20 on.
 #pragma once
 
@@ -50,7 +50,7 @@ struct AdamW::Step : RuleStep<AdamW, kCount> {
     m = fma(m, factor[0], g);
     v = fma(g, g, mul(v, factor[1]));
     Float divisor = v;
-    if constexpr (kCount == 3) divisor = moment[2] = max(mul(moment[2], factor[2]), v);  // v where it is nan
+    if constexpr (kCount == 3) divisor = moment[2] = max(mul(moment[2], factor[2]), v);  // v if it is nan
     return fma(p, keep, div(m, fma(sqrt(divisor), like(g, root_gain), like(g, root_eps))));
   }
 };

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Lion (Chen et al., Symbolic Discovery of Optimization Algorithms, arXiv 2302.06675):
 //   p -= lr sign(beta1 m + (1 - beta1) g);  m = beta2 m + (1 - beta2) g
-// m is counted in units of (1 - beta2) / gain, so that it overflows no earlier than it has to (adamw.hpp).
+// m is counted in units of (1 - beta2) / gain, so that it overflows no earlier than necessary (adamw.hpp).
 #pragma once
 
 #include "core/dtype.hpp"

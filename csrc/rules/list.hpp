@@ -24,7 +24,7 @@ enum class Rule : int { LOWBIT_RULES(LOWBIT_RULE) };
 inline constexpr std::string_view kRuleNames[] = {LOWBIT_RULES(LOWBIT_RULE)};
 #undef LOWBIT_RULE
 
-// body.operator()<Type>() for a rule that is only known at run time.
+// Calls body.operator()<Type>() for a rule known at run time only.
 template <class Body>
 LOWBIT_INLINE constexpr auto with_rule(Rule rule, Body&& body) {
   switch (rule) {
@@ -37,16 +37,16 @@ LOWBIT_INLINE constexpr auto with_rule(Rule rule, Body&& body) {
 }
 
 template <class RuleType>
-inline constexpr int kMostMoments = static_cast<int>(std::size(RuleType::moments));
+inline constexpr int kMaxMomentsOf = static_cast<int>(std::size(RuleType::moments));
 
-// The most moments of any rule.
+// The maximum over all rules.
 inline constexpr int kMaxMoments = [] {
-#define LOWBIT_RULE(name, Type) kMostMoments<Type>,
+#define LOWBIT_RULE(name, Type) kMaxMomentsOf<Type>,
   const int counts[] = {LOWBIT_RULES(LOWBIT_RULE)};
 #undef LOWBIT_RULE
-  int most = 0;
-  for (const int count : counts) most = count > most ? count : most;
-  return most;
+  int max = 0;
+  for (const int count : counts) max = count > max ? count : max;
+  return max;
 }();
 
 LOWBIT_INLINE constexpr bool is_set(const Hyper& hyper, HyperField field) {
@@ -60,7 +60,7 @@ LOWBIT_INLINE constexpr bool is_set(const Hyper& hyper, HyperField field) {
   __builtin_unreachable();
 }
 
-// The number of moments that a rule keeps with these numbers; the fewest where no number asks for more.
+// The number of moments that a rule keeps with these hyperparameters; the minimum if none asks for more.
 template <class RuleType>
 LOWBIT_INLINE constexpr int moments_of(const Hyper& hyper) {
   int count = 0;

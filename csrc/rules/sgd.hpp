@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Stochastic gradient descent with momentum, as torch: b = momentum b + (1 - dampening) g, at the first step b = g;
+// Stochastic gradient descent with momentum, as in torch: b = momentum b + (1 - dampening) g, b = g in the first step;
 // p -= lr b, or with Nesterov p -= lr (g + momentum b).
 #pragma once
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The functions of score/math.hpp on the host: plain arithmetic where a compiler turns the loop around it into vectors
-// (exp), the C library elsewhere; float tanh is in cpu/score_program/strip.hpp. exp and exp2 are off by 1.2 units in
-// the last place; double is the C library's.
+// The functions of score/math.hpp on the host: plain arithmetic if a compiler vectorizes the loop around it (exp), the
+// C library otherwise; float tanh is in cpu/score_program/strip.hpp. exp and exp2 are off by 1.2 units in the last
+// place; double uses the C library.
 #pragma once
 
 #include <bit>
@@ -37,13 +37,13 @@ LOWBIT_INLINE double exp_of(double a) { return __builtin_exp(a); }
 LOWBIT_INLINE double exp2_of(double a) { return __builtin_exp2(a); }
 LOWBIT_INLINE double tanh_of(double a) { return __builtin_tanh(a); }
 
-// p * 2^n in two steps, so that subnormal results and overflow to infinity come out right for n in -150..129.
+// p * 2^n in two multiplications, so that subnormals and overflow to infinity are correct for n in -150..129.
 LOWBIT_INLINE float times_power_of_two(float p, int32_t n) {
   const int32_t half = n >> 1;
   return p * std::bit_cast<float>((half + 127) << 23) * std::bit_cast<float>((n - half + 127) << 23);
 }
 
-// e^r for |r| <= ln2 / 2, fitted with relative error 3e-9
+// e^r for |r| <= ln2 / 2, fitted with a relative error of 3e-9
 LOWBIT_INLINE float exp_of_small(float r) {
   float p = 1.3814608e-3f;
   p = fma_of(p, r, 8.368711e-3f);
@@ -55,7 +55,7 @@ LOWBIT_INLINE float exp_of_small(float r) {
 }
 
 LOWBIT_INLINE float exp_of(float x) {
-  x = x < -104.0f ? -104.0f : x;  // e^-104 rounds to 0, e^89 to infinity; nan passes
+  x = x < -104.0f ? -104.0f : x;  // e^-104 rounds to 0, e^89 to infinity; nan passes through
   x = x > 89.0f ? 89.0f : x;
   const float n = round_of(x * 1.44269504f);
   const float r = fma_of(n, 2.12194440e-4f, fma_of(n, -0.693359375f, x));
@@ -69,7 +69,7 @@ LOWBIT_INLINE float exp2_of(float x) {
   return times_power_of_two(exp_of_small((x - n) * 0.693147181f), static_cast<int32_t>(n));
 }
 
-// Vectors have the division of doubles: the quotient of two int32 is never rounded up to an integer it has not reached.
+// Vectors can divide doubles: the quotient of two int32 is never rounded up to an integer that it has not reached.
 LOWBIT_INLINE int32_t floor_divide_int(int32_t a, int32_t b) {
   const double quotient = floor_of(static_cast<double>(a) / static_cast<double>(b == 0 ? 1 : b));
   return b == 0 ? 0 : static_cast<int32_t>(static_cast<int64_t>(quotient));

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The functions of score/math.hpp on an Intel GPU are OpenCL's. The translator to SPIR-V knows them by the names that
-// C++ gives to functions outside of a namespace.
+// On an Intel GPU the functions of score/math.hpp are OpenCL's. The translator to SPIR-V recognizes them by the names
+// that C++ gives to functions outside a namespace.
 #pragma once
 
 #include "core/bits.hpp"

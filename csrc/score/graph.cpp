@@ -88,7 +88,7 @@ int ScoreGraph::scatter_add(int64_t tensor, int value, std::span<const int> indi
 }
 
 int ScoreGraph::sum(int value, Rate rate) {
-  if (nodes[value].rate == rate || is_constant(value)) return value;  // the only constant that comes here is 0
+  if (nodes[value].rate == rate || is_constant(value)) return value;  // the only constant that gets here is 0
   return add({.op = number_of<Sum>(),
               .rate = rate,
               .operand_count = 1,
@@ -126,13 +126,13 @@ int ScoreGraph::simplified(int op, std::span<const int> in) {
       const int factor = in[i], other = in[1 - i];
       if (is_float(factor, 1)) return other;
       if (is_float(factor, -1)) return emit<Neg>({other});
-      if (!is<Where>(factor)) continue;  // g * where(c, 1, 0): the shape of the derivatives of where and maximum
+      if (!is<Where>(factor)) continue;  // g * where(c, 1, 0): the form of the derivatives of where and maximum
       const std::span<const int> branch = operands(factor);
       if (is_float(branch[1], 1) && is_float(branch[2], 0)) return emit<Where>({branch[0], other, branch[2]});
       if (is_float(branch[1], 0) && is_float(branch[2], 1)) return emit<Where>({branch[0], branch[1], other});
     }
-  // One rounding more, a sixth of the time. Not of positions or tables: 49 * (1 / 49) is below 1, and its
-  // floor another number.
+  // One more rounding in a sixth of the time. Not for positions or tables: 49 * (1 / 49) is below 1, and its
+  // floor is different.
   if (op_is.operator()<Div>() && is_constant(in[1]) && nodes[in[0]].of_score) {
     const double inverse = 1 / float_value(in[1]);
     if (std::isnormal(inverse) && std::fabs(inverse) < 1e30 && std::fabs(inverse) > 1e-30)
@@ -173,7 +173,7 @@ int ScoreGraph::copy_of(const ScoreNode& node, std::span<const int> operands) {
 }
 
 std::vector<Affine> affine_forms(const ScoreGraph& graph) {
-  constexpr int64_t kMostGrowth = int64_t{1} << 40;  // beyond any tensor; products of constants would leave int64
+  constexpr int64_t kMaxGrowth = int64_t{1} << 40;  // exceeds any tensor; products of constants would overflow int64
   std::vector<Affine> forms(graph.nodes.size());
   for (std::size_t i = 0; i < forms.size(); i++) {
     const ScoreNode& node = graph.nodes[i];
@@ -194,10 +194,10 @@ std::vector<Affine> affine_forms(const ScoreGraph& graph) {
         if (graph.is<IntConst>(node.operands[factor])) {
           const int64_t by = graph.nodes[node.operands[factor]].immediate;
           const Affine& of = form(1 - factor);
-          const bool fits = std::abs(of.q) <= INT32_MAX && std::abs(of.k) <= INT32_MAX;  // `by` does
+          const bool fits = std::abs(of.q) <= INT32_MAX && std::abs(of.k) <= INT32_MAX;  // so does `by`
           forms[i] = fits ? Affine{of.valid, by * of.q, by * of.k} : Affine{};
         }
-    if (std::abs(forms[i].q) > kMostGrowth || std::abs(forms[i].k) > kMostGrowth) forms[i] = {};
+    if (std::abs(forms[i].q) > kMaxGrowth || std::abs(forms[i].k) > kMaxGrowth) forms[i] = {};
   }
   return forms;
 }
@@ -206,8 +206,8 @@ ScoreGraph with_diagonals(const ScoreGraph& graph, std::span<int> outputs) {
   const std::vector<Affine> forms = affine_forms(graph);
   ScoreGraph result;
   result.captured = graph.captured;
-  // Each value twice: as it is, and (affine ones) with q = 0 and k = k - q, which is the same where it depends on
-  // k - q alone.
+  // Each value twice: as it is, and (affine ones) with q = 0 and k = k - q, which is equal if it depends on k
+  // - q alone.
   std::vector<int> plain(graph.nodes.size()), shifted(graph.nodes.size(), -1);
   const auto is_diagonal = [](int64_t q, int64_t k) { return q == -k && k != 0; };
   const auto compares = [](const ScoreNode& node) {

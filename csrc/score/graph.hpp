@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// A score program as a graph of values, each one computed from earlier ones (SSA). Values know their type and their
-// rate, the coordinate that they vary with inside a tile of scores. A value of a low rate is computed once and not for
-// every score:
+// A score program as a graph of values, each computed from earlier ones (SSA). Values know their type and their rate,
+// the coordinate that they vary with inside a tile of scores. A value of a low rate is computed once instead of once
+// per score:
 //   constant < head (b, h) < row (q), column (k), diagonal (k - q) < tile
 #pragma once
 
@@ -42,7 +42,7 @@ struct CapturedType {
   int rank;
 };
 
-// The layout of captured tensors has sizes, then strides, of one after the other: here those of `tensor` begin.
+// The layout of captured tensors is sizes, then strides, tensor by tensor: the offset of those of `tensor`.
 inline int64_t layout_at(std::span<const CapturedType> captured, int64_t tensor) {
   int64_t at = 0;
   for (const CapturedType& before : captured.first(static_cast<std::size_t>(tensor))) at += 2 * before.rank;
@@ -52,7 +52,7 @@ inline int64_t layout_at(std::span<const CapturedType> captured, int64_t tensor)
 struct OpInfo {
   std::string_view name, types;
 };
-const OpInfo& op_info(int op);  // of all ops, in the order of ScoreOps
+const OpInfo& op_info(int op);  // one per op, in the order of ScoreOps
 int op_count();
 
 class ScoreGraph {
@@ -66,7 +66,7 @@ class ScoreGraph {
   int gather(int64_t tensor, std::span<const int> indices);
   int scatter_add(int64_t tensor, int value, std::span<const int> indices);
   int sum(int value, Rate rate);  // the value itself if it has that rate
-  int emit(int op, std::span<const int> operands);  // folds constants, drops ops without effect, finds equal values
+  int emit(int op, std::span<const int> operands);  // folds constants, drops ops without effect, reuses equal values
   template <class Op>
   int emit(std::initializer_list<int> operands) { return emit(number_of<Op>(), {operands.begin(), operands.size()}); }
   int copy_of(const ScoreNode& node, std::span<const int> operands);  // the same op on other operands
@@ -89,20 +89,19 @@ class ScoreGraph {
   std::map<std::array<int64_t, kMaxOperands + 2>, int> known_;
 };
 
-// Int values a q + b k + (a constant of the head): the coefficients, where the value has that form.
+// Int values of the form a q + b k + (a constant of the head): the coefficients, if the value has that form.
 struct Affine {
   bool valid = false;
   int64_t q = 0, k = 0;
 };
 std::vector<Affine> affine_forms(const ScoreGraph& graph);
 
-// The graph with every value that depends on q and k by k - q alone made of k_minus_q, so that it has the rate of a
-// diagonal. `outputs` are renumbered.
+// The graph with every value that depends on q and k only through k - q rewritten in terms of k_minus_q, so that it has
+// the rate of a diagonal. `outputs` are renumbered.
 ScoreGraph with_diagonals(const ScoreGraph& graph, std::span<int> outputs);
 
-// Reverse mode: adds to the graph the gradient with respect to the score (its number is returned) and, if asked for,
-// one scatter_add for each gather of a float tensor (their numbers are appended). The gradient of the output is the
-// leaf `gradient`.
+// Reverse mode: adds to the graph the gradient with respect to the score (returns its number) and, if requested, one
+// scatter_add per gather of a float tensor (appends their numbers). The gradient of the output is the leaf `gradient`.
 int add_gradients(ScoreGraph& graph, int output, std::vector<int>* scatters);
 
 }  // namespace lowbit

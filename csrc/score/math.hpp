@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// Elementary functions of one element for the score ops. exp, floor and the C library's are of the host or of an Intel
-// GPU; what is arithmetic on both is here.
+// Elementary functions of one element for the score ops. exp, floor and the C library's differ between host and Intel
+// GPU; arithmetic common to both is here.
 //
-// Printed programs (print.hpp) call the same names. Arithmetic of devices too is written once, in words that C++,
-// CUDA C and OpenCL C have in common, and keeps its text: LOWBIT_OF_FLOATS, LOWBIT_OF_INTS. There a Float is a float,
-// an Int an int. A function of the C library is a word in LOWBIT_LIBRARY1 or LOWBIT_LIBRARY2; for the rest print.cpp
-// says what each language calls it.
+// Printed programs (print.hpp) call the same names. Arithmetic that devices need too is written once, in the common
+// subset of C++, CUDA C and OpenCL C, and its text is kept: LOWBIT_OF_FLOATS, LOWBIT_OF_INTS. There a Float is a float,
+// an Int an int. A function of the C library is an entry of LOWBIT_LIBRARY1 or LOWBIT_LIBRARY2; print.cpp has the names
+// of the others in each language.
 #pragma once
 
 #include <cstdint>
@@ -36,13 +36,13 @@ LOWBIT_INLINE int64_t wrapped(uint64_t a) {
   return static_cast<int32_t>(static_cast<uint32_t>(a));
 }  // an int has 32 bits beside a double too
 
-// Rounded each, also where a compiler of a device would make one multiply-add of two, or a product of a division.
+// Each rounded, even if a device's compiler would fuse them into a multiply-add, or replace a division by a product.
 template <class A, class B> LOWBIT_INLINE auto add_of(A a, B b) { return a + b; }
 template <class A, class B> LOWBIT_INLINE auto sub_of(A a, B b) { return a - b; }
 template <class A, class B> LOWBIT_INLINE auto mul_of(A a, B b) { return a * b; }
 template <class A, class B> LOWBIT_INLINE auto div_of(A a, B b) { return a / b; }
 
-// result name(arguments) { body }, and its text.
+// Defines result name(arguments) { body }, and its text.
 #define LOWBIT_OF_FLOATS(result, name, ...)                   \
   template <class Float, class Int = IntBeside<Float>>        \
   LOWBIT_INLINE result name __VA_ARGS__                       \
@@ -64,15 +64,15 @@ LOWBIT_OF_FLOATS(Float, floor_divide_of, (Float a, Float b) {
   const Float low = floor_of(quotient);
   return quotient == 0 ? copysign_of((Float)0, div_of(a, b)) : quotient - low > 0.5f ? low + 1 : low;
 });
-// Toward zero. A value that an int does not hold, nan too, becomes its least value, as the instruction of x86 does and
-// therefore torch.
+// Toward zero. A value out of int's range, nan too, becomes its least value, as with the x86 instruction
+// and therefore torch.
 LOWBIT_OF_FLOATS(Int, int_of, (Float a) {
   const Int least = -2147483647 - 1;
   const bool above = a > (Float)least - (sizeof(Float) == 4 ? 0 : 1);
   return above && a < -(Float)least ? (Int)a : least;
 });
 
-// Division by zero gives 0 here; the machine reports it where the divisor is not constant.
+// Division by zero gives 0 here; the machine reports it if the divisor is not constant.
 LOWBIT_OF_INTS(floor_divide_int, (Int a, Int b) {
   if (b == 0) return 0;
   if (b == -1) return wrapped(-bits_of(a));
@@ -83,7 +83,7 @@ LOWBIT_OF_INTS(remainder_int, (Int a, Int b) {
   return wrapped(bits_of(a) - bits_of(b) * bits_of(floor_divide_int(a, b)));
 });
 
-// A shift by less than 0 or by all bits and more gives what shifting bit by bit would.
+// A shift by a negative count, or by all bits or more, gives the result of shifting bit by bit.
 LOWBIT_OF_INTS(shifted_left, (Int a, Int b) { return b < 0 || b >= 32 ? 0 : wrapped(bits_of(a) << b); });
 LOWBIT_OF_INTS(shifted_right, (Int a, Int b) { return a >> (b < 0 || b >= 32 ? 31 : b); });
 

@@ -1,17 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
-// The ops of a score program: what each one is called, takes, returns, and how it is differentiated. One struct per op,
-// one word in the list at the end: parser, vector machine, reverse mode, interval analysis and Python's `_C.SCORE_OPS`
-// follow from these alone.
+// The ops of a score program: name, operands, result, and derivative of each. One struct per op, one entry in the
+// list at the end: parser, vector machine, reverse mode, interval analysis and Python's `_C.SCORE_OPS` follow
+// from these alone.
 //
 //   types       operands > result: f float, i int, b bool
-//   value       of one element of operands a, b, c. Float is float or double, Int is int32_t or int64_t beside it; a
-//               bool is an Int that is 0 or 1. Written in what C++, CUDA C and OpenCL C have in common, with the
-//               functions of math.hpp: its text is what a printed program has (score/print.cpp), and for Intel GPUs it
-//               is compiled by the build (the module score_ops)
+//   value       of one element of operands a, b, c. Float is float or double, Int the int32_t or int64_t of that size;
+//   a
+//               bool is an Int, 0 or 1. Written in the common subset of C++, CUDA C and OpenCL C, with the
+//               functions of math.hpp: printed programs contain its text (score/print.cpp), and the build compiles it
+//               for Intel GPUs (the module score_ops)
 //   derivative  of the result with respect to each float operand, in terms of the operands and the result y; E is an
-//               expression that records further ops (score/reverse.cpp). No derivative: the gradient stops here
+//               expression that records further ops (score/reverse.cpp). Without one the gradient stops here
 //               (torch: zero)
-//   interval    what the result can be if the operands are anywhere in these intervals; without it, anything
+//   interval    bounds of the result for operands anywhere in these intervals; without it, unbounded
 #pragma once
 
 #include <algorithm>
@@ -24,11 +25,11 @@
 
 namespace lowbit {
 
-// Closed; a bool is within 0..1. Ends are attained or outside: never too narrow.
+// Closed; a bool is within 0..1. Ends are attained or lie outside: never too narrow.
 struct Interval {
   double low = -std::numeric_limits<double>::infinity(), high = std::numeric_limits<double>::infinity();
   bool is_point() const { return low == high; }
-  bool is_anything() const { return *this == Interval{}; }  // of floats: nan too
+  bool is_anything() const { return *this == Interval{}; }  // for floats: nan too
   friend bool operator==(const Interval&, const Interval&) = default;
 };
 
@@ -36,11 +37,11 @@ inline Interval truth(bool can_be_false, bool can_be_true) {
   return {can_be_false ? 0.0 : 1.0, can_be_true ? 1.0 : 0.0};
 }
 template <class Function>
-Interval over_corners(Interval a, Interval b, Function&& function) {  // of a function that is monotone in each operand
+Interval over_corners(Interval a, Interval b, Function&& function) {  // for a function that is monotone in each operand
   const double v[] = {function(a.low, b.low), function(a.low, b.high), function(a.high, b.low),
                       function(a.high, b.high)};
   for (double corner : v)
-    if (!(std::fabs(corner) <= std::numeric_limits<double>::max())) return {};  // inf - inf and its like
+    if (!(std::fabs(corner) <= std::numeric_limits<double>::max())) return {};  // inf - inf and the like
   return {std::min(std::min(v[0], v[1]), std::min(v[2], v[3])), std::max(std::max(v[0], v[1]), std::max(v[2], v[3]))};
 }
 
@@ -69,7 +70,7 @@ namespace score {
     return {low, high};                                          \
   }
 
-// Leaves have no value of their own: the program or the tile gives it.
+// Leaves have no value of their own: the program or the tile provides it.
 struct Score { LOWBIT_OP("score", ">f"); };  // scale * q . k
 struct B { LOWBIT_OP("b", ">i"); };
 struct H { LOWBIT_OP("h", ">i"); };          // query head, also under GQA
@@ -82,11 +83,11 @@ struct Gather {
   LOWBIT_OP("gather", ">?");
 };  // followed by the number of the captured tensor and one int per dimension
 
-// Made by the passes, never part of a code.
-struct Gradient { LOWBIT_OP("gradient", ">f"); };           // of the loss with respect to the modified score
-struct KMinusQ { LOWBIT_OP("k_minus_q", ">i"); };           // of the diagonal
-struct ScatterAdd { LOWBIT_OP("scatter_add", "f>?"); };     // to the gradient of a captured tensor
-struct Sum { LOWBIT_OP("sum", "f>f"); };                    // over the axes that the result does not depend on
+// Created by the passes, never part of a code.
+struct Gradient { LOWBIT_OP("gradient", ">f"); };           // gradient of the loss with respect to the modified score
+struct KMinusQ { LOWBIT_OP("k_minus_q", ">i"); };           // index of the diagonal
+struct ScatterAdd { LOWBIT_OP("scatter_add", "f>?"); };     // adds to the gradient of a captured tensor
+struct Sum { LOWBIT_OP("sum", "f>f"); };                    // sum over the axes that the result does not depend on
 struct Copy { LOWBIT_OP("copy", "f>f"); LOWBIT_VALUE1(a) };
 struct MultiplyAdd { LOWBIT_OP("multiply_add", "fff>f"); LOWBIT_VALUE3(fma_of(a, b, c)) };
 struct ScaledTanh { LOWBIT_OP("scaled_tanh", "fff>f"); LOWBIT_VALUE3(mul_of(tanh_of(mul_of(a, b)), c)) };
@@ -111,7 +112,7 @@ struct Div { LOWBIT_OP("div", "ff>f"); LOWBIT_VALUE2(div_of(a, b)) LOWBIT_DERIVA
   static Interval interval(Interval a, Interval b) {
     return b.low <= 0 && b.high >= 0 ? Interval{} : over_corners(a, b, [](double x, double y) { return x / y; });
   } };
-// A tie gives each side half of the gradient, as torch does, and nan both of them all.
+// In a tie each side gets half of the gradient, as in torch; with nan both get all of it.
 struct Maximum {
   LOWBIT_OP("maximum", "ff>f");
   LOWBIT_VALUE2(a > b || a != a ? a : b)
@@ -190,7 +191,7 @@ struct Erf {
   LOWBIT_OP("erf", "f>f");
   LOWBIT_VALUE1(erf_of(a)) LOWBIT_DERIVATIVE1(1.1283791670955126 * call<Exp>(-(a * a)))
 };
-// Rounded to a 16-bit float, as a tensor of that dtype would hold it.
+// Rounded to a 16-bit float, as if stored in a tensor of that dtype.
 struct ToBfloat16 { LOWBIT_OP("to_bfloat16", "f>f"); LOWBIT_VALUE1(rounded_to_bfloat16(a)) LOWBIT_DERIVATIVE1(1.0) };
 struct ToFloat16 { LOWBIT_OP("to_float16", "f>f"); LOWBIT_VALUE1(rounded_to_float16(a)) LOWBIT_DERIVATIVE1(1.0) };
 
@@ -292,7 +293,7 @@ struct Where {
 struct WhereInt : Where { LOWBIT_OP("where_int", "bii>i"); };
 struct WhereBool : Where { LOWBIT_OP("where_bool", "bbb>b"); };
 
-// Conversions. Int (the template argument) is the int beside a Float, and the other way round.
+// Conversions. Int (the template argument) is the int of a Float's size, and vice versa.
 struct IntToFloat {
   LOWBIT_OP("int_to_float", "i>f");
   LOWBIT_VALUE1(float_of(a)) LOWBIT_RISING(double)
@@ -326,8 +327,8 @@ struct OpList {
   static constexpr int count = sizeof...(Ops);
 };
 
-// The number of an op is its place in this list. A saved program (torch.export) holds numbers: add at the end only.
-// First those without a value of their own.
+// The number of an op is its position in this list. Saved programs (torch.export) contain numbers: append only. The ops
+// without a value come first.
 #define LOWBIT_SCORE_VALUES(F)                                                                                        \
   F(Copy) F(MultiplyAdd) F(ScaledTanh) F(Add) F(Sub) F(Mul) F(Div) F(Maximum) F(Minimum) F(Remainder) F(Fmod)         \
   F(FloorDivide) F(Pow) F(Neg) F(Sign) F(Abs) F(Floor) F(Ceil) F(Trunc) F(Round) F(Sqrt) F(Rsqrt) F(Exp) F(Exp2)      \
@@ -359,12 +360,12 @@ constexpr bool divides_ints(int op) {
          op == number_of<FmodInt>();
 }
 
-// Holds an element of type 'f', 'i' or 'b' beside a Float.
+// Storage of an element of type 'f', 'i' or 'b' beside a Float.
 template <char kType, class Float> using ScoreCell = std::conditional_t<kType == 'f', Float, IntBeside<Float>>;
 template <class Op>
 consteval int arity_of() { return static_cast<int>(Op::types.find('>')); }
 template <class Op>
-consteval bool has_value() {  // leaves and the ops that touch memory have none
+consteval bool has_value() {  // leaves and ops that access memory have none
   using namespace score;
   constexpr bool special = std::is_same_v<Op, ScatterAdd> || std::is_same_v<Op, Sum>;
   return arity_of<Op>() > 0 && !special;

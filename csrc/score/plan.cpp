@@ -67,8 +67,8 @@ class Planner {
       for (int j = 0; uses_[i] && j < nodes_[i].operand_count; j++) uses_[nodes_[i].operands[j]]++;
   }
 
-  // Makes one step of several over the scores: half of the loads and stores. There is one rounding less, so values that
-  // are not of the score, which may go into a floor, stay as they are.
+  // Fuses several steps over the scores into one: half of the loads and stores. It rounds once less, so values that do
+  // not depend on the score, which may enter a floor, stay unfused.
   void fuse() {
     for (ScoreNode& node : nodes_) {
       if (node.rate != Rate::tile || !node.of_score) continue;
@@ -94,7 +94,7 @@ class Planner {
     return {.op = op, .type = 'f', .rate = Rate::tile, .of_score = true, .operand_count = 3, .operands = {a, b, c}};
   }
 
-  // A sum is made where its operand is at hand, and can be read in a stage after that.
+  // A sum is computed where its operand is available, and can be read in a later stage.
   void find_stages() {
     stages_.resize(nodes_.size());
     for (std::size_t i = 0; i < nodes_.size(); i++) {
@@ -150,8 +150,8 @@ class Planner {
     return step;
   }
 
-  // Tile registers are reused as soon as no later step reads them. The output is written over the input where no later
-  // step reads that.
+  // Tile registers are reused as soon as no later step reads them. The output overwrites the input unless a later step
+  // reads that.
   void plan_tile(std::vector<int> order) {
     const bool tile_output = nodes_[output_].rate == Rate::tile && is_step(output_) && stages_[output_] == Stage::tile;
     if (tile_output && uses_[output_] == 1) {
@@ -173,7 +173,7 @@ class Planner {
       const int number = order[at];
       const ScoreNode& node = nodes_[number];
       for (int j = 0; j < node.operand_count;
-           j++) {  // an operand read for the last time leaves its register to the result
+           j++) {  // an operand read for the last time hands its register to the result
         const int operand = node.operands[j];
         const bool twice =
             std::find(node.operands.begin(), node.operands.begin() + j, operand) != node.operands.begin() + j;
@@ -203,8 +203,8 @@ class Planner {
   ScorePlan plan_;
 };
 
-// Checks what the machine takes for granted: a place is a constant, a register of the plan, or, element by element in
-// the tile, the caller's memory.
+// Checks the machine's assumptions: an operand is a constant, a register of the plan, or, elementwise in the tile, the
+// caller's memory.
 void check_places(const ScorePlan& plan, std::size_t captured) {
   const auto is_place = [&](ScoreOperand place, bool memory) {
     const int count = place.rate == Rate::constant ? static_cast<int>(plan.constants.size())

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// A score program as the machine runs it: steps in stages, one stage per rate. First come the constants of a head, of
-// rows, columns and diagonals of the tile; then the tile, strip by strip; then (gradients) the steps that need sums
-// over the tile. A step reads and writes registers: a register holds one value for all rows (columns, diagonals) of the
-// tile, or for all scores of one strip.
+// A score program in the form that the machine runs: steps in stages, one stage per rate. First the values of a head,
+// of rows, columns and diagonals of the tile; then the tile, strip by strip; then (gradients) the steps that need sums
+// over the tile. A step reads and writes registers: a register has one value per row (column, diagonal) of the tile, or
+// per score of one strip.
 #pragma once
 
 #include <array>
@@ -28,12 +28,12 @@ enum class Stage : uint8_t {
 };
 inline constexpr int kStages = static_cast<int>(Stage::count);
 
-// Not registers but the memory of the caller: raw scores, and the gradient of the modified ones.
+// Not registers but memory of the caller: raw scores, and the gradient of the modified ones.
 inline constexpr int kScoreMemory = -1, kGradientMemory = -2;
 
 struct ScoreOperand {
   Rate rate = Rate::constant;
-  int32_t at = 0;  // register among those of its rate
+  int32_t at = 0;  // index among the registers of its rate
 };
 
 struct ScoreStep {
@@ -43,7 +43,7 @@ struct ScoreStep {
   uint8_t operand_count = 0;
   ScoreOperand out;
   std::array<ScoreOperand, kMaxOperands> operands{};
-  // gather, scatter_add: how much the index grows from one element to the next, or kNotLinear.
+  // gather, scatter_add: increment of the index from one element to the next, or kNotLinear.
   std::array<int32_t, kMaxOperands> along{};
   std::array<int32_t, kMaxOperands> down{};   // and from one row to the next
   int64_t immediate = 0;                      // gather, scatter_add: captured tensor
@@ -51,25 +51,25 @@ struct ScoreStep {
 
 struct ScoreConstant {
   char type;
-  int64_t bits;  // of a double; or the value
+  int64_t bits;  // bits of a double; or the value
 };
 
 struct ScorePlan {
   std::vector<ScoreStep> steps;
   std::array<int, kStages + 1> begin{};  // stage s is steps[begin[s]] .. steps[begin[s + 1]]
-  std::array<int, 6> registers{};        // per rate
+  std::array<int, 6> registers{};        // number per rate
   std::vector<ScoreConstant> constants;
 
   bool empty() const { return steps.empty(); }
   bool has(Stage stage) const { return begin[static_cast<int>(stage)] < begin[static_cast<int>(stage) + 1]; }
 };
 
-// Steps that compute `output` into `memory` (and every one of `scatters`); none where the memory holds the output
-// already. Not fused: every step is rounded, as intervals (ops/block_classes.hpp) assume of masks.
+// Steps that compute `output` into `memory` (and every one of `scatters`); none if the memory has the output already.
+// Not fused: every step is rounded, as intervals (ops/block_classes.hpp) assume for masks.
 ScorePlan score_plan(const ScoreGraph& graph, int output, int memory, std::span<const int> scatters = {},
                      bool fused = true);
 
-// The steps of a plan, a line each.
+// The steps of a plan, one per line.
 std::string plan_text(const ScorePlan& plan);
 
 }  // namespace lowbit

@@ -12,8 +12,8 @@ namespace {
 
 using namespace score;
 
-// A name that the texts of score/ops.hpp and score/math.hpp use, and what it is in each language. CUDA's functions with
-// _rn are never contracted into a multiply-add, nor is a division replaced, whatever the options of the compiler are.
+// A name in the texts of score/ops.hpp and score/math.hpp, and its equivalent in each language. CUDA's functions with
+// _rn are never contracted into a multiply-add, and their divisions never replaced, whatever the compiler options.
 struct Word {
   std::string_view name, cuda, opencl;
 };
@@ -50,7 +50,7 @@ constexpr Word kWords[] = {
 #undef LOWBIT_WORD2
 };
 
-// Texts of math.hpp, in the order in which they use each other.
+// Texts of math.hpp, each after those that it uses.
 constexpr std::string_view kShared[] = {remainder_of_text,     floor_divide_of_text, int_of_text,
                                         floor_divide_int_text, trunc_divide_int_text, remainder_int_text,
                                         shifted_left_text,     shifted_right_text};
@@ -60,7 +60,7 @@ DEVICE void note_fault(FAULT fault, int tensor, int dim, int index) {
   if (exchanged(fault, 1) == 0) fault[1] = tensor, fault[2] = dim, fault[3] = index;
 }
 )";
-// Rounding to 16 bits and back as core/dtype.hpp does, on bits; captured tensors of 16 bits; addresses.
+// Rounding to 16 bits and back like core/dtype.hpp, on bits; captured 16-bit tensors; addresses.
 constexpr std::string_view kPrelude = R"(
 DEVICE float rounded_to_bfloat16(float a) {
   const unsigned int bits = bits_of_float(a);
@@ -112,7 +112,7 @@ bool is_letter(char c) {
   return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || (c >= '0' && c <= '9') || c == '_';
 }
 
-// The text with its words a, b, c replaced by the operands.
+// The text with a, b, c replaced by the operands.
 std::string with_operands(std::string_view text, const std::string* operands) {
   std::string made;
   for (std::size_t at = 0; at < text.size();) {
@@ -134,13 +134,13 @@ std::string literal(char type, int64_t bits) {
   const float value = static_cast<float>(std::bit_cast<double>(bits));
   const bool finite = value - value == 0;
   if (!finite) return concat("float_from_bits(", std::bit_cast<uint32_t>(value), "u)");
-  char text[32];  // the shortest that is this float
+  char text[32];  // the shortest text of this float
   std::string made(text, std::to_chars(text, text + sizeof text, value).ptr);
   if (made.find_first_of(".e") == std::string::npos) made += ".0";
   return value < 0 || std::signbit(value) ? concat("(", made, "f)") : made + "f";
 }
 
-// An element of a captured tensor in memory, and what is written around it to make a value of it.
+// An element of a captured tensor in memory, and the code around it that converts it to a value.
 struct Element {
   std::string_view type, before, after;
 };
@@ -230,7 +230,7 @@ class Printer {
     return literal(plan_.constants[place.at].type, plan_.constants[place.at].bits);
   }
 
-  // "const Long i3_0 = ..": the indices of a step, checked; returns "i3_0 < 0 || .." of them.
+  // Prints "const Long i3_0 = ..": the checked indices of a step; returns "i3_0 < 0 || .." for them.
   std::string indices(const ScoreStep& step, int first, std::string_view indent) {
     std::string outside;
     for (int j = first; j < step.operand_count; j++) {
@@ -279,7 +279,7 @@ class Printer {
       case number_of<Q>(): return define(step, "q");
       case number_of<K>(): return define(step, "k");
       case number_of<KMinusQ>(): return define(step, "wrapped(bits_of(k) - bits_of(q))");
-      case number_of<Sum>(): return define(step, operands[0]);  // every score adds its share
+      case number_of<Sum>(): return define(step, operands[0]);  // each score adds its share
       default: return define(step, with_operands(kTexts[step.op], operands));
     }
   }
@@ -296,11 +296,11 @@ class Printer {
   const ScoreProgram& program_;
   bool gradient_;
   const ScorePlan& plan_;
-  std::map<std::pair<Rate, int32_t>, std::string> current_;  // the variable that a register of the plan is now
+  std::map<std::pair<Rate, int32_t>, std::string> current_;  // current variable of a register of the plan
   int count_ = 0;
   std::string text_;
-  std::string* members_ = nullptr;  // values are declared there, as members of an object
-  std::string object_;              // and a dot
+  std::string* members_ = nullptr;  // declares values there, as members of an object
+  std::string object_;              // followed by a dot
 };
 
 }  // namespace

@@ -119,7 +119,7 @@ class Parser {
   std::span<const int64_t> code_;
   std::size_t at_ = 0;
   ScoreGraph graph_;
-  std::vector<int> values_;  // per instruction, its value in the graph
+  std::vector<int> values_;  // graph value of each instruction
 };
 
 bool fits(DType dtype, char type) {
@@ -131,7 +131,7 @@ bool fits(DType dtype, char type) {
   }
 }
 
-// Ints of a program are 32 bits wide: the first element that does not fit.
+// Ints of a program have 32 bits: returns the first element that does not fit.
 std::optional<int64_t> wide_element(const TensorView& view, int dim = 0, int64_t at = 0) {
   if (dim == view.rank) {
     const int64_t element = view.as<const int64_t>()[at];
@@ -146,7 +146,7 @@ std::optional<int64_t> wide_element(const TensorView& view, int dim = 0, int64_t
 }  // namespace
 
 std::shared_ptr<const ScoreProgram> score_program(std::span<const int64_t> code) {
-  // Per thread: a lock that another thread holds while the process forks would never be released in the child.
+  // Per thread: a lock held by another thread while the process forks would never be released in the child.
   thread_local std::map<std::vector<int64_t>, std::shared_ptr<const ScoreProgram>> known;
   const std::vector<int64_t> key(code.begin(), code.end());
   if (const auto found = known.find(key); found != known.end()) return found->second;

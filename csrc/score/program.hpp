@@ -27,13 +27,13 @@ struct ScoreProgram {
   ScorePlan backward_only;  // the same without captured tensors
 };
 
-// Parses, checks and plans; the last programs are kept. ValueError says what is wrong and where.
+// Parses, checks and plans; recent programs are cached. ValueError says what is wrong and where.
 LOWBIT_API std::shared_ptr<const ScoreProgram> score_program(std::span<const int64_t> code);
 
-// A gather with an index that its tensor does not have, or a division by zero. Kernels do not throw: the first fault is
-// noted here.
+// A gather with an index out of its tensor's range, or a division by zero. Kernels do not throw: the first fault is
+// recorded here.
 struct ScoreFault {
-  static constexpr int kDivision = -1;  // in place of a tensor: an int was divided by zero
+  static constexpr int kDivision = -1;  // replaces the index of a tensor: an int was divided by zero
   std::atomic<bool> seen{false};
   int tensor = 0, dim = 0;
   int64_t index = 0;

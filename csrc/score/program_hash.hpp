@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A hash of everything that the printed text of a program depends on, by which a compiled program is found again.
+// A hash of everything that the printed text of a program depends on: the key of a compiled program.
 #pragma once
 
 #include "score/program.hpp"

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Reverse mode over a score program: the gradients are further values of the same graph, so that they are folded,
-// hoisted and run like any other. The gradient of a value has the rate of the value: contributions of a higher rate are
-// summed over the tile first. The steps after that (the derivative of a table look-up per diagonal, of a slope per
-// head) are then done once per row, column, diagonal or head.
+// Reverse mode over a score program: gradients are further values of the same graph, so they are folded, hoisted and
+// run like any other. The gradient of a value has the rate of the value: contributions of a higher rate are first
+// summed over the tile. The steps after that (the derivative of a table look-up per diagonal, of a slope per head) then
+// run once per row, column, diagonal or head.
 #include <optional>
 #include <utility>
 
@@ -44,7 +44,7 @@ Expression operator<(Expression a, Expression b) { return call<Less>(a, b); }
 Expression equal(Expression a, Expression b) { return call<Equal>(a, b); }
 Expression where(Expression c, Expression a, Expression b) { return call<Where>(c, a, b); }
 
-using Partials = std::array<std::optional<Expression>, 3>;  // per operand; none: no gradient flows there
+using Partials = std::array<std::optional<Expression>, 3>;  // one per operand; none: no gradient flows there
 
 template <class Op>
 Partials partials(ScoreGraph& graph, int node) {
@@ -71,8 +71,8 @@ constexpr auto kPartials = all_partials(ScoreOps{});
 }  // namespace
 
 int add_gradients(ScoreGraph& graph, int output, std::vector<int>* scatters) {
-  // The gradient that has reached a value so far, by rate: a share of each head and a share of each score cannot be
-  // added before the latter are summed.
+  // The gradient accumulated for a value so far, by rate: contributions per head and per score cannot be added before
+  // the latter are summed.
   std::vector<std::array<int, 6>> shares(output + 1, {-1, -1, -1, -1, -1, -1});
   const auto add_share = [&](int node, int share) {
     int& sum = shares[node][static_cast<int>(graph.nodes[share].rate)];
@@ -81,7 +81,7 @@ int add_gradients(ScoreGraph& graph, int output, std::vector<int>* scatters) {
   add_share(output, graph.leaf(number_of<Gradient>()));
   int of_score = -1;
   for (int node = output; node >= 0; node--) {
-    const ScoreNode here = graph.nodes[node];  // emit() moves the nodes
+    const ScoreNode here = graph.nodes[node];  // a copy, as emit() moves the nodes
     if (here.type != 'f' || here.rate == Rate::constant) continue;
     int gradient = -1;
     for (int share : shares[node])

@@ -17,7 +17,7 @@ using spirv::Id;
 constexpr std::string_view kNames[] = {LOWBIT_SCORE_VALUES(LOWBIT_NAME)};
 #undef LOWBIT_NAME
 
-// One function, step by step.
+// Writes one function, step by step.
 class Writer {
  public:
   Writer(spirv::Module& module, const ScoreFunction& function, bool sums)
@@ -49,7 +49,7 @@ class Writer {
     return module_.call(kNames[op - number_of<Copy>()], "iiii", {a, b, c});
   }
 
-  // The place of an element of a captured tensor, or of its gradient; operands from `first` on are its indices.
+  // The offset of an element of a captured tensor, or of its gradient; operands from `first` on are its indices.
   Id element_at(const ScoreStep& step, int first, bool of_gradient) {
     Id at = module_.constant('l', 0);
     const int64_t rank = captured_[step.immediate].rank,
@@ -66,7 +66,7 @@ class Writer {
     if (const auto leaf = leaves_.find(step.op); leaf != leaves_.end()) return leaf->second;
     if (step.op == number_of<KMinusQ>())
       return value(number_of<SubInt>(), leaves_[number_of<K>()], leaves_[number_of<Q>()], zero);
-    if (step.op == number_of<Sum>()) return operand(step.operands[0]);  // every score adds its share
+    if (step.op == number_of<Sum>()) return operand(step.operands[0]);  // each score adds its share
     if (step.op == number_of<score::Gather>())
       return module_.call("score_element", "ipiil",
                           {table_, number(step.immediate),
@@ -94,7 +94,7 @@ class Writer {
   bool sums_;
   std::map<int, Id> leaves_;
   Id table_ = 0;
-  std::map<std::pair<Rate, int32_t>, Id> current_;  // the value that a register of the plan holds now
+  std::map<std::pair<Rate, int32_t>, Id> current_;  // the value that a register of the plan currently holds
 };
 
 }  // namespace

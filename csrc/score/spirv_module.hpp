@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// A module of SPIR-V 1.2 while it is written: functions that only call those of other modules. A type is a
-// letter: v void, i an int of 32 bits, l of 64, f float, p a pointer to l in global memory. A signature is the type of
-// the result, then those of the parameters.
+// Writes a module of SPIR-V 1.2: functions that only call those of other modules. A type is a letter: v void, i a
+// 32-bit int, l a 64-bit int, f float, p a pointer to l in global memory. A signature is the type of the result, then
+// those of the parameters.
 #pragma once
 
 #include <cstdint>
@@ -35,7 +35,7 @@ class Module {
     return once(Opcode::constant, operands, 1);
   }
 
-  // Begins a function that the module exports, and returns its parameters.
+  // Begins an exported function, and returns its parameters.
   Words begin_function(std::string_view name, std::string_view signature) {
     Words parameters;
     declare(functions_, name, kExport, signature, &parameters);
@@ -53,7 +53,7 @@ class Module {
     put(functions_, Opcode::function_call, operands);
     return bound_++;
   }
-  Id with_bits_of(Id value, char letter) {  // as another type of 32 bits
+  Id with_bits_of(Id value, char letter) {  // as another 32-bit type
     put(functions_, Opcode::bitcast, {type(letter), bound_, value});
     return bound_++;
   }
@@ -63,7 +63,7 @@ class Module {
   }
 
   Words words() const {
-    constexpr uint32_t kMagic = 0x07230203, kVersion = 0x00010200;  // 1.2: what drivers of 2022 read
+    constexpr uint32_t kMagic = 0x07230203, kVersion = 0x00010200;  // 1.2: the version read by drivers of 2022
     constexpr uint32_t kAddresses = 4, kLinkage = 5, kKernel = 6, kInt64 = 11;
     constexpr uint32_t kPhysical64 = 2, kOpenCl = 2;
     Words made{kMagic, kVersion, 0, bound_, 0};
@@ -78,7 +78,7 @@ class Module {
  private:
   static constexpr uint32_t kExport = 0, kImport = 1;
 
-  // A type or a constant, whose own id stands behind `before` of its operands.
+  // Emits a type or a constant once; its own id comes after `before` of its operands.
   Id once(Opcode op, const Words& operands, int before = 0) {
     Words key{static_cast<uint32_t>(op)};
     key.insert(key.end(), operands.begin(), operands.end());
@@ -108,7 +108,7 @@ class Module {
     for (const char letter : signature) types.push_back(type(letter));
     const Id of = once(Opcode::type_function, types), function = bound_++;
     Words decoration{function, kLinkageAttributes};
-    decoration.resize(2 + name.size() / 4 + 1);  // with a zero behind the name
+    decoration.resize(2 + name.size() / 4 + 1);  // with a zero after the name
     std::memcpy(&decoration[2], name.data(), name.size());
     decoration.push_back(linkage);
     put(decorations_, Opcode::decorate, decoration);

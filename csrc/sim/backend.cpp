@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// For every backend of the host that this machine can run (the CPU's, and CUDA's where that is emulated) there is
-// <name>_sim, with its rows as <row>_sim. The memory of the call's device is open while a row runs and at no other
-// time: an op that reads memory outside its row dies on this device. Scratch of a row is the CPU's, memory of the host.
+// Each backend of the host that this machine can run (the CPU's, and CUDA's if emulated) has a twin <name>_sim, with
+// its rows as <row>_sim. The memory of the call's device is accessible only while a row runs: an op that reads memory
+// outside its row dies on this device. A row's scratch memory is host memory.
 #include "sim/backend.hpp"
 
 #include <deque>
@@ -12,9 +12,9 @@
 namespace lowbit::sim {
 namespace {
 
-// Backends, with the strings that they point to.
+// Backends, with the storage of their names.
 struct BackendList {
-  std::string cpu_fails;          // why no backend could be asked whether this machine runs it: LOWBIT_ISA is wrong
+  std::string cpu_fails;          // why the CPU backends cannot be asked: LOWBIT_ISA is invalid
   std::deque<std::string> names;  // never moved
   std::deque<Backend> backends;
   std::vector<const Backend*> all;
@@ -35,7 +35,7 @@ bool runs_here(const Backend& backend, std::string& cpu_fails) {
     return backend.unavailable({}).empty();
   } catch (const Error& error) {
     cpu_fails = error.what();
-    return backend.name == "scalar";  // one stays, to say so
+    return backend.name == "scalar";  // one stays, to report it
   }
 }
 

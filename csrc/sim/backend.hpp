@@ -5,7 +5,7 @@
 
 namespace lowbit::sim {
 
-// Makes backends of the simulated devices from these, best first, which run in the memory of the host.
+// Makes backends of the simulated devices from these, best first; rows run in host memory.
 std::span<const Backend* const> backends(std::span<const Backend* const> host);
 
 }  // namespace lowbit::sim

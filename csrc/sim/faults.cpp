@@ -16,7 +16,7 @@ struct State {
   std::mutex mutex;
   std::array<Injection, 4> pending{{{.times = 0}, {.times = 0}, {.times = 0}, {.times = 0}}};
   bool lost = false;
-  std::map<int64_t, int64_t> launches;  // by stream
+  std::map<int64_t, int64_t> launches;  // number per stream
 
   bool strikes(Fault fault) {  // counts down
     Injection& injection = pending[static_cast<std::size_t>(fault)];
@@ -31,7 +31,7 @@ struct State {
   }
 };
 
-std::array<State, kMostDevices> states;
+std::array<State, kMaxDevices> states;
 
 State& state_of(int device) {
   check(device >= 0 && device < device_count(), ErrorKind::value, "lowbit_sim: there is no device ", device,

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Faults of a simulated device, on demand. A program must survive them on a real device, and can hardly provoke
-// them there.
+// Injected faults of a simulated device. A program must survive them on a real device, where it can
+// hardly provoke them.
 #pragma once
 
 #include <cstdint>
@@ -10,24 +10,24 @@
 
 namespace lowbit::sim {
 
-// memory: allocations find no room. launch: kernels do not start. lost: a kernel does not start, and from then on
-// nothing on that device does until recover(). slow: launches take longer.
+// memory: allocations fail. launch: kernels do not start. lost: a kernel does not start, and nothing else works on the
+// device until recover(). slow: launches take longer.
 enum class Fault { memory, launch, lost, slow };
 inline constexpr std::string_view kFaultNames[] = {"memory", "launch", "lost", "slow"};
 
-// The next `after` allocations or launches go well, then `times` of them do not. A slow launch takes
-// `microseconds` more.
+// The next `after` allocations or launches succeed, then `times` of them fail. A slow launch
+// takes `microseconds` longer.
 struct Injection {
   int64_t after = 0, times = 1, microseconds = 0;
 };
 
 LOWBIT_API void inject(int device, Fault fault, const Injection& injection);
-LOWBIT_API void recover(int device);      // no fault is left, a lost device is back; its memory is as it was
-LOWBIT_API int64_t launches(int device);  // since the start
+LOWBIT_API void recover(int device);      // clears all faults; a lost device works again, its memory unchanged
+LOWBIT_API int64_t launches(int device);  // number since the start
 LOWBIT_API int64_t launches(int device, int64_t stream);
 
-// Asked by memory.cpp.
+// Called by memory.cpp.
 bool allocation_fails(int device);        // throws Error on a lost device
-void launch(int device, int64_t stream);  // counts; throws Error where it fails
+void launch(int device, int64_t stream);  // counts; throws Error on a fault
 
 }  // namespace lowbit::sim

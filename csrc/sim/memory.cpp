@@ -25,8 +25,8 @@ constexpr std::size_t kAlignment = 256, kPage = 4096, kLarge = std::size_t{1} <<
 
 std::size_t round_up(std::size_t bytes, std::size_t to) { return (bytes + to - 1) / to * to; }
 
-// With LOWBIT_SIM_GUARDS=1 (for tests of kernels that nothing else bounds-checks) a block ends in at least kAlignment
-// bytes of one pattern. The end of every run checks that they are whole.
+// With LOWBIT_SIM_GUARDS=1 (for kernels without any other bounds checks) a block is followed by at least kAlignment
+// bytes of a pattern, which is verified after every run.
 constexpr unsigned char kGuard = 0xa5;
 bool has_guards() {
   static const char* const wanted = std::getenv("LOWBIT_SIM_GUARDS");
@@ -34,12 +34,12 @@ bool has_guards() {
 }
 std::size_t with_guard(std::size_t bytes) { return round_up(bytes, kAlignment) + (has_guards() ? kAlignment : 0); }
 
-// One device. Blocks lie at offsets from `base`: `live` and `holes` are disjoint and fill [0, end). Pages of [0,
-// touched) have been handed out at least once, and only they are ever opened.
+// One device. Blocks are offsets from `base`: `live` and `holes` are disjoint and cover [0, end). Pages of [0, touched)
+// have been allocated at least once, and no other pages are ever made accessible.
 struct Device {
   char* base = nullptr;
   std::mutex mutex;
-  std::map<std::size_t, std::size_t> live, holes;  // offset -> bytes: as asked for, as taken
+  std::map<std::size_t, std::size_t> live, holes;  // offset -> bytes: as requested, as reserved
   std::size_t end = 0, touched = 0;
   int open = 0;
   MemoryUsage usage;
@@ -57,7 +57,7 @@ struct Device {
     if (!open) protect(from, to, PROT_NONE);
   }
 
-  // Ends the process on a fault: the damaged bytes are unknown.
+  // Ends the process on damage: the bytes that were overwritten are unknown.
   void check_guards() const {
     for (const auto& [offset, bytes] : live)
       for (std::size_t i = bytes; i < with_guard(bytes); i++) {
@@ -87,7 +87,7 @@ struct Device {
     return offset;
   }
 
-  // Joins a hole with its neighbours; whole pages of a large one go back to the system.
+  // Merges a hole with its neighbours; whole pages of a large one are returned to the system.
   void give_back(std::size_t offset, std::size_t bytes) {
     if (bytes >= kLarge) {
       const std::size_t from = round_up(offset, kPage), to = (offset + bytes) / kPage * kPage;
@@ -107,14 +107,14 @@ struct Device {
   }
 };
 
-std::array<Device, kMostDevices>& devices() {
-  static auto* all = new std::array<Device, kMostDevices>;  // tensors may be freed after static destructors
+std::array<Device, kMaxDevices>& devices() {
+  static auto* all = new std::array<Device, kMaxDevices>;  // tensors may be freed after static destructors
   return *all;
 }
 
 std::atomic<int> count{0};
 char* lowest = nullptr;
-std::size_t capacity = 0;  // of one device: device i starts at lowest + i * capacity
+std::size_t capacity = 0;  // bytes of one device: device i starts at lowest + i * capacity
 thread_local int depth = 0;
 
 Device& device_at(int device) {
@@ -127,7 +127,7 @@ Device& device_at(int device) {
 
 void start(int wanted, std::size_t bytes) {
   check(count == 0, ErrorKind::runtime, "lowbit_sim: the simulated devices run already");
-  check(wanted >= 1 && wanted <= kMostDevices, ErrorKind::value, "lowbit_sim: devices must be 1 to ", kMostDevices,
+  check(wanted >= 1 && wanted <= kMaxDevices, ErrorKind::value, "lowbit_sim: devices must be 1 to ", kMaxDevices,
         ", got ", wanted);
   check(bytes >= kLarge, ErrorKind::value, "lowbit_sim: memory must be at least ", kLarge, " bytes, got ", bytes);
   static constexpr PrivateUse kOurs{.type = DeviceType::simulated, .device_count = device_count, .allocate = allocate,
@@ -190,7 +190,7 @@ void copy(void* to, const void* from, std::size_t bytes) {
 int device_of(const void* pointer) {
   const int devices = device_count();
   if (devices == 0) return -1;
-  const auto offset = reinterpret_cast<uintptr_t>(pointer) - reinterpret_cast<uintptr_t>(lowest);  // wraps below
+  const auto offset = reinterpret_cast<uintptr_t>(pointer) - reinterpret_cast<uintptr_t>(lowest);  // wraps around below
   return offset < capacity * static_cast<std::size_t>(devices) ? static_cast<int>(offset / capacity) : -1;
 }
 

@@ -13,7 +13,7 @@ uintptr_t first = 0;
 std::size_t length = 0, device_length = 1;
 struct sigaction previous = {};
 
-// Only what a signal handler may do: write(2), no allocation, no stdio.
+// Async-signal-safe: write(2), no allocation, no stdio.
 void say(const char* text, std::size_t size) {
   if (write(STDERR_FILENO, text, size) < 0) return;
 }
@@ -29,7 +29,7 @@ void on_fault(int signal, siginfo_t* info, void*) {
         "tensor)\n";
     say(kText, sizeof kText - 1);
   }
-  // The access is tried again when this returns, and meets the handler of before.
+  // The access is retried after this returns, and reaches the previous handler.
   sigaction(signal, &previous, nullptr);
 }
 

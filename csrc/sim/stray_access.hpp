@@ -5,8 +5,8 @@
 
 namespace lowbit::sim {
 
-// From now on a SIGSEGV in [base, base + bytes) first says on stderr what it is, then goes to the handler that was
-// there before (faulthandler shows the Python stack). Device i owns `per_device` bytes from base + i * per_device.
+// From now on a SIGSEGV in [base, base + bytes) is explained on stderr, then goes to the previous handler (faulthandler
+// shows the Python stack). Device i owns `per_device` bytes from base + i * per_device.
 void watch_for_stray_access(const void* base, std::size_t bytes, std::size_t per_device);
 
 }  // namespace lowbit::sim

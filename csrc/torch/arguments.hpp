@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// The arguments of a call by the names of its schema: get<"scale">(given). The text of the schema is the one
-// description of an op: the compiler reads the names, the types and the places on the stack from it, and refuses a
-// name that it does not have.
+// The arguments of a call by their names in the schema: get<"scale">(given). The text of the schema is the only
+// description of an op: the compiler reads names, types and stack positions from it, and rejects an unknown name.
 //
-// The stack hands every tensor and list over. All of them are taken, which cannot throw, before a kernel begins, so
+// The stack transfers ownership of each tensor and list. All are taken, which cannot throw, before a kernel begins, so
 // that an error frees them too.
 #pragma once
 
@@ -21,14 +20,14 @@
 namespace lowbit::torch {
 
 template <std::size_t size>
-struct Text {  // a literal, as a template argument too
+struct Text {  // a literal that can be a template argument
   char text[size]{};
 
   constexpr Text(const char (&literal)[size]) { std::copy_n(literal, size, text); }
   constexpr operator std::string_view() const { return {text, size - 1}; }
 };
 
-// One literal of several.
+// Concatenates literals.
 template <std::size_t... sizes>
 constexpr auto joined(const char (&... parts)[sizes]) {
   char text[(sizes + ...) - sizeof...(sizes) + 1]{};
@@ -40,7 +39,7 @@ constexpr auto joined(const char (&... parts)[sizes]) {
 constexpr Kind kind_of(std::string_view type) {
   if (type.ends_with("[]")) return Kind::list;
   if (type == "Tensor?") return Kind::optional_tensor;
-  if (type == "Tensor" || type.starts_with("Tensor(")) return Kind::tensor;  // Tensor(a!): written
+  if (type == "Tensor" || type.starts_with("Tensor(")) return Kind::tensor;  // Tensor(a!): written to
   if (type == "int" || type == "SymInt") return Kind::integer;
   if (type == "float") return Kind::number;
   if (type == "bool") return Kind::boolean;
@@ -55,7 +54,7 @@ constexpr std::string_view arguments_of(std::string_view schema) {
 
 constexpr std::string_view op_of(std::string_view schema) {
   const std::string_view name = schema.substr(0, schema.find('('));
-  return name.ends_with('_') ? name.substr(0, name.size() - 1) : name;  // torch's mark of an op that writes
+  return name.ends_with('_') ? name.substr(0, name.size() - 1) : name;  // '_': writes to arguments
 }
 
 template <class Op>
@@ -109,11 +108,11 @@ struct AllTaken<Op, std::index_sequence<index...>> : Taken<Op, index>... {
       : Taken<Op, index>{take<kArguments<Op>[index].kind>(stack[index])}... {}
 };
 
-// Op has a `schema`; `args_of`, which makes every check, of these or of a Description; and a `run` that gets these and
-// returns a Tensor, a List, an array of Tensors or nothing.
+// Op has a `schema`; `args_of`, which makes every check and accepts these or a Description; and a `run` that gets these
+// and returns a Tensor, a List, an array of Tensors or nothing.
 template <class Op>
 struct Arguments : private AllTaken<Op> {
-  static constexpr std::string_view op = op_of(Op::schema);  // as errors say it
+  static constexpr std::string_view op = op_of(Op::schema);  // name in errors
 
   using AllTaken<Op>::AllTaken;
   template <Text name>
@@ -122,7 +121,7 @@ struct Arguments : private AllTaken<Op> {
   auto& at() { return static_cast<Taken<Op, place>&>(*this).value; }
 };
 
-// The same for a call that is traced.
+// The same for a traced call.
 template <Kind kind>
 struct DescribedAs { using type = DescribedTensor; };
 template <> struct DescribedAs<Kind::list> { using type = DescribedList; };
@@ -142,7 +141,7 @@ struct Description {
   }
 };
 
-// An argument of either.
+// An argument of an Arguments or a Description.
 template <Text name, class Given>
 auto& get(Given& given) { return given.template get<name>(); }
 template <Text name, class Given>
@@ -159,16 +158,16 @@ std::vector<int64_t> integers(Given& given) {
   return {values.begin(), values.end()};
 }
 
-// A tensor of which the result holds no number.
+// `like` is read for its shape and dtype alone.
 constexpr bool is_differentiable(std::string_view name) { return name != "like"; }
 
-// Autograd is above the kernels (python/lowbit/ops/derivatives.py). Where recording of gradients still is on here, none
-// of these tensors is recorded: their gradients would be missing without an error.
+// Autograd is handled above the kernels (python/lowbit/ops/derivatives.py). If recording of gradients is still on here,
+// these tensors are not recorded, and their gradients would be missing without an error.
 inline void refuse_gradients(std::string_view op, std::string_view name, const Tensor& tensor) {
   if (requires_grad(tensor.handle())) refuse_gradient(op, name);
 }
 inline void refuse_gradients(std::string_view op, std::string_view name, const List& list) {
-  for (const StableIValue item : list.values(op))  // the list's own, to be taken once
+  for (const StableIValue item : list.values(op))  // borrowed from the list
     if (requires_grad(reinterpret_cast<TensorHandle>(item))) refuse_gradient(op, name);
 }
 
@@ -191,7 +190,7 @@ void give(StableIValue* stack, std::array<Tensor, count>&& results) {
   for (Tensor& result : results) *stack++ = to_value(std::move(result));
 }
 
-// The `run` of an op whose result is one tensor of its arguments; a row runs where `read` has elements.
+// The `run` of an op whose result is one tensor of its arguments; a row runs unless `read` is empty.
 template <class Op, auto result, auto read = result>
 struct Returns {
   static Tensor run(Arguments<Op>& given) {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// lowbit::attention_forward and lowbit::attention_backward. Everything about a call is an argument of its own (a score
-// program is a list of integers), so that a graph that holds the op holds nothing else. The random numbers of dropout
-// come from `seed`, a tensor: tracing never asks for its value.
+// lowbit::attention_forward and lowbit::attention_backward. Everything that a call depends on is an argument (a score
+// program is a list of integers), so that a graph with the op is self-contained. The random numbers of dropout come
+// from `seed`, a tensor, so that tracing never needs its value.
 #include "ops/attention.hpp"
 
 #include <algorithm>
@@ -12,7 +12,7 @@
 namespace lowbit::torch {
 namespace {
 
-// The arguments of forward's and backward's schemas behind q, k, v.
+// The arguments in the schemas of forward and backward after q, k, v.
 constexpr char kScores[] =
     "float scale, bool causal, Tensor? mask, float dropout_p, Tensor? seed, int[] score_mod, Tensor[] score_captured";
 constexpr char kMasks[] =
@@ -30,7 +30,7 @@ struct Tensors {
 template <Text name, class Given>
 auto tensors(Given& given) { return Tensors(get<name>(given).tensors(given.op), given.op, name); }
 
-// The mods of a call, with the tensors and numbers that they point into.
+// The mods of a call, with the tensors and numbers that they refer to.
 template <class Given>
 class Mods {
  public:
@@ -55,8 +55,8 @@ class Mods {
   AttentionMods mods_;
 };
 
-// Dense, in the order of the strides of `like`, the last dimension innermost. Transposed heads stay transposed in the
-// result, so that transposing back gives dense rows.
+// A dense view, ordered by the strides of `like`, the last dimension innermost. The result of transposed heads is
+// transposed too, so that transposing it back gives dense rows.
 TensorView ordered_view(DType dtype, const int64_t* shape, const TensorView& like) {
   int order[] = {0, 1, 2};
   const bool broadcast = std::any_of(order, order + 3, [&](int i) { return like.stride[i] == 0; });
@@ -80,7 +80,7 @@ AttentionForwardArgs forward_args(Given& given, const Mods<Given>& mods) {
 }
 
 template <class Given>
-struct ForwardCall {  // checked; its results have no data yet
+struct ForwardCall {  // checked; results have no data yet
   explicit ForwardCall(Given& given) : mods(given), args(forward_args(given, mods)) {
     const TensorView& q = args.q;
     const int64_t shape[] = {q.shape[0], q.shape[1], q.shape[2], args.v.shape[3]};
@@ -149,7 +149,7 @@ struct Backward {
   template <class Given>
   static BackwardCall<Given> args_of(Given& given) { return BackwardCall<Given>(given); }
 
-  // grad_q, grad_k, grad_v, then those that are asked for.
+  // Returns grad_q, grad_k, grad_v, then the optional gradients.
   static List run(Arguments<Backward>& given) {
     BackwardCall call = args_of(given);
     AttentionBackwardArgs& args = call.args;
@@ -162,7 +162,7 @@ struct Backward {
     return gradients;
   }
 
-  // A tensor for the elements that the view reaches: a stretched dimension has size 1.
+  // A tensor for the elements of the view: an expanded dimension has size 1.
   static Tensor stored(std::string_view op, TensorView& view) {
     TensorView whole = view;
     for (int i = 0; i < view.rank; i++)

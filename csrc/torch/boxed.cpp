@@ -9,9 +9,9 @@
 #include "core/once.hpp"
 #include "core/private_use.hpp"
 
-// torch's Python layer makes a RuntimeError of any std::exception (before 2.15 a ValueError of std::invalid_argument),
-// but of a pybind11::builtin_exception it calls set_error(). The C++ runtime finds that type by its name; so this is it
-// as every version of pybind11 declares it. Without Python it is a plain std::runtime_error with our text.
+// torch's Python layer converts any std::exception to a RuntimeError (before 2.15 std::invalid_argument to a
+// ValueError), but calls set_error() of a pybind11::builtin_exception. The C++ runtime matches that type by name, so it
+// is declared here as all versions of pybind11 declare it. Without Python it is a std::runtime_error with our text.
 namespace pybind11 {
 class __attribute__((visibility("default"))) builtin_exception : public std::runtime_error {
  public:
@@ -64,8 +64,8 @@ Device device_of(TensorHandle tensor, std::string_view op, std::string_view name
   throw Error(ErrorKind::value, concat(op, ": ", name, " is on a device without kernels, torch's type ", type));
 }
 
-// The device's own handle of the current stream, where torch has a library for that type of device. torch's number of a
-// stream is not its handle there.
+// The native handle of the device's current stream, if torch has a library for that device type. torch's stream number
+// is not the handle there.
 using RawStream = Status (*)(int32_t device_index, void** stream);
 RawStream raw_stream_of(DeviceType type) {
   const std::string name(kDeviceTypes[static_cast<int>(type)].torch_name);
@@ -97,7 +97,7 @@ void* stream_of_torch(Device device) {
   return reinterpret_cast<void*>(number);
 }
 
-// Bytes of torch's allocator.
+// Memory from torch's allocator.
 void* take_memory(std::string_view op, Device device, int64_t bytes, void** data) {
   TensorView view = contiguous_view(device, DType::uint8, 1, &bytes);
   Tensor tensor = Tensor::empty(op, view);

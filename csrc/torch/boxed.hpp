@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The entries on the stack of a boxed call. A Tensor or list is an owned handle; an optional is null or a heap cell
-// with the value; int, float and bool are bits.
+// Stack entries of a boxed call. A Tensor or list is an owned handle; an optional is null or a heap cell with the
+// value; int, float and bool are stored as bits.
 #pragma once
 
 #include <optional>
@@ -14,8 +14,8 @@
 
 namespace lowbit::torch {
 
-// Whether a gradient is wanted; false in a torch that cannot be asked. A handle is an at::Tensor*, which is one pointer
-// to a c10::TensorImpl.
+// Whether a gradient is wanted; false if this torch has no function for it. A handle is an at::Tensor*, which is one
+// pointer to a c10::TensorImpl.
 inline bool requires_grad(TensorHandle tensor) {
   const auto ask = loaded_symbols().requires_grad;
   return tensor && ask && ask(*reinterpret_cast<const void* const*>(tensor));
@@ -35,8 +35,8 @@ class Tensor {
 
   TensorHandle handle() const { return handle_; }
   TensorHandle release() { return std::exchange(handle_, nullptr); }
-  TensorView view(std::string_view op, std::string_view name) const;  // to read; empty view of a missing tensor
-  // To write: a copy-on-write clone (torch._lazy_clone) gets memory of its own first.
+  TensorView view(std::string_view op, std::string_view name) const;  // for reading; empty if the tensor is missing
+  // For writing: a copy-on-write clone (torch._lazy_clone) gets its own memory first.
   TensorView written_view(std::string_view op, std::string_view name) const;
 
   static Tensor take(StableIValue value) { return Tensor(reinterpret_cast<TensorHandle>(value)); }
@@ -48,10 +48,10 @@ class Tensor {
     else delete cell;
     return take(inner);
   }
-  static Tensor again(std::string_view op, TensorHandle handle);  // another handle of the same tensor
-  // A new tensor of the view's dtype, device, shape and strides; sets view.data.
+  static Tensor again(std::string_view op, TensorHandle handle);  // a second handle of the same tensor
+  // A new tensor with the view's dtype, device, shape and strides; sets view.data.
   static Tensor empty(std::string_view op, TensorView& view);
-  // The view of this tensor; one that is not dense in its last dimension becomes a contiguous copy.
+  // The view of this tensor; if its last dimension is not dense, that of a contiguous copy.
   TensorView dense_view(std::string_view op, std::string_view name);
   TensorView contiguous_view(std::string_view op, std::string_view name);
 
@@ -94,13 +94,13 @@ inline TensorView contiguous_like(const TensorView& view, DType dtype) {
 }
 void check_rank(std::string_view op, std::string_view name, int64_t rank);
 
-// From now on tensors are asked for their device, and torch for its current stream there. Until then all are the CPU's:
-// the kernels are registered for nothing else.
+// From now on, tensors are asked for their device, and torch for its current stream there. Before, all are taken for
+// CPU tensors: kernels are registered for the CPU alone.
 void look_at_devices();
 
 [[noreturn]] void refuse_gradient(std::string_view op, std::string_view name);
 
-// Turns lowbit::Error into the exception that torch's Python layer shows as the right kind.
+// Rethrows lowbit::Error as the exception that torch's Python layer converts to the right Python type.
 [[noreturn]] void rethrow_for_torch(const Error& error);
 
 }  // namespace lowbit::torch

@@ -25,7 +25,7 @@ StableIValue owned_list(std::string_view type, StableIValue word, std::size_t co
   return to_value(std::move(list));
 }
 
-// The entry on the stack of a boxed kernel; goes on to the words of the next argument.
+// The stack entry of a boxed kernel for an argument; advances to the words of the next one.
 StableIValue taken(const Argument& argument, const StableIValue*& words) {
   const StableIValue word = *words++;
   switch (argument.kind) {
@@ -48,7 +48,7 @@ std::string_view c_types(Kind kind) {
   }
 }
 
-Status refuse() { return 1; }  // of any signature: in C the caller cleans up
+Status refuse() { return 1; }  // fits every signature: in C the caller cleans up
 
 }  // namespace
 

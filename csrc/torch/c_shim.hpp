@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// The ops as C functions, which a .pt2 of AOTInductor calls without torch's dispatcher if it was compiled so
-// (aot_inductor.custom_ops_to_c_shims). The signature follows from the schema: CArgument for each argument, then a
-// pointer to a handle for each result, one (null) where there is none. Handles of arguments stay the caller's. A .pt2
-// asks for a function by its schema (lowbit_c_shim), so that one that was compiled for another schema is refused.
+// The ops as C functions. A .pt2 of AOTInductor that was compiled with aot_inductor.custom_ops_to_c_shims calls them
+// without torch's dispatcher. The signature follows from the schema: CArgument for each argument, then a pointer to a
+// handle for each result, or one (null) if there is none. Handles of arguments stay the caller's. A .pt2 finds a
+// function by its schema (lowbit_c_shim), so that one compiled for another schema is refused.
 #pragma once
 
 #include <algorithm>
@@ -20,7 +20,7 @@ template <Kind>
 struct CArgument { using types = std::tuple<int64_t>; };
 template <> struct CArgument<Kind::tensor> { using types = std::tuple<TensorHandle>; };
 template <> struct CArgument<Kind::optional_tensor> { using types = std::tuple<const TensorHandle*>; };
-template <> struct CArgument<Kind::list> { using types = std::tuple<const void*, int64_t>; };  // items and their number
+template <> struct CArgument<Kind::list> { using types = std::tuple<const void*, int64_t>; };  // items and their count
 template <> struct CArgument<Kind::number> { using types = std::tuple<double>; };
 template <> struct CArgument<Kind::boolean> { using types = std::tuple<int32_t>; };
 
@@ -31,7 +31,7 @@ StableIValue word_of(Given given) {
   else return static_cast<StableIValue>(given);
 }
 
-// A call with these words. An error goes to stderr, as those of torch's own C functions do.
+// A call with these words. Errors are printed to stderr, as by torch's own C functions.
 Status call_in_c(BoxedKernel kernel, std::span<const Argument> arguments, int results,
                  const StableIValue* words) noexcept;
 
@@ -60,7 +60,7 @@ CShim c_shim() {
   }
 }
 
-// The C++ text by which Inductor calls the op so on the CPU; empty without a c_shim.
+// The C++ declaration with which Inductor calls the op on the CPU; empty if it has no c_shim.
 std::string c_declaration(const RegisteredOp& op);
 
 }  // namespace lowbit::torch

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// lowbit::decode over codes or floats, and lowbit::kv_quantize_, lowbit::kv_dequantize_: the ops of a step over a
-// quantized cache.
+// lowbit::decode over codes or floats, and lowbit::kv_quantize_, lowbit::kv_dequantize_: the ops of a decoding step
+// with a quantized cache.
 #include "ops/decode.hpp"
 
 #include "ops/attention.hpp"
@@ -9,7 +9,7 @@
 namespace lowbit::torch {
 namespace {
 
-// The first `length` rows of keys or values, codes or scales; all of them for -1.
+// The first `length` rows of keys or values, codes or scales; -1: all.
 TensorView first_rows(int64_t length, TensorView rows) {
   if (length < 0 || rows.rank != 4) return rows;
   check(length <= rows.shape[2], ErrorKind::value, "decode: length must be at most the number of keys, ",
@@ -18,7 +18,7 @@ TensorView first_rows(int64_t length, TensorView rows) {
   return rows;
 }
 
-// As many rows of a cache as x has, from `first` on; all of them for -1.
+// As many rows of a cache as x has, from `first` on; -1: all.
 TensorView rows_from(int64_t first, TensorView rows, const TensorView& x) {
   if (first < 0 || rows.rank != 4 || x.rank != 4) return rows;
   check(first <= rows.shape[2] - x.shape[2], ErrorKind::value, "kv_quantize: first must leave room for ", x.shape[2],

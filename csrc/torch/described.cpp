@@ -16,7 +16,7 @@ TensorView DescribedTensor::view(std::string_view op, std::string_view name) con
   check_rank(op, name, static_cast<int64_t>(shape.size()));
   TensorView view = torch::contiguous_view({}, dtype, static_cast<int>(shape.size()), shape.data());
   alignas(16) static std::byte nothing[16];
-  view.data = nothing;  // a view without data counts as an argument that was not given where its dtype is none of ours
+  view.data = nothing;  // a view without data and of a foreign dtype counts as an absent argument
   return view;
 }
 

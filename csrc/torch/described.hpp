@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A call as a tracer knows it: tensors without data, a list of values in the order of the schema. An op's `args_of`
-// reads it as it reads the stack of a call (arguments.hpp), so that both are refused by the same checks.
+// A call as seen by a tracer: tensors without data, a list of values in schema order. An op's `args_of` reads it like
+// the stack of a call (arguments.hpp), so that both pass the same checks.
 #pragma once
 
 #include <span>
@@ -14,7 +14,7 @@
 
 namespace lowbit::torch {
 
-// How the stack holds an argument.
+// The kinds of arguments on the stack.
 enum class Kind { tensor, optional_tensor, list, integer, number, boolean };
 
 struct Argument {
@@ -22,9 +22,9 @@ struct Argument {
   Kind kind;
 };
 
-DType dtype_named(std::string_view name);  // "float32"; other where it is none of ours
+DType dtype_named(std::string_view name);  // "float32"; other: a foreign dtype
 
-// Row by row on the CPU: the call itself checks the place of a tensor that is traced.
+// Treated as contiguous and on the CPU: the real call checks devices.
 struct DescribedTensor {
   bool given = false;
   DType dtype = DType::other;

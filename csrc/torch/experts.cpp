@@ -7,7 +7,7 @@
 namespace lowbit::torch {
 namespace {
 
-// (n, k, format, group_size, asymmetric, x_format) of one expert, as LinearArgs of Python has them.
+// (n, k, format, group_size, asymmetric, x_format) of one expert, in the order of Python's LinearArgs.
 struct ProductNumbers {
   WeightSpec spec;
   int64_t x_format;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Programs that run_program keeps (run_program.cpp), by a number that their owner asks for and gives back.
+// Programs kept by run_program (run_program.cpp), under numbers that their owner obtains and releases.
 #pragma once
 
 #include <cstdint>
@@ -9,6 +9,6 @@
 namespace lowbit::torch {
 
 LOWBIT_API int64_t new_program_number();
-LOWBIT_API void forget_program(int64_t number);  // a call that runs it now ends as it would
+LOWBIT_API void forget_program(int64_t number);  // a running call of it still completes
 
 }  // namespace lowbit::torch

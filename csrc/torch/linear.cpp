@@ -12,7 +12,7 @@ struct Linear {
       "linear(Tensor x, Tensor weight, int n, int k, int format, int group_size, bool asymmetric, int x_format, "
       "Tensor? bias=None, int activation=0, Tensor? mul=None, Tensor? add=None, int row=0) -> Tensor";
 
-  static std::pair<LinearArgs, TensorView> args_of(auto& given) {  // and the result, which has no data yet
+  static std::pair<LinearArgs, TensorView> args_of(auto& given) {  // with the result, which has no data yet
     LinearTensors tensors{.x = view<"x">(given),
                           .weight = view<"weight">(given),
                           .bias = view<"bias">(given),

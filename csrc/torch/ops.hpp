@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The ops that torch's dispatcher gets, each with its schema and kernel. A new op is one file with `<op>_op`, and its
-// name here.
+// The ops registered with torch's dispatcher, each with its schema and kernel. A new op is one file with `<op>_op`, and
+// its name here.
 #pragma once
 
 #include <string_view>
@@ -13,13 +13,13 @@ namespace lowbit::torch {
 using CShim = void (*)();
 
 struct RegisteredOp {
-  std::string_view name;  // in namespace lowbit
+  std::string_view name;  // name in namespace lowbit
   const char* schema;
   BoxedKernel kernel;
   std::span<const Argument> arguments;
-  Check check;  // raises the kernel's errors for a call without data
-  CShim c_shim;  // a C function (c_shim.hpp); null where its results are a list
-  int results;   // of it
+  Check check;  // raises the errors of the kernel for a call without data
+  CShim c_shim;  // a C function (c_shim.hpp); null if the results are a list
+  int results;   // number of results of c_shim
 };
 
 #define LOWBIT_TORCH_OPS(X) \

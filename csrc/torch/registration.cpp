@@ -17,16 +17,16 @@ const RegisteredOp* const kOps[] = {LOWBIT_TORCH_OPS(LOWBIT_OP)};
 #undef LOWBIT_OP
 
 constexpr const char* kFile = "lowbit/csrc/torch/registration.cpp";  // shown in torch's messages
-// The stack conventions of boxed.hpp are those of torch 2.10.
+// The version of the stable ABI whose stack conventions boxed.hpp follows: torch 2.10.
 constexpr uint64_t kAbi = uint64_t{2} << 56 | uint64_t{10} << 48;
 
-// The two libraries live as long as the process: torch's dispatcher keeps our function pointers.
+// Both libraries live as long as the process: torch's dispatcher keeps our function pointers.
 struct Libraries {
   LibraryHandle definitions = nullptr, cpu = nullptr;
 };
 
-// Each op has a second entry, the overload `detached`, for callers who know that no gradient is wanted: torch's layers
-// of autograd do nothing there, where Python looks at the tensors of the first (python/lowbit/ops/derivatives.py).
+// Each op has a second entry, the overload `detached`, for callers that know that no gradient is wanted: autograd falls
+// through it, while that of the first overload inspects the tensors in Python (python/lowbit/ops/derivatives.py).
 std::string detached(const RegisteredOp& op) { return concat(op.name, ".detached"); }
 std::string detached_schema(const RegisteredOp& op) { return concat(detached(op), op.schema + op.name.size()); }
 

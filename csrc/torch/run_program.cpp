@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// lowbit::run_program_. A program of thousands of numbers and hundreds of weights is handed over once and kept here:
+// lowbit::run_program_. A program of thousands of numbers and hundreds of weights is passed once and kept here:
 //   [kKept, number, program...]  keep this program with these constants under the number, and run it
 //   [kKept, number]              run it; constants must be none
-// Only code that runs at once may do so: a number means nothing in another process, such as one that loads a .pt2.
+// Only code that runs in this process may do so: the number has no meaning in another, such as one that loads a .pt2.
 #include <atomic>
 #include <map>
 #include <mutex>
@@ -18,12 +18,12 @@ namespace {
 
 constexpr int64_t kKept = 0;  // versions begin at 1
 
-// A program with its constants. Their addresses are asked for in each call: `.data = ` changes them.
+// A program with its constants. Their addresses are read in each call, as `.data = ` changes them.
 struct KeptProgram {
   std::shared_ptr<const Program> program;
   std::vector<Tensor> constants;
   std::mutex mutex{};
-  std::shared_ptr<const ProgramPlan> plan{};  // the last one
+  std::shared_ptr<const ProgramPlan> plan{};  // the plan of the last call
 };
 
 class KeptPrograms {
@@ -41,7 +41,7 @@ class KeptPrograms {
     return found->second;
   }
   void forget(int64_t number) {
-    std::shared_ptr<KeptProgram> last;  // its tensors are freed without the lock
+    std::shared_ptr<KeptProgram> last;  // its tensors are freed outside the lock
     const std::lock_guard lock(mutex_);
     if (const auto found = programs_.find(number); found != programs_.end())
       last = std::move(found->second), programs_.erase(found);
@@ -53,7 +53,7 @@ class KeptPrograms {
   std::map<int64_t, std::shared_ptr<KeptProgram>> programs_;
 };
 
-KeptPrograms& kept_programs() {  // never destroyed: at the end of the process torch is gone before it
+KeptPrograms& kept_programs() {  // never destroyed: at exit torch is gone before it
   static std::atomic<KeptPrograms* const*> kept{nullptr};
   return *made_once(kept, [] { return new KeptPrograms; });
 }
@@ -71,7 +71,7 @@ struct RunProgram {
       "run_program_(int[] program, Tensor[] constants, Tensor(a!)[] states, Tensor[] inputs, SymInt[] starts) "
       "-> Tensor";
 
-  // The arguments, with what the views of `tensors` point into.
+  // The arguments, with the storage behind the views of `tensors`.
   template <class Given>
   struct Call {
     explicit Call(Given& given)

@@ -12,7 +12,7 @@ namespace {
 Symbols table;
 std::atomic<bool> found{false};
 
-// torch's Python package opens its libraries locally, so RTLD_DEFAULT sees them only in a C++ program that
+// torch's Python package loads its libraries with local symbols, so RTLD_DEFAULT finds them only in a C++ program that
 // links to torch.
 void* torch_library() {
 #ifdef __APPLE__
@@ -65,7 +65,7 @@ bool load(Symbols& s, std::string* reason) {
   loader.required(s.new_tensor_handle, "aoti_torch_new_tensor_handle");
   loader.required(s.delete_tensor, "aoti_torch_delete_tensor_object");
   loader.required(s.grad_mode_is_enabled, "aoti_torch_grad_mode_is_enabled");
-  // c10::TensorImpl::requires_grad, of libc10, which dlsym searches too.
+  // c10::TensorImpl::requires_grad of libc10, which dlsym searches too.
   loader.optional(s.requires_grad, "_ZNK3c1010TensorImpl13requires_gradEv");
   loader.required(s.copy, "aoti_torch_copy_");
   loader.optional(s.new_stable_ivalue, "torch_new_stable_ivalue");

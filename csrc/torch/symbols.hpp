@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The C functions of torch's stable ABI that we use, found in the running torch: no torch header, no link, any torch
-// from 2.10 on, the first that has them all.
-// Declared after torch/csrc/inductor/aoti_torch/c/shim.h and torch/csrc/stable/c/shim.h (torch promises these
-// for two years).
+// The C functions of torch's stable ABI that lowbit uses, looked up in the running torch: no torch header, no link, any
+// torch from 2.10 on, the first version that has them all. Declared after torch/csrc/inductor/aoti_torch/c/shim.h and
+// torch/csrc/stable/c/shim.h (torch promises two years of compatibility).
 #pragma once
 
 #include <cstdint>
@@ -36,23 +35,23 @@ struct Symbols {
   Status (*get_data_ptr)(TensorHandle, void**) = nullptr;
   Status (*get_device_type)(TensorHandle, int32_t*) = nullptr;
   Status (*get_device_index)(TensorHandle, int32_t*) = nullptr;
-  Status (*get_const_data_ptr)(TensorHandle, const void**) = nullptr;  // leaves copy-on-write tensors alone
+  Status (*get_const_data_ptr)(TensorHandle, const void**) = nullptr;  // leaves a copy-on-write tensor shared
   Status (*empty_strided)(int64_t rank, const int64_t* sizes, const int64_t* strides, int32_t dtype,
                           int32_t device_type, int32_t device_index, TensorHandle*) = nullptr;
-  Status (*new_tensor_handle)(TensorHandle, TensorHandle* other) = nullptr;  // of the same tensor
+  Status (*new_tensor_handle)(TensorHandle, TensorHandle* other) = nullptr;  // a second handle of the same tensor
   Status (*delete_tensor)(TensorHandle) = nullptr;
   bool (*grad_mode_is_enabled)() = nullptr;
-  bool (*requires_grad)(const void* tensor_impl) = nullptr;  // not in the stable ABI; null if there is none
+  bool (*requires_grad)(const void* tensor_impl) = nullptr;  // not in the stable ABI; null if missing
   Status (*copy)(TensorHandle into, TensorHandle from, int32_t non_blocking) = nullptr;
   Status (*new_stable_ivalue)(StableIValue**) = nullptr;        // torch >= 2.13, else null: plain new
   Status (*delete_stable_ivalue)(StableIValue*) = nullptr;      // torch >= 2.13, else null: plain delete
-  const char* (*exception_text)() = nullptr;  // torch >= 2.13, else null: the error of the last call that failed
+  const char* (*exception_text)() = nullptr;  // torch >= 2.13, else null: the error of the last failed call
   Status (*new_list)(size_t capacity, ListHandle*) = nullptr;
   Status (*delete_list)(ListHandle) = nullptr;
   Status (*list_size)(ListHandle, size_t*) = nullptr;
-  Status (*list_item)(ListHandle, size_t index, StableIValue*) = nullptr;  // an owned handle if it is a tensor
+  Status (*list_item)(ListHandle, size_t index, StableIValue*) = nullptr;  // an owned handle if the item is a tensor
   Status (*list_push)(ListHandle, StableIValue) = nullptr;
-  // streams of other devices than the CPU
+  // streams of devices other than the CPU
   Status (*get_current_stream)(int32_t device_index, StreamHandle*) = nullptr;
   Status (*delete_stream)(StreamHandle) = nullptr;
   Status (*stream_id)(StreamHandle, int64_t*) = nullptr;
@@ -60,8 +59,8 @@ struct Symbols {
   int32_t dtypes[static_cast<int>(DType::other)] = {};          // torch's number of each DType before DType::other
 };
 
-// Looks once torch is loaded and remembers; until then every call looks again. Null: `reason` says why.
+// Remembered once torch is loaded; until then each call looks again. Null: `reason` says why.
 const Symbols* symbols(std::string* reason);
-const Symbols& loaded_symbols();  // inside a boxed kernel, where torch is certainly there
+const Symbols& loaded_symbols();  // for boxed kernels: there torch is loaded
 
 }  // namespace lowbit::torch

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // For wheels (LOWBIT_OLD_GLIBC): functions that the linker would bind to a new version of glibc, bound to the first
-// that x86-64 ever had, so that a library built here also loads on glibc 2.28 (manylinux_2_28). Hidden definitions come
-// before those of glibc for all that is linked in, the static libstdc++ too. The functions are the same ones: glibc
-// 2.29 took error handling out of exp..pow, and 2.34 moved the others from libpthread and libdl.
+// version on x86-64, so that a library built here also loads on glibc 2.28 (manylinux_2_28). Hidden definitions precede
+// those of glibc for everything linked in, the static libstdc++ too. The functions are the same: glibc 2.29 removed
+// error handling from exp..pow, and 2.34 moved the others from libpthread and libdl.
 #ifndef __x86_64__
 #error "LOWBIT_OLD_GLIBC is for x86-64"
 #endif
@@ -41,7 +41,7 @@ LOWBIT_FIRST_VERSION(pthread_setspecific)
 LOWBIT_FIRST_VERSION(pthread_mutex_trylock)
 LOWBIT_FIRST_VERSION(__pthread_key_create)
 
-// Before 2.33 these were inline calls of functions that are told the version of struct stat: 1 on x86-64.
+// Before 2.33 these were inline calls of functions that take the version of struct stat: 1 on x86-64.
 extern "C" int __xstat(int version, const char* path, void* to);
 extern "C" int __lxstat(int version, const char* path, void* to);
 extern "C" int __fxstat(int version, int file, void* to);
@@ -57,12 +57,12 @@ extern "C" {
 }
 }
 
-// libstdc++ asks whether the process has one thread, to count references without atomics (glibc 2.32): it
-// may have more.
+// libstdc++ checks this to count references without atomics in a single-threaded process (glibc 2.32): here it may have
+// more threads.
 extern "C" [[gnu::visibility("hidden")]] char __libc_single_threaded;
 char __libc_single_threaded = 0;
 
-// For std::random_device (glibc 2.36), which nothing here uses but the linker takes along.
+// For std::random_device (glibc 2.36), which is unused but linked in.
 extern "C" int getentropy(void* buffer, unsigned long bytes);
 extern "C" [[gnu::visibility("hidden")]] unsigned arc4random() {
   unsigned random;

@@ -190,9 +190,9 @@ EMULATED cuLibraryGetKernel(void** kernel, void* module, const char* name) {
 }
 EMULATED cuKernelGetFunction(void** function, void* kernel) { return *function = kernel, kSuccess; }
 EMULATED cuFuncSetAttribute(void* function, int attribute, int value) {
-  constexpr int kMostOfAnAda = 99 << 10, kMostOfHopper = 227 << 10;  // the least of all architectures
+  constexpr int kMaxOnAda = 99 << 10, kMaxOnHopper = 227 << 10;  // the least of all architectures
   const bool of_hopper = static_cast<const Kernel*>(function)->name.find("wgmma") != std::string::npos;
-  return attribute == 8 && value <= (of_hopper ? kMostOfHopper : kMostOfAnAda) ? kSuccess : kInvalidValue;
+  return attribute == 8 && value <= (of_hopper ? kMaxOnHopper : kMaxOnAda) ? kSuccess : kInvalidValue;
 }
 struct Attribute {  // CUlaunchAttribute
   int id;

@@ -17,7 +17,7 @@ CHECKS = """
 #include <cublasLt.h>
 #define IS(ours, theirs) static_assert(static_cast<int>(ours) == static_cast<int>(theirs), #ours)
 IS(kTransposeA, CUBLASLT_MATMUL_DESC_TRANSA);
-IS(kMostWorkspace, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES);
+IS(kMaxWorkspace, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES);
 IS(kReductions, CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK);
 IS(kAlignmentOfA, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES);
 IS(kAlignmentOfB, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES);

@@ -20,7 +20,7 @@ using namespace lowbit::cuda;
 IS(kMultiprocessors, CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT);
 IS(kComputeMajor, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR);
 IS(kComputeMinor, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR);
-IS(kMostSharedBytes, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES);
+IS(kMaxSharedBytes, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES);
 IS(kBeginsEarly.id, CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION);
 IS(sizeof(LaunchAttribute), sizeof(CUlaunchAttribute));
 IS(offsetof(LaunchAttribute, value), offsetof(CUlaunchAttribute, value.programmaticStreamSerializationAllowed));

@@ -59,7 +59,7 @@ void register_decode(py::module_& m) {
         arg("mask_captured") = py::list(),
         "Write into ``out`` what lowbit::decode returns, and into ``lse`` the log-sum-exp of each row; mods are score "
         "programs and their tensors, whose q is ``position + i``.");
-  m.def("most_decoded_bytes", [](int64_t bytes) { return std::exchange(cuda::most_decoded_bytes, bytes); },
+  m.def("max_decoded_bytes", [](int64_t bytes) { return std::exchange(cuda::max_decoded_bytes, bytes); },
         arg("bytes"), "Set how much of a cache a prompt on an NVIDIA GPU decodes at a time; return what it was.");
 }
 

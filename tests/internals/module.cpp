@@ -16,5 +16,5 @@ PYBIND11_MODULE(internals, m) {
   lowbit::register_score_tiles(m);
   lowbit::register_prebuilt(m);
   m.def("kept_primitives", lowbit::onednn::kept_primitives, "How many primitives of oneDNN this thread keeps.");
-  m.attr("MOST_KEPT") = lowbit::onednn::kMostKept;
+  m.attr("MAX_KEPT") = lowbit::onednn::kMaxKept;
 }

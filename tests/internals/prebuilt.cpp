@@ -51,7 +51,7 @@ py::dict attention_plan(const std::string& device, int compute_capability, const
   const py::gil_scoped_acquire gil;
   facts["refused"] = made.refused, facts["workspace"] = made.workspace, facts["image"] = py::bytes(image);
   facts["again"] = again.refused, facts["workspace_again"] = again.workspace, facts["cut"] = cut.refused;
-  facts["most_workspace"] = cuda::most_workspace(shape);
+  facts["max_workspace"] = cuda::max_workspace(shape);
   return facts;
 }
 

@@ -35,7 +35,7 @@ def test_a_number_of_threads_has_a_primitive_of_its_own(onednn: None) -> None:
             assert_within(run_linear(case, data, ROW), data.wanted, data.allowed, f"{count} threads")
             assert torch.get_num_threads() == count
         kept.append(internals.kept_primitives())
-    assert kept[0] < kept[1] < kept[2] == kept[3] == kept[4] or kept[-1] == internals.MOST_KEPT
+    assert kept[0] < kept[1] < kept[2] == kept[3] == kept[4] or kept[-1] == internals.MAX_KEPT
 
 
 def test_shapes_and_chains_that_change_between_calls(onednn: None) -> None:
@@ -45,13 +45,13 @@ def test_shapes_and_chains_that_change_between_calls(onednn: None) -> None:
 
 
 def test_the_number_of_primitives_is_bounded(onednn: None) -> None:
-    case = case_of(internals.MOST_KEPT + 20, 16, 64)
+    case = case_of(internals.MAX_KEPT + 20, 16, 64)
     data = make_data(case)
     with lowbit.force_kernel(ROW):
         for m in range(1, case.m + 1):
             y = torch.ops.lowbit.linear(data.x[:m], data.packed, *case.op_args)
             assert_within(y, data.wanted[:m], data.allowed[:m], f"m={m}")
-    assert internals.kept_primitives() == internals.MOST_KEPT
+    assert internals.kept_primitives() == internals.MAX_KEPT
     check(case_of(1, 16, 64))  # one that is there no longer
 
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows of the ops attention_forward, attention_backward and decode (prompts) by the tile unit.
+// Rows of the ops attention_forward, attention_backward and decode (prompts) on the tile unit.
 #include LOWBIT_ISA_HEADER
 
 #include "cpu/attention/amx_backward.hpp"
@@ -11,24 +11,25 @@
 namespace lowbit::cpu::LOWBIT_ISA_NAME {
 namespace {
 
-struct Fewest {
+struct MinSize {
   int64_t queries, keys;
 };
-constexpr Fewest kFewest{kTileRows + 1, kStep};  // below, vectors are as fast
-// With three and four products for one float16 wins later: 17 x 1024 x 128 took 1.4 times as long, 128 x 128 x 64 1.2.
+constexpr MinSize kMinSize{kTileRows + 1, kStep};  // below, vectors are as fast
+// float16 takes three or four products for one, and wins later: 17 x 1024 x 128 took 1.4 times as long, 128 x 128 x 64
+// 1.2 times (Sapphire Rapids).
 template <int kParts>
-constexpr Fewest kFewestScores = kParts == 1 ? kFewest : Fewest{2 * kTileRows, 8 * kStep};
+constexpr MinSize kMinScores = kParts == 1 ? kMinSize : MinSize{2 * kTileRows, 8 * kStep};
 
-// Rows of bfloat16, which is its own part, and of float16, which is the sum of two.
+// Rows for bfloat16, which is its own single part, and for float16, which is the sum of two.
 template <int kParts>
-std::string_view refuses_below(const AttentionForwardArgs& args, Fewest fewest) {
+std::string_view refuses_below(const AttentionForwardArgs& args, MinSize min) {
   if (args.q.dtype != (kParts == 1 ? DType::bfloat16 : DType::float16)) return "inputs of another dtype";
-  if (args.q_length() < fewest.queries) return "so few queries that vectors are as fast";
-  return args.kv_length() < fewest.keys ? "so few keys that vectors are as fast" : "";
+  if (args.q_length() < min.queries) return "so few queries that vectors are as fast";
+  return args.kv_length() < min.keys ? "so few keys that vectors are as fast" : "";
 }
 template <int kParts>
 std::string_view refuses(const AttentionForwardArgs& args) {
-  return refuses_below<kParts>(args, kFewestScores<kParts>);
+  return refuses_below<kParts>(args, kMinScores<kParts>);
 }
 template <int kParts>
 std::string_view refuses_backward(const AttentionBackwardArgs& args) {
@@ -36,7 +37,7 @@ std::string_view refuses_backward(const AttentionBackwardArgs& args) {
 }
 template <int kParts>
 std::string_view refuses_prompt(const DecodeArgs& args) {
-  return is_prompt(args) ? refuses_below<kParts>(prompt_call(args), kFewest) : "no prompt over codes";
+  return is_prompt(args) ? refuses_below<kParts>(prompt_call(args), kMinSize) : "no prompt over codes";
 }
 
 template <int kParts>

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// The products of the backward (backward.hpp has the formulas) by the tile unit, factors in kParts of bfloat16: scores
-// and grad_out v^T by keys and values packed as tiles, grad_q by tiles of keys; grad_k and grad_v are summed
-// transposed, grad_v^T += grad_out^T p, because p as it is computed is easily a tile of weights, and not one of
-// activations. Queries are packed once for all tiles of keys of a task, both ways.
+// The matrix products of the backward (formulas: backward.hpp) on the tile unit, with factors in kParts of bfloat16:
+// scores and grad_out v^T with keys and values packed as weight tiles, grad_q with tiles of keys. grad_k and grad_v are
+// accumulated transposed, grad_v^T += grad_out^T p, because p as computed is easily packed as weights, but not as
+// activations. Queries are packed once per task for all tiles of keys, in both orders.
 #pragma once
 
 #include "cpu/attention/amx_tiles.hpp"
@@ -11,7 +11,7 @@
 namespace lowbit::cpu::LOWBIT_ISA_NAME {
 namespace {
 
-// A tile of queries as activations, row by row and column by column. A column of one part is contiguous, so that a
+// A tile of queries as activations, row by row and column by column. Each part of a column is contiguous, so that a
 // product can begin at any query.
 template <int kParts>
 struct PackedQueries {
@@ -31,14 +31,14 @@ struct PackedQueries {
 template <int kParts>
 struct AmxBackwardTile : BackwardScores<float> {
   TileUnit unit{kStepBytes};
-  int64_t e, ev, rows, tiles;                 // rows: of packed queries; tiles: of queries of a head
+  int64_t e, ev, rows, tiles;                 // rows: of packed queries; tiles: number of query tiles per head
   uint8_t *keys, *keys_t, *values_t, *pairs;  // packed; pairs: p or ds
-  PartRows ds_rows, part;                     // part: 16 rows, to be packed
-  Matrix<float> grad_k_t, grad_v_t, buffer, transposed, last_rows;  // last_rows: of grad_q, fewer than a tile has
-  int64_t places;  // for packed queries: of all heads that share a kv head, or one tile's where that is too much
+  PartRows ds_rows, part;                     // part: 16 rows to be packed
+  Matrix<float> grad_k_t, grad_v_t, buffer, transposed, last_rows;  // last_rows: incomplete row tile of grad_q
+  int64_t slots;  // tiles of packed queries kept: those of all heads of a kv head, or one if memory is short
   char* packed;
   bool* is_packed;
-  int64_t b = -1, kv_head = -1;  // of the tiles that are packed
+  int64_t b = -1, kv_head = -1;  // indices of the packed tiles
   PackedQueries<kParts> queries;
 
   LOWBIT_INLINE AmxBackwardTile(const ForwardCall& args, const Tiling& q_tiles, int64_t grad_q_rows,
@@ -59,12 +59,12 @@ struct AmxBackwardTile : BackwardScores<float> {
         buffer(arena.matrix<float>(kStep, larger(e, ev))),
         transposed(arena.matrix<float>(kBackwardKvTile, larger(e, ev))),
         last_rows(arena.matrix<float>(kTileRows, e)),
-        places(args.group() * tiles * packed_bytes() <= kMostPackedBytes ? args.group() * tiles : 1),
-        packed(arena.array<char>(places * packed_bytes())),
-        is_packed(arena.array<bool>(places)),
+        slots(args.group() * tiles * packed_bytes() <= kMaxPackedBytes ? args.group() * tiles : 1),
+        packed(arena.array<char>(slots * packed_bytes())),
+        is_packed(arena.array<bool>(slots)),
         queries(of(0)) {}
 
-  // Tiles of weights of `columns` columns, summed over `depth`.
+  // Memory for weight tiles of `columns` columns and `depth` rows.
   LOWBIT_INLINE static uint8_t* tiles_of(int64_t columns, int64_t depth, Arena& arena) {
     return arena.array<uint8_t>(ceil_div(columns, 16) * steps_of(depth) * kParts * kTileBytes);
   }
@@ -73,13 +73,13 @@ struct AmxBackwardTile : BackwardScores<float> {
     PackedQueries<kParts>(rows, e, ev, counted);
     return counted.bytes;
   }
-  LOWBIT_INLINE PackedQueries<kParts> of(int64_t place) const {
-    Arena arena{packed + place * packed_bytes()};
+  LOWBIT_INLINE PackedQueries<kParts> of(int64_t slot) const {
+    Arena arena{packed + slot * packed_bytes()};
     return {rows, e, ev, arena};
   }
 };
 
-// Rows of a head, in parts, as activations both ways.
+// Rows of a head, in parts, as activations in both orders.
 template <int kParts>
 void pack_queries(const HeadView& head, int64_t first, int64_t rows, int64_t columns, Matrix<float> buffer,
                          PartRows by_row, PartRows by_column) {
@@ -94,25 +94,25 @@ void pack_queries(const HeadView& head, int64_t first, int64_t rows, int64_t col
 }
 
 template <int kParts>
-void load_queries(const BackwardCall& args, const TilePlace& at, int64_t i,
+void load_queries(const BackwardCall& args, const TilePosition& at, int64_t i,
                          const RowStatistics<float>& statistics, AmxBackwardTile<kParts>& tile) {
   const ForwardCall& forward = args.forward;
   const int64_t group = forward.group(), all = group * tile.tiles;
-  const int64_t place = tile.places == all ? at.h % group * tile.tiles + i : 0;
-  if (tile.places != all || tile.b != at.b || tile.kv_head != at.h / group) std::memset(tile.is_packed, 0, tile.places);
-  tile.b = at.b, tile.kv_head = at.h / group, tile.queries = tile.of(place);
-  if (!tile.is_packed[place]) {
+  const int64_t slot = tile.slots == all ? at.h % group * tile.tiles + i : 0;
+  if (tile.slots != all || tile.b != at.b || tile.kv_head != at.h / group) std::memset(tile.is_packed, 0, tile.slots);
+  tile.b = at.b, tile.kv_head = at.h / group, tile.queries = tile.of(slot);
+  if (!tile.is_packed[slot]) {
     pack_queries<kParts>(HeadView(forward.q, at.b, at.h), at.q0, at.rows, tile.e, tile.buffer, tile.queries.q,
                          tile.queries.q_columns);
     pack_queries<kParts>(HeadView(args.grad_out, at.b, at.h), at.q0, at.rows, tile.ev, tile.buffer,
                          tile.queries.grad_out, tile.queries.grad_out_columns);
-    tile.is_packed[place] = true;
+    tile.is_packed[slot] = true;
   }
   load_statistics(forward, at, statistics, tile);
 }
 
 template <int kParts>
-void load_keys(const ForwardCall& args, const TilePlace& at, AmxBackwardTile<kParts>& tile) {
+void load_keys(const ForwardCall& args, const TilePosition& at, AmxBackwardTile<kParts>& tile) {
   const HeadView keys(args.k, at.b, at.h / args.group()), values(args.v, at.b, at.h / args.group());
   pack_transposed<kParts>(keys, at.k0, at.cols, tile.e, tile.part, tile.keys_t);
   pack_transposed<kParts>(values, at.k0, at.cols, tile.ev, tile.part, tile.values_t);
@@ -120,13 +120,13 @@ void load_keys(const ForwardCall& args, const TilePlace& at, AmxBackwardTile<kPa
 }
 
 template <int kParts>
-void clear_grad_keys(const TilePlace&, AmxBackwardTile<kParts>& tile) {
+void clear_grad_keys(const TilePosition&, AmxBackwardTile<kParts>& tile) {
   clear_rows(tile.grad_k_t, round_up(tile.e, kTileRows)), clear_rows(tile.grad_v_t, round_up(tile.ev, kTileRows));
 }
 
-// to = rows of a * b^T, of the columns of a span.
+// to = rows of a * b^T, for the columns of a span.
 template <int kParts, Pairs kPairs>
-void multiply_rows(PartRows a, const uint8_t* b, int64_t depth, const TilePlace& at, Span columns,
+void multiply_rows(PartRows a, const uint8_t* b, int64_t depth, const TilePosition& at, Span columns,
                           Matrix<float> to) {
   const int64_t steps = steps_of(depth);
   multiply<kParts, kPairs>({.a = a.from(at.skipped),
@@ -140,7 +140,7 @@ void multiply_rows(PartRows a, const uint8_t* b, int64_t depth, const TilePlace&
 }
 
 template <int kParts>
-void multiply_keys(const ForwardCall& forward, const TilePlace& at, const Span* spans,
+void multiply_keys(const ForwardCall& forward, const TilePosition& at, const Span* spans,
                           AmxBackwardTile<kParts>& tile) {
   const Span all{0, round_up(at.cols, kStep)};
   const Span columns = spans ? steps_seen(tile.visible, at.rows) : all;
@@ -149,20 +149,20 @@ void multiply_keys(const ForwardCall& forward, const TilePlace& at, const Span* 
 }
 
 template <int kParts>
-void multiply_values(const ForwardCall&, const TilePlace& at, AmxBackwardTile<kParts>& tile) {
+void multiply_values(const ForwardCall&, const TilePosition& at, AmxBackwardTile<kParts>& tile) {
   multiply_rows<kParts, Pairs::not_last>(tile.queries.grad_out, tile.values_t, tile.ev, at,
                                          steps_seen(tile.visible, at.rows), tile.ds);
 }
 
-// Zeros where the tiles of a product go on: also in columns that only a program computed.
-inline void clear_around(const TilePlace& at, Span columns, Matrix<float> scores) {
+// Zeros around the scores, up to whole tiles of the product: a program may have written to those columns.
+inline void clear_around(const TilePosition& at, Span columns, Matrix<float> scores) {
   for (int64_t r = 0; r < at.rows; r++) fill(scores.row(r) + at.cols, columns.end - at.cols, 0.0f);
   clear_rows(scores.from(at.rows), round_up(at.rows, kStep) - at.rows);
 }
 
-// to[c][k] += sum over queries of activations[c][query] * scores[query][k], of the columns of a span.
+// to[c][k] += sum over queries of activations[c][query] * scores[query][k], for the columns of a span.
 template <int kParts>
-void add_transposed(PartRows activations, int64_t channels, Matrix<float> scores, const TilePlace& at,
+void add_transposed(PartRows activations, int64_t channels, Matrix<float> scores, const TilePosition& at,
                            Span columns, uint8_t* pairs, Matrix<float> to) {
   const int64_t steps = steps_of(at.rows);
   pack_tiles<kParts>(scores, steps, columns, steps, pairs);
@@ -178,7 +178,7 @@ void add_transposed(PartRows activations, int64_t channels, Matrix<float> scores
 }
 
 template <int kParts>
-void add_grad_keys(const ForwardCall&, const TilePlace& at, AmxBackwardTile<kParts>& tile) {
+void add_grad_keys(const ForwardCall&, const TilePosition& at, AmxBackwardTile<kParts>& tile) {
   const Span columns = steps_seen(tile.visible, at.rows);
   clear_around(at, columns, tile.p), clear_around(at, columns, tile.ds);
   add_transposed<kParts>(tile.queries.grad_out_columns, tile.ev, tile.p, at, columns, tile.pairs, tile.grad_v_t);
@@ -186,7 +186,7 @@ void add_grad_keys(const ForwardCall&, const TilePlace& at, AmxBackwardTile<kPar
 }
 
 template <int kParts>
-void add_grad_queries(const ForwardCall&, const TilePlace& at, AmxBackwardTile<kParts>& tile,
+void add_grad_queries(const ForwardCall&, const TilePosition& at, AmxBackwardTile<kParts>& tile,
                              Matrix<float> grad_q) {
   const Span columns = steps_seen(tile.visible, at.rows);
   clear_around(at, columns, tile.ds);
@@ -208,7 +208,7 @@ void add_grad_queries(const ForwardCall&, const TilePlace& at, AmxBackwardTile<k
 }
 
 template <int kParts>
-void store_grad_keys(const BackwardCall& args, const TilePlace& at,
+void store_grad_keys(const BackwardCall& args, const TilePosition& at,
                      const AmxBackwardTile<kParts>& tile) {
   const int64_t kv_head = at.h / args.forward.group();
   const auto store_rows = [&](Matrix<float> from, const TensorView& to, int64_t columns, double scale) {

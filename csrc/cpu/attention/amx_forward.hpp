@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// The forward by the tile unit. K and V are packed once per call, as tiles; a task is a tile of queries of one head, as
-// in forward.hpp, and takes 32 of its queries by 256 keys at a time, a block. The unit leaves the vector units idle, so
-// while it multiplies the scores of one block, the softmax is taken of the last one; then that one's values are added.
-// (Adding them a block later, with more of the softmax meanwhile, took 1.00 to 1.08 times as long.)
+// The forward on the tile unit. K and V are packed once per call, as tiles. A task is a tile of queries of one head, as
+// in forward.hpp, processed in blocks of 32 queries by 256 keys. The tile unit leaves the vector units idle: while it
+// multiplies the scores of one block, they compute the softmax of the block before, whose values are then added. (A
+// pipeline one block deeper took 1.00 to 1.08 times as long on Sapphire Rapids.)
 #pragma once
 
 #include "cpu/attention/amx_tiles.hpp"
@@ -13,16 +13,16 @@ namespace {
 
 constexpr int64_t kTileKeys = 256, kBlockQueries = 2 * kTileRows;
 
-// K and V of some kv heads, tile by tile of the keys: [kv head][tile] keys, then values.
+// K and V of some kv heads: [kv head][tile of keys], keys then values.
 template <int kParts>
 struct PackedKeys {
   uint8_t* data = nullptr;
-  int64_t tiles, most_keys, e, ev;
+  int64_t tiles, max_keys, e, ev;
 
   LOWBIT_INLINE PackedKeys(const ForwardCall& args, const Tiling& kv)
-      : tiles(kv.count), most_keys(round_up(kv.tile, kStep)), e(args.q.size(3)), ev(args.ev()) {}
-  LOWBIT_INLINE int64_t key_bytes() const { return most_keys / 16 * steps_of(e) * kParts * kTileBytes; }
-  LOWBIT_INLINE int64_t value_bytes() const { return ceil_div(ev, 16) * steps_of(most_keys) * kParts * kTileBytes; }
+      : tiles(kv.count), max_keys(round_up(kv.tile, kStep)), e(args.q.size(3)), ev(args.ev()) {}
+  LOWBIT_INLINE int64_t key_bytes() const { return max_keys / 16 * steps_of(e) * kParts * kTileBytes; }
+  LOWBIT_INLINE int64_t value_bytes() const { return ceil_div(ev, 16) * steps_of(max_keys) * kParts * kTileBytes; }
   LOWBIT_INLINE int64_t head_bytes() const { return tiles * (key_bytes() + value_bytes()); }
   LOWBIT_INLINE uint8_t* keys(int64_t head, int64_t j) const {
     return data + head * head_bytes() + j * (key_bytes() + value_bytes());
@@ -30,14 +30,14 @@ struct PackedKeys {
   LOWBIT_INLINE uint8_t* values(int64_t head, int64_t j) const { return keys(head, j) + key_bytes(); }
 };
 
-// 32 queries by a tile of keys, on the way from scores to probabilities, which stand where the scores of their row did.
+// 32 queries by a tile of keys. Probabilities overwrite the scores of their row.
 struct ScoreBlock {
-  TilePlace at{};
+  TilePosition at{};
   const uint8_t* values = nullptr;
   Matrix<float> scores;
-  Span spans[kBlockQueries];  // of each row; empty where it sees nothing
-  Span columns{};             // that some row sees, in steps of the products
-  int64_t taken = 0;          // rows that are probabilities
+  Span spans[kBlockQueries];  // one per row; empty if the row sees nothing
+  Span columns{};             // columns seen by any row, in whole steps of the products
+  int64_t taken = 0;          // number of rows turned into probabilities
   template <int kParts>
   LOWBIT_INLINE PartRows probabilities() const {
     return {reinterpret_cast<uint8_t*>(scores.data), scores.stride * 4, kParts * kStepBytes, kStepBytes};
@@ -58,7 +58,7 @@ struct AmxForwardTile {
 
   LOWBIT_INLINE AmxForwardTile(const ForwardCall& args, int64_t q_tile, TileArena& arena)
       : programs(args, q_tile, kTileKeys, arena) {
-    const int64_t e = args.q.size(3), ev = args.ev(), rows = q_tile + kBlockQueries;  // tiles go past the end
+    const int64_t e = args.q.size(3), ev = args.ev(), rows = q_tile + kBlockQueries;  // tiles extend past the end
     q = part_rows<kParts>(rows, e, arena);
     for (ScoreBlock& block : blocks) block.scores = arena.matrix<float>(kBlockQueries, kTileKeys);
     out = arena.matrix<float>(rows, ev);
@@ -75,7 +75,7 @@ struct AmxForwardTile {
   }
 };
 
-// The probabilities of a row, of all columns that a product takes, in parts.
+// The probabilities of a row, cut into parts, for all columns of the product.
 template <int kParts>
 LOWBIT_INLINE void take_row(const ForwardCall& args, const ScoreBlock& block, int64_t r,
                             const RunningSoftmax<float>& softmax, const AmxForwardTile<kParts>& tile) {
@@ -102,7 +102,7 @@ LOWBIT_INLINE void take_row(const ForwardCall& args, const ScoreBlock& block, in
   store(softmax.sums + 16 * r, total);
 }
 
-// The next `count` rows of a block; rows that the product takes besides become zeros.
+// The next `count` rows of a block; further rows of the product become zeros.
 template <int kParts>
 [[gnu::noinline]] void take_rows(const ForwardCall& args, ScoreBlock& block, int64_t count,
                                  const AmxForwardTile<kParts>& tile) {
@@ -113,7 +113,7 @@ template <int kParts>
   if (block.taken == block.at.rows) clear_rows(block.scores.from(block.taken), block.tile_rows() - block.taken);
 }
 
-// Finishes a block: adds its probabilities, times values, to its rows of the result.
+// Finishes a block: adds its probabilities times values to its rows of the result.
 template <int kParts>
 void finish_block(const ForwardCall& args, const PackedKeys<kParts>& packed, ScoreBlock& block,
                   const AmxForwardTile<kParts>& tile) {
@@ -121,7 +121,7 @@ void finish_block(const ForwardCall& args, const PackedKeys<kParts>& packed, Sco
   take_rows<kParts>(args, block, block.at.rows, tile);
   multiply<kParts>({.a = block.probabilities<kParts>(),
                     .b = block.values,
-                    .b_steps = steps_of(packed.most_keys),
+                    .b_steps = steps_of(packed.max_keys),
                     .c = tile.out.from(block.at.skipped),
                     .row_tiles = ceil_div(block.at.rows, kTileRows),
                     .panels = {0, ceil_div(packed.ev, 16)},
@@ -130,24 +130,24 @@ void finish_block(const ForwardCall& args, const PackedKeys<kParts>& packed, Sco
   block.at.rows = 0;
 }
 
-LOWBIT_INLINE void start_block(ScoreBlock& block, const TilePlace& at, const Visible<float>& visible,
+LOWBIT_INLINE void start_block(ScoreBlock& block, const TilePosition& at, const Visible<float>& visible,
                                const uint8_t* values) {
   block.at = at, block.values = values, block.taken = 0, block.columns = steps_seen(visible, at.rows);
   for (int64_t r = 0; r < at.rows; r++) block.spans[r] = {block.columns.begin, block.columns.begin};
   visible.for_each_row(at.rows, [&](int64_t r, Span span) { block.spans[r] = span; });
 }
 
-// One tile of queries. head: among those that are packed.
+// One tile of queries. head: index among the packed heads.
 template <int kParts>
 void amx_forward_task(const ForwardCall& args, const Tilings& tilings, const PackedKeys<kParts>& packed,
                       AmxForwardTile<kParts>& tile, int64_t b, int64_t h, int64_t head, int64_t i) {
-  const TilePlace all{b, h, tilings.q.begin(i), 0, tilings.q.size(i), 0, 0, false};
+  const TilePosition all{b, h, tilings.q.begin(i), 0, tilings.q.size(i), 0, 0, false};
   cut_rows<kParts>(HeadView(args.q, b, h), all.q0, all.rows, packed.e, tile.q);
   start_softmax(tile.softmax, all.rows);
   const int64_t steps = steps_of(packed.e);
   ScoreBlock *next = &tile.blocks[0], *last = &tile.blocks[1];
   last->at.rows = 0;
-  TilePlace at;
+  TilePosition at;
   for (int64_t j = tilings.kv.count - 1; j >= 0; j--) {
     if (!tilings.visit(args, b, h, i, j, at)) continue;
     Upcoming modifying{modifying_rows(args, at, tile.programs, next->scores),
@@ -195,12 +195,12 @@ void pack_keys(const ForwardCall& args, const Tiling& kv, const PackedKeys<kPart
     const Matrix<float> buffer = arena.matrix<float>(kStep, larger(packed.e, packed.ev));
     pack_transposed<kParts>(keys_of(args, b, h), kv.begin(j), kv.size(j), packed.e, rows, packed.keys(head, j),
                             buffer);
-    pack_rows<kParts>(values_of(args, b, h), kv.begin(j), kv.size(j), packed.ev, packed.most_keys, buffer,
+    pack_rows<kParts>(values_of(args, b, h), kv.begin(j), kv.size(j), packed.ev, packed.max_keys, buffer,
                       packed.values(head, j));
   });
 }
 
-// Rows of a tile of queries: a multiple of a block, with tasks to share out.
+// Rows per tile of queries: a multiple of a block, few enough for all threads to have tasks.
 LOWBIT_INLINE int64_t choose_amx_q_tile(const ForwardCall& args, int threads) {
   int64_t tile = 4 * kBlockQueries;
   while (tile > kBlockQueries && args.batch() * args.heads() * ceil_div(args.q_length(), tile) < 4 * threads) tile /= 2;
@@ -213,7 +213,7 @@ void attention_forward_amx(const ForwardCall& args) {
   const Tilings tilings(args, choose_amx_q_tile(args, threads), kTileKeys);
   PackedKeys<kParts> packed(args, tilings.kv);
   const int64_t kv_heads = args.batch() * args.kv_heads(), group = args.group();
-  const int64_t at_once = smaller(kv_heads, larger(1, kMostPackedBytes / larger(1, packed.head_bytes())));
+  const int64_t at_once = smaller(kv_heads, larger(1, kMaxPackedBytes / larger(1, packed.head_bytes())));
   const Scratch keys(at_once * packed.head_bytes());
   packed.data = keys.as<uint8_t>();
   for (int64_t first = 0; first < kv_heads; first += at_once) {
@@ -227,7 +227,7 @@ void attention_forward_amx(const ForwardCall& args) {
       AmxForwardTile<kParts> tile(args, tilings.q.tile, arena);
       const TileUnit unit(kStepBytes);
       const int64_t head = task / tilings.q.count, at = first * group + head,
-                    i = tilings.q.count - 1 - task % tilings.q.count;  // under causality the last are the longest
+                    i = tilings.q.count - 1 - task % tilings.q.count;  // under causality the last tiles take longest
       amx_forward_task(args, tilings, packed, tile, at / args.heads(), at % args.heads(), head / group, i);
     });
   }

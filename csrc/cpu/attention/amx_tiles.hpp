@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows of a head as the factors of products in parts of bfloat16 (cpu/part_products.hpp): as activations, and packed as
-// the tiles that they are multiplied by.
+// Rows of a head as factors of products in parts of bfloat16 (cpu/part_products.hpp): as activations, and packed as
+// weight tiles.
 #pragma once
 
 #include "cpu/attention/visible.hpp"
@@ -9,15 +9,14 @@
 namespace lowbit::cpu::LOWBIT_ISA_NAME {
 namespace {
 
-// The most bytes that a thread or a call packs at a time. 16384 queries of head dimension 128 and one kv head, in
-// one part.
-constexpr int64_t kMostPackedBytes = 64 << 20;
+// Max bytes that a thread or a call packs at a time: 16384 queries of head dimension 128 and one kv head, in one part.
+constexpr int64_t kMaxPackedBytes = 64 << 20;
 
 // The element type of rows that are cut into kParts.
 template <int kParts>
 using Whole = std::conditional_t<kParts == 1, bfloat16_bits, float16_bits>;
 
-// One row of elements in parts; zeros up to the end of the last step.
+// One row of elements in parts, padded with zeros to whole steps.
 template <int kParts>
 void cut_row(const Whole<kParts>* from, int64_t columns, uint8_t* to) {
   const int64_t whole = columns / kStep * kStep;
@@ -46,8 +45,8 @@ void round_rows(const HeadView& head, int64_t first, int64_t rows, int64_t colum
   cut_rows<kParts>(buffer, rows, {0, columns}, to);
 }
 
-// Rows of a head as columns of tiles, to be summed over `columns`: [rows / 16][columns / 32][part], with 16 rows as the
-// columns of a tile. Zeros where there is no row, up to a multiple of 32. buffer: 16 rows; floats: too, for codes.
+// Rows of a head as columns of tiles, with `columns` as the depth: [rows / 16][columns / 32][part], each tile with 16
+// rows as its columns. Zeros for missing rows, up to a multiple of 32. buffer: 16 rows; floats: the same, for codes.
 template <int kParts>
 void pack_transposed(const HeadView& head, int64_t first, int64_t rows, int64_t columns, PartRows buffer, uint8_t* to,
                      Matrix<float> floats = {}) {
@@ -61,22 +60,22 @@ void pack_transposed(const HeadView& head, int64_t first, int64_t rows, int64_t 
   }
 }
 
-// Rows of a head, to be summed over: [columns / 16][rows / 32][part], zeros where there is no row. buffer: 32 rows.
+// Rows of a head as the depth: [columns / 16][rows / 32][part], zeros for missing rows. buffer: 32 rows.
 template <int kParts>
-void pack_rows(const HeadView& head, int64_t first, int64_t rows, int64_t columns, int64_t most_rows,
+void pack_rows(const HeadView& head, int64_t first, int64_t rows, int64_t columns, int64_t max_rows,
                Matrix<float> buffer, uint8_t* to) {
   for (int64_t r = 0; r < rows; r += kStep) {
     const int64_t count = smaller(kStep, rows - r);
     widen_rows(head, first + r, count, columns, 1.0f, buffer);
     clear_rows(buffer.from(count), kStep - count);
-    pack_tiles<kParts>(buffer, 1, {0, columns}, steps_of(most_rows), to + r / kStep * kParts * kTileBytes);
+    pack_tiles<kParts>(buffer, 1, {0, columns}, steps_of(max_rows), to + r / kStep * kParts * kTileBytes);
   }
 }
 
-// The pairs of parts that scores are summed over: lse would show it if one were left out.
+// The pairs of parts multiplied for scores: all, because an omitted one shows in lse.
 constexpr Pairs kScorePairs = Pairs::all;
 
-// The columns that some row sees, in whole steps of the products.
+// The columns that any row sees, in whole steps of the products.
 LOWBIT_INLINE Span steps_seen(const Visible<float>& visible, int64_t rows) {
   if (!visible.spans) return {0, round_up(visible.all.end, kStep)};
   Span seen{visible.all.end, 0};
@@ -88,7 +87,7 @@ LOWBIT_INLINE Span steps_seen(const Visible<float>& visible, int64_t rows) {
   return {seen.begin / kStep * kStep, round_up(seen.end, kStep)};
 }
 
-// Scales the products in `rows` rows and the columns of a span.
+// Scales the products of `rows` rows, for the columns of a span.
 LOWBIT_INLINE void scale_rows(Matrix<float> scores, int64_t rows, Span columns, float scale) {
   for (int64_t r = 0; r < rows; r++)
     for (int64_t c = columns.begin; c < columns.end; c += 16)

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows of the ops attention_forward and attention_backward that compute in float32, and of decode for prompts.
+// Rows of the ops attention_forward and attention_backward in float32 arithmetic, and of decode for prompts.
 #include LOWBIT_ISA_HEADER
 
 #include "cpu/attention/backward.hpp"

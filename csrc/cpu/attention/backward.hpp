@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// Backward, from q, k, v, out and lse alone. With D = sum over Ev of grad_out * out - grad_lse, per tile:
+// The backward, from q, k, v, out and lse alone. With D = sum over Ev of grad_out * out - grad_lse, per tile:
 //   p = exp(s - lse - rest);  dp = dropout(grad_out v^T);  ds = p (dp - D), through score_mod back to the raw scores
 //   grad_v += dropout(p)^T grad_out;  grad_k += scale * ds^T q;  grad_q += scale * ds k
-// rest: the part of the log-sum-exp that lse lost where it is large (RowStatistics).
-// Where there are enough kv heads for all threads a task is a kv head, else a chunk of its keys, whose shares of
-// grad_q are added at the end: five products a tile. Where that is still too few, and for gradients of masks and
-// captured tensors, one pass over tiles of keys makes grad_k and grad_v and another over tiles of queries makes
-// grad_q: seven. Nothing is added by two threads, and every element is summed in the same order in all ways: the bits
-// do not depend on threads.
-// Keys stay and queries pass, not the other way round: a tile of queries is half as large and need not be transposed.
+// rest: the part of the log-sum-exp that lse has lost to rounding if it is large (RowStatistics).
+// If there are enough kv heads for all threads, a task is a kv head, else a chunk of its keys, whose contributions to
+// grad_q are added at the end: five products per tile. If these are still too few, and for gradients of masks and
+// captured tensors, one pass over tiles of keys computes grad_k and grad_v, and another over tiles of queries grad_q:
+// seven products. No element is accumulated by two threads, and every element is summed in the same order in all
+// variants, so the bits do not depend on the number of threads.
+// The outer loop is over keys, the inner over queries: a tile of queries is half as large, and need not be transposed.
 #pragma once
 
 #include "cpu/attention/backward_tile.hpp"
@@ -16,17 +16,17 @@
 namespace lowbit::cpu::LOWBIT_ISA_NAME {
 namespace {
 
-// grad_k and grad_v of one tile of keys, and its share of grad_q for the queries of its head: [heads of the group][L],
-// or without memory.
+// grad_k and grad_v of one tile of keys, and its contribution to grad_q of the queries of its heads: [heads of the
+// group][L], or no memory.
 template <class Tile, class T>
 void backward_keys(const BackwardCall& args, const Tilings& tilings, const RowStatistics<T>& statistics,
                    Tile& tile, int64_t b, int64_t kv_head, int64_t j, Matrix<T> grad_q) {
   const ForwardCall& forward = args.forward;
   const int64_t first = kv_head * forward.group();
-  const TilePlace all{b, first, 0, tilings.kv.begin(j), 0, tilings.kv.size(j), 0, false};
+  const TilePosition all{b, first, 0, tilings.kv.begin(j), 0, tilings.kv.size(j), 0, false};
   load_keys(forward, all, tile);
   clear_grad_keys(all, tile);
-  TilePlace at;
+  TilePosition at;
   for (int64_t h = first; h < first + forward.group(); h++)
     for (int64_t i = 0; i < tilings.q.count; i++) {
       if (!tilings.visit(forward, b, h, i, j, at) ||
@@ -40,7 +40,7 @@ void backward_keys(const BackwardCall& args, const Tilings& tilings, const RowSt
   store_grad_keys(args, all, tile);
 }
 
-// grad_q = sum over chunks, each of which f(chunk, to) adds to `to`.
+// grad_q = sum over chunks; f(chunk, to) adds one chunk's contribution to `to`.
 template <class T, class F>
 void sum_chunks(const KeyChunks& chunks, int64_t rows, const BackwardScores<T>& tile, F&& f) {
   clear_rows(tile.grad_q, rows);
@@ -59,7 +59,7 @@ void backward_chunk(const BackwardCall& args, const Tilings& tilings, const RowS
     backward_keys(args, tilings, statistics, tile, b, kv_head, j, grad_q);
 }
 
-// All of one kv head.
+// Everything for one kv head.
 template <class Tile, class T>
 void backward_head(const BackwardCall& args, const Tilings& tilings, const RowStatistics<T>& statistics,
                    Tile& tile, int64_t b, int64_t kv_head) {
@@ -69,21 +69,21 @@ void backward_head(const BackwardCall& args, const Tilings& tilings, const RowSt
   });
   for (int64_t g = 0; g < group; g++)
     for (int64_t i = 0; i < tilings.q.count; i++) {
-      const TilePlace all{b, kv_head * group + g, tilings.q.begin(i), 0, tilings.q.size(i), 0, 0, false};
+      const TilePosition all{b, kv_head * group + g, tilings.q.begin(i), 0, tilings.q.size(i), 0, 0, false};
       store_grad_queries(args, all, tile.grad_q.from(g * length + all.q0));
     }
 }
 
-// grad_q of one tile of queries, and its share of grad_mask.
+// grad_q of one tile of queries, and its contribution to grad_mask.
 template <class Tile, class T>
 void backward_queries(const BackwardCall& args, const Tilings& tilings, const RowStatistics<T>& statistics,
                       Tile& tile, int64_t b, int64_t h, int64_t i) {
   const ForwardCall& forward = args.forward;
-  const TilePlace all{b, h, tilings.q.begin(i), 0, tilings.q.size(i), 0, 0, false};
+  const TilePosition all{b, h, tilings.q.begin(i), 0, tilings.q.size(i), 0, 0, false};
   load_queries(args, all, i, statistics, tile);
   const KeyChunks chunks(forward, tilings.kv.count);
   sum_chunks(chunks, all.rows, tile, [&](int64_t chunk, Matrix<T> grad_q) {
-    TilePlace at;
+    TilePosition at;
     for (int64_t j = chunks.begin(chunk); j < chunks.end(chunk); j++) {
       if (!tilings.visit(forward, b, h, i, j, at) ||
           !find_visible(forward, RowBlock(at, 0, at.rows), tile.programs, tile.visible))
@@ -96,7 +96,7 @@ void backward_queries(const BackwardCall& args, const Tilings& tilings, const Ro
   store_grad_queries(args, all, tile.grad_q);
 }
 
-// Tiles of queries that add to the same elements of grad_mask belong to one task, which takes them in order.
+// Tiles of queries that add to the same elements of grad_mask belong to one task, which processes them in order.
 struct QueryTasks {
   int64_t b_tasks, h_tasks, i_tasks, b_each, h_each, i_each;
   LOWBIT_INLINE QueryTasks(const BackwardCall& args, int64_t tiles) {
@@ -148,7 +148,7 @@ void run_backward_tasks(const ForwardCall& args, int64_t tasks, const Tiling& qu
   });
 }
 
-// The rest of the log-sum-exp of the rows that have one: the log of their probabilities' sum without it.
+// The rest of the log-sum-exp of rows that have one: the log of the sum of their probabilities computed without it.
 template <class Tile, class T>
 void find_rests(const BackwardCall& args, const Tilings& tilings, const RowStatistics<T>& statistics) {
   const ForwardCall& forward = args.forward;
@@ -157,7 +157,7 @@ void find_rests(const BackwardCall& args, const Tilings& tilings, const RowStati
   run_backward_tasks<Tile>(forward, tasks, tilings.q, 0, reverse, [&](int64_t task, Tile& tile) {
     const int64_t head = task / tilings.q.count, i = task % tilings.q.count;
     const int64_t b = head / forward.heads(), h = head % forward.heads();
-    const TilePlace all{b, h, tilings.q.begin(i), 0, tilings.q.size(i), 0, 0, false};
+    const TilePosition all{b, h, tilings.q.begin(i), 0, tilings.q.size(i), 0, 0, false};
     const T* lse = forward.lse.template as<const T>() + head * forward.q_length() + all.q0;
     bool wanted = false;
     for (int64_t r = 0; r < all.rows; r++) wanted |= has_rest(lse[r]);
@@ -166,7 +166,7 @@ void find_rests(const BackwardCall& args, const Tilings& tilings, const RowStati
     T totals[kBackwardQTile];
     const T* sink = forward.sink ? forward.sink.template as<const T>() + h : nullptr;
     for (int64_t r = 0; r < all.rows; r++) totals[r] = sink ? e_to_the_one(*sink - tile.lse[r]) : T{0};
-    TilePlace at;
+    TilePosition at;
     for (int64_t j = 0; j < tilings.kv.count; j++) {
       if (!tilings.visit(forward, b, h, i, j, at)) continue;
       if (!find_visible(forward, RowBlock(at, 0, at.rows), tile.programs, tile.visible)) continue;
@@ -185,7 +185,7 @@ void find_rests(const BackwardCall& args, const Tilings& tilings, const RowStati
   });
 }
 
-// A pass over tiles of queries for the gradients of captured tensors, in the slices of their plan.
+// A pass over tiles of queries for the gradients of captured tensors, divided into the slices of their plan.
 template <class Tile, class T>
 void backward_captured(const BackwardCall& args, const Tilings& tilings, const RowStatistics<T>& statistics) {
   const ScoreGradientPlan& plan = *args.captured;
@@ -199,20 +199,20 @@ void backward_captured(const BackwardCall& args, const Tilings& tilings, const R
                         });
 }
 
-// Kv heads cut into chunks of keys.
+// Kv heads divided into chunks of keys.
 template <class Tile, class T>
 void backward_chunks(const BackwardCall& args, const Tilings& tilings, const RowStatistics<T>& statistics,
                      Matrix<T> parts) {
   const ForwardCall& forward = args.forward;
   const int64_t chunks = KeyChunks(forward, tilings.kv.count).count,
-                part = forward.group() * tilings.q.length;  // rows of a part
+                part = forward.group() * tilings.q.length;  // rows per chunk
   const int64_t kv_heads = forward.batch() * forward.kv_heads();
   run_backward_tasks<Tile>(forward, kv_heads * chunks, tilings.q, 0, &ScoreProgram::backward_only,
                         [&](int64_t task, Tile& tile) {
-                          const int64_t head = task / chunks, place = task % chunks;
+                          const int64_t head = task / chunks, order = task % chunks;
                           const int64_t chunk =
-                              place % 2 ? chunks - 1 - place / 2
-                                        : place / 2;  // under causality the first costs most: it goes with the last
+                              order % 2 ? chunks - 1 - order / 2
+                                        : order / 2;  // pairs first and last: causality skews the work
                           const Matrix<T> grad_q = parts.from((head * chunks + chunk) * part);
                           clear_rows(grad_q, part);
                           backward_chunk(args, tilings, statistics, tile, head / forward.kv_heads(),
@@ -220,7 +220,7 @@ void backward_chunks(const BackwardCall& args, const Tilings& tilings, const Row
                         });
   parallel_for(forward.batch() * forward.heads() * tilings.q.count, threads_for_attention(forward), [&](int64_t task) {
     const int64_t head = task / tilings.q.count, i = task % tilings.q.count;
-    const TilePlace all{
+    const TilePosition all{
         head / forward.heads(), head % forward.heads(), tilings.q.begin(i), 0, tilings.q.size(i), 0, 0, false};
     const Matrix<T> grad_q =
         parts.from(head / forward.group() * chunks * part + head % forward.group() * tilings.q.length + all.q0);
@@ -229,7 +229,7 @@ void backward_chunks(const BackwardCall& args, const Tilings& tilings, const Row
   });
 }
 
-// One pass for grad_k and grad_v, one for grad_q and the gradients of masks and captured tensors.
+// One pass for grad_k and grad_v, and one for grad_q and the gradients of masks and captured tensors.
 template <class Tile, class T>
 void backward_passes(const BackwardCall& args, const Tilings& tilings, const RowStatistics<T>& statistics) {
   const ForwardCall& forward = args.forward;
@@ -262,7 +262,7 @@ void attention_backward(const BackwardCall& args) {
   const int64_t heads = forward.batch() * forward.heads(), kv_heads = forward.batch() * forward.kv_heads(),
                 length = forward.q_length();
   const int64_t chunks = KeyChunks(forward, tilings.kv.count).count;
-  // Busy share of the threads with that many tasks, against five products where the two passes need seven.
+  // Whether that many tasks keep the threads busy enough: five products, where the two passes need seven.
   const auto enough = [&](int64_t tasks) { return tasks * 7 >= ceil_div(tasks, threads) * threads * 5; };
   const bool in_one_pass = !args.grad_mask && !args.captured, by_head = in_one_pass && enough(kv_heads);
   const bool by_chunk = in_one_pass && !by_head && chunks > 1 && enough(kv_heads * chunks);

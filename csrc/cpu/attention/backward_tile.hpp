@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// One tile of the backward, 64 queries and 128 keys: from q, k, v, grad_out, lse and D the probabilities p and the
-// gradient ds of the raw scores, and their shares of the gradients (backward.hpp has the formulas, and which tiles).
-// Only scores that some query may see are computed.
+// One tile of the backward, 64 queries by 128 keys: computes, from q, k, v, grad_out, lse and D, the probabilities p,
+// the gradient ds of the raw scores, and their contributions to the gradients (formulas and choice of tiles:
+// backward.hpp). Only scores that some query may see are computed.
 #pragma once
 
 #include "core/scratch.hpp"
@@ -15,8 +15,8 @@ namespace {
 constexpr int64_t kBackwardKvTile = 128;
 
 // grad_q is summed over the tiles of a chunk of keys, then over the chunks. At most eight, as each has its own float32
-// grad_q where threads share a head. Where a mask leaves few scores, adding up whole grad_q would cost time: there a
-// chunk is all keys.
+// grad_q if threads share a head. If a mask leaves few scores, adding whole copies of grad_q would take too long: then
+// one chunk has all keys.
 struct KeyChunks {
   int64_t tiles, each, count;
   LOWBIT_INLINE KeyChunks(const ForwardCall& args, int64_t tiles)
@@ -26,19 +26,19 @@ struct KeyChunks {
   LOWBIT_INLINE int64_t end(int64_t chunk) const { return smaller(tiles, (chunk + 1) * each); }
 };
 
-// The part of a tile that does not depend on how products are made; score_rows: memory for scores, at least those of a
-// tile of queries.
+// The part of a tile that is independent of the matrix products' implementation; score_rows: rows of memory for scores,
+// at least those of a tile of queries.
 template <class T>
 struct BackwardScores {
   using Real = T;
   Matrix<T> p, ds;                                // probabilities after dropout; gradient of the raw scores
-  Matrix<T> grad_q, grad_q_part;  // of one tile of queries, or of all that share a kv head; of a chunk of keys
+  Matrix<T> grad_q, grad_q_part;  // rows of a tile of queries, or of a whole kv head; one chunk's share
   T *lse, *delta, *rest, *factor, *scales;
   Matrix<T> raw;                                  // scores before score_mod
   Visible<T> visible;
   Programs<T> programs;
-  ScoreMachine<T> reverse;                        // of score_mod
-  const CapturedGradient* captured = nullptr;     // where it adds the gradients of captured tensors
+  ScoreMachine<T> reverse;                        // backward program of score_mod
+  const CapturedGradient* captured = nullptr;     // accumulators of the gradients of captured tensors
   bool adds_grad_mask = false;
 
   LOWBIT_INLINE BackwardScores(const ForwardCall& args, int64_t q_tile, int64_t score_rows,
@@ -56,13 +56,13 @@ struct BackwardScores {
   }
 };
 
-// A tile whose products are those of cpu/tile_products.hpp.
+// A tile that uses the products of cpu/tile_products.hpp.
 template <class T>
 struct BackwardTile : BackwardScores<T> {
   Matrix<T> q, grad_out;                          // q times scale
   Matrix<T> keys, keys_t, values_t, buffer;
-  Matrix<T> grad_k, grad_v;                       // of one tile of keys
-  Span* seeing;                                   // per tile of rows of grad_k
+  Matrix<T> grad_k, grad_v;                       // gradients of one tile of keys
+  Span* seeing;                                   // one per tile of rows of grad_k
 
   LOWBIT_INLINE BackwardTile(const ForwardCall& args, const Tiling& queries, int64_t grad_q_rows,
                              const ScorePlan ScoreProgram::* reverse_plan, TileArena& arena)
@@ -88,8 +88,8 @@ void add_rows(Matrix<T> from, Matrix<T> to, int64_t rows) {
   for (int64_t i = 0; i < rows * to.stride; i += 16) store(to.data + i, add(load(to.data + i), load(from.data + i)));
 }
 
-// Numbers of every row besides lse, [B, Hq, L]: D, and the rest of the log-sum-exp, which is lost where it is added to
-// a large score: lse of a row whose mask is finfo.min is just finfo.min.
+// Per-row numbers besides lse, [B, Hq, L]: D, and the rest of the log-sum-exp, which is rounded away when lse is
+// dominated by a large score: lse of a row masked with finfo.min is exactly finfo.min.
 //   p = exp(s - lse - rest)
 template <class T>
 struct RowStatistics {
@@ -97,7 +97,7 @@ struct RowStatistics {
   LOWBIT_INLINE RowStatistics from(int64_t row) const { return {delta + row, rest + row}; }
 };
 
-// From here on lse has no more than 13 of its bits behind the point, and rest is computed.
+// From this magnitude on, at most 13 bits of lse are after the binary point, and rest is computed.
 template <class T>
 constexpr T kLargeLse = sizeof(T) == 8 ? static_cast<T>(1ll << 39) : static_cast<T>(1 << 10);
 template <class T>
@@ -106,7 +106,7 @@ LOWBIT_INLINE bool has_rest(T lse) {
   return magnitude >= kLargeLse<T> && magnitude <= std::numeric_limits<T>::max();
 }
 
-// D of the rows of a head, and a rest of 0; true if some row has one.
+// D for the rows of a head, and rest = 0; true if some row has a rest.
 template <class T>
 bool row_deltas(const BackwardCall& args, int64_t head, const RowStatistics<T>& rows) {
   const ForwardCall& forward = args.forward;
@@ -138,7 +138,7 @@ bool row_deltas(const BackwardCall& args, int64_t head, const RowStatistics<T>& 
 
 // lse, D and rest of a tile of queries.
 template <class T>
-void load_statistics(const ForwardCall& forward, const TilePlace& at, const RowStatistics<T>& statistics,
+void load_statistics(const ForwardCall& forward, const TilePosition& at, const RowStatistics<T>& statistics,
                      BackwardScores<T>& tile) {
   const int64_t first = (at.b * forward.heads() + at.h) * forward.q_length() + at.q0;
   for (int64_t r = 0; r < at.rows; r++) {
@@ -150,7 +150,7 @@ void load_statistics(const ForwardCall& forward, const TilePlace& at, const RowS
 
 // Tile i of the queries of a head: q and grad_out widened, lse, D, rest.
 template <class T>
-void load_queries(const BackwardCall& args, const TilePlace& at, int64_t, const RowStatistics<T>& statistics,
+void load_queries(const BackwardCall& args, const TilePosition& at, int64_t, const RowStatistics<T>& statistics,
                   BackwardTile<T>& tile) {
   const ForwardCall& forward = args.forward;
   widen_rows(HeadView(forward.q, at.b, at.h), at.q0, at.rows, forward.q.size(3), static_cast<T>(forward.scale), tile.q);
@@ -158,9 +158,9 @@ void load_queries(const BackwardCall& args, const TilePlace& at, int64_t, const 
   load_statistics(forward, at, statistics, tile);
 }
 
-// A tile of keys, of which there is no gradient yet.
+// A tile of keys, with gradients of zero.
 template <class T>
-void load_keys(const ForwardCall& args, const TilePlace& at, BackwardTile<T>& tile) {
+void load_keys(const ForwardCall& args, const TilePosition& at, BackwardTile<T>& tile) {
   const HeadView keys(args.k, at.b, at.h / args.group()), values(args.v, at.b, at.h / args.group());
   transpose_rows(keys, at.k0, at.cols, args.q.size(3), tile.keys_t, tile.buffer);
   transpose_rows(values, at.k0, at.cols, args.v.size(3), tile.values_t, tile.buffer);
@@ -168,45 +168,45 @@ void load_keys(const ForwardCall& args, const TilePlace& at, BackwardTile<T>& ti
 }
 
 template <class T>
-void clear_grad_keys(const TilePlace& at, BackwardTile<T>& tile) {
+void clear_grad_keys(const TilePosition& at, BackwardTile<T>& tile) {
   clear_rows(tile.grad_k, at.cols), clear_rows(tile.grad_v, at.cols);
 }
 
 // tile.p = scale * q k^T
 template <class T>
-void multiply_keys(const ForwardCall& forward, const TilePlace& at, const Span* spans, BackwardTile<T>& tile) {
+void multiply_keys(const ForwardCall& forward, const TilePosition& at, const Span* spans, BackwardTile<T>& tile) {
   multiply(tile.q.from(at.skipped), tile.keys_t, tile.p, {at.rows, at.cols, forward.q.size(3)},
            {.columns = spans});
 }
 
 // tile.ds = grad_out v^T
 template <class T>
-void multiply_values(const ForwardCall& forward, const TilePlace& at, BackwardTile<T>& tile) {
+void multiply_values(const ForwardCall& forward, const TilePosition& at, BackwardTile<T>& tile) {
   multiply(tile.grad_out.from(at.skipped), tile.values_t, tile.ds, {at.rows, at.cols, forward.v.size(3)},
            {.columns = tile.visible.spans});
 }
 
-// grad_mask += ds for the mask's own elements; where the mask is broadcast along k a row adds its sum.
+// grad_mask += ds per element of the stored mask; if the mask is broadcast along k, a row adds its sum.
 template <class T>
-void add_grad_mask(const TensorView& grad, const TilePlace& at, Matrix<T> ds) {
+void add_grad_mask(const TensorView& grad, const TilePosition& at, Matrix<T> ds) {
   T* base =
       grad.as<T>() + at.b * grad.stride[0] + at.h * grad.stride[1] + at.q0 * grad.stride[2] + at.k0 * grad.stride[3];
   for (int64_t r = 0; r < at.rows; r++)
     for (int64_t c = 0; c < at.cols; c++) base[r * grad.stride[2] + c * grad.stride[3]] += ds.row(r)[c];
 }
 
-// The scores where they are visible, as the softmax took them, in tile.p.
+// The visible scores, as the softmax took them, in tile.p.
 template <class Tile>
-void load_scores(const ForwardCall& forward, const TilePlace& at, Tile& tile) {
-  // The derivative of score_mod may be infinite at a score of 0, and a program would find 0 where no product was made.
+void load_scores(const ForwardCall& forward, const TilePosition& at, Tile& tile) {
+  // All columns if a program runs: the derivative of score_mod may be infinite at 0, the value of scores not computed.
   multiply_keys(forward, at, tile.reverse.call ? nullptr : tile.visible.spans, tile);
   if (tile.reverse.call) copy_rows(tile.p, tile.raw, at.rows, tile.visible.all.end);
   modify_visible(forward, RowBlock(at, 0, at.rows), tile.programs, tile.visible, tile.p);
 }
 
-// tile.p and tile.ds, 0 outside of tile.visible, from the queries and keys that are loaded.
+// tile.p and tile.ds, 0 outside tile.visible, from the loaded queries and keys.
 template <class Tile>
-void score_gradients(const BackwardCall& args, const TilePlace& at, Tile& tile) {
+void score_gradients(const BackwardCall& args, const TilePosition& at, Tile& tile) {
   using T = typename Tile::Real;
   const ForwardCall& forward = args.forward;
   const Visible<T>& visible = tile.visible;
@@ -225,7 +225,7 @@ void score_gradients(const BackwardCall& args, const TilePlace& at, Tile& tile) 
       }
     } else {
       for (int64_t c = span.begin; c < span.end; c += 16) {
-        const auto x = e_to_the(sub(sub(load(p + c), lse), rest));  // not s - (lse + rest): rest would be lost again
+        const auto x = e_to_the(sub(sub(load(p + c), lse), rest));  // not s - (lse + rest), which would round rest away
         store(ds + c, mul(x, sub(load(ds + c), delta)));
         store(p + c, x);
       }
@@ -238,7 +238,7 @@ void score_gradients(const BackwardCall& args, const TilePlace& at, Tile& tile) 
 }
 
 template <class T>
-void add_grad_keys(const ForwardCall& args, const TilePlace& at, BackwardTile<T>& tile) {
+void add_grad_keys(const ForwardCall& args, const TilePosition& at, BackwardTile<T>& tile) {
   const Span* seeing = find_seeing(tile.visible, at.rows, at.cols, tile.seeing);
   multiply(transposed(tile.p), tile.grad_out.from(at.skipped), tile.grad_v, {at.cols, args.v.size(3), at.rows},
            {.sum = Sum::onto, .depth = seeing});
@@ -247,21 +247,21 @@ void add_grad_keys(const ForwardCall& args, const TilePlace& at, BackwardTile<T>
 }
 
 template <class T>
-void add_grad_queries(const ForwardCall& args, const TilePlace& at, const BackwardTile<T>& tile,
+void add_grad_queries(const ForwardCall& args, const TilePosition& at, const BackwardTile<T>& tile,
                       Matrix<T> grad_q) {
   multiply(tile.ds, tile.keys, grad_q, {at.rows, args.q.size(3), at.cols},
            {.sum = Sum::onto, .depth = tile.visible.spans});
 }
 
 template <class T>
-void store_grad_queries(const BackwardCall& args, const TilePlace& at, Matrix<T> grad_q) {
+void store_grad_queries(const BackwardCall& args, const TilePosition& at, Matrix<T> grad_q) {
   T scales[kBackwardQTile];
   fill(scales, at.rows, static_cast<T>(args.forward.scale));
   narrow_rows(grad_q, scales, at.rows, args.forward.q.size(3), HeadView(args.grad_q, at.b, at.h), at.q0);
 }
 
 template <class T>
-void store_grad_keys(const BackwardCall& args, const TilePlace& at, const BackwardTile<T>& tile) {
+void store_grad_keys(const BackwardCall& args, const TilePosition& at, const BackwardTile<T>& tile) {
   const int64_t kv_head = at.h / args.forward.group();
   fill(tile.scales, at.cols, T{1});
   narrow_rows(tile.grad_k, tile.scales, at.cols, args.forward.q.size(3), HeadView(args.grad_k, at.b, kv_head), at.k0);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows of the ops attention_forward, attention_backward and decode (prompts) by products of bfloat16 on vectors.
+// Rows of the ops attention_forward, attention_backward and decode (prompts) with bfloat16 products on vectors.
 #include LOWBIT_ISA_HEADER
 
 #include "cpu/attention/amx_backward.hpp"
@@ -16,7 +16,7 @@ std::string_view refuses_below(const AttentionForwardArgs& args, int64_t queries
   if (args.q_length() < queries) return "so few queries that FMAs of float32 are as fast";
   return args.kv_length() < kStep ? "so few keys that FMAs of float32 are as fast" : "";
 }
-// 32 x 32 x 64 took 1.6 times as long, 64 x 64 x 64 0.6 (Zen 4).
+// 32 x 32 x 64 took 1.6 times as long as float32, 64 x 64 x 64 0.6 times (Zen 4).
 std::string_view refuses(const AttentionForwardArgs& args) { return refuses_below(args, 2 * kTileRows + 1); }
 std::string_view refuses_backward(const AttentionBackwardArgs& args) { return refuses(args.forward); }
 std::string_view refuses_prompt(const DecodeArgs& args) {

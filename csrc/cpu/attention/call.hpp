@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A call as the tiles of the CPU take it: the caller's arguments, and the facts that its row found in
-// memory (in_memory.hpp).
+// An attention call in the form that the CPU's tiles take: the caller's arguments, and what its row read
+// from memory (in_memory.hpp).
 #pragma once
 
 #include "ops/attention.hpp"
@@ -10,7 +10,7 @@ namespace lowbit::cpu {
 struct ScoreGradientPlan;  // captured_gradients.hpp
 
 // The class of a block of q_block queries and kv_block keys.
-enum class BlockClass : uint8_t { empty, partial, full };  // partial: mask_mod decides; full: it need not be asked
+enum class BlockClass : uint8_t { empty, partial, full };  // partial: mask_mod decides; full: mask_mod is true
 
 struct BlockClasses {
   const BlockClass* classes = nullptr;  // [B or 1, Hq or 1, q blocks, kv blocks]; null: every block is full
@@ -22,12 +22,12 @@ struct BlockClasses {
   }
 };
 
-// Queries of a tile in the backward: gradients of captured tensors are cut by it.
+// Queries per tile of the backward; gradients of captured tensors are divided along the same tiles.
 constexpr int64_t kBackwardQTile = 64;
 
 struct ForwardCall : AttentionForwardArgs {
   BlockClasses blocks{};
-  uint64_t key = 0;  // of seed
+  uint64_t key = 0;  // Philox key from seed
   // The scales of a prompt over codes (prompt.hpp).
   TensorView k_scale{}, v_scale{};
   bool rotated = false;
@@ -36,7 +36,7 @@ struct ForwardCall : AttentionForwardArgs {
 
 struct BackwardCall : AttentionGradients {
   ForwardCall forward{};
-  const ScoreGradientPlan* captured = nullptr;  // of grad_captured, or null
+  const ScoreGradientPlan* captured = nullptr;  // plan of grad_captured, or null
 };
 
 }  // namespace lowbit::cpu

@@ -12,12 +12,12 @@ namespace {
 using namespace score;
 
 constexpr int64_t kMaxSlices = 32;
-constexpr int64_t kSmall = 1 << 17;  // elements: 32 sums of doubles are 32 MiB at most
+constexpr int64_t kSmall = 1 << 17;  // max elements of a small tensor: 32 accumulators of doubles are 32 MiB at most
 
 using Axes = std::array<bool, 3>;  // batch, head, q
 
-// The axes along which different items never write to the same element: all gathers have b (h, q) itself as the index
-// of the same dimension.
+// The axes along which different items never write to the same element: every gather is indexed directly by b (h, q) in
+// one and the same dimension.
 Axes axes_apart(const ScoreGraph& graph, int64_t tensor, int rank) {
   constexpr int kLeaves[] = {number_of<B>(), number_of<H>(), number_of<Q>()};
   Axes apart{};
@@ -98,12 +98,12 @@ ScoreGradientItem ScoreGradientPlan::item(int64_t slice, int64_t number) const {
   int64_t per_cut = 1;
   for (int axis = 0; axis < 3; axis++)
     if (!apart_[axis]) per_cut *= extents[axis];
-  int64_t cut = slice * cuts_ / slices_ + number / per_cut, rest = number % per_cut, place[3];
-  for (int axis = 2; axis >= 0; axis--) {  // q fastest, so that the keys of a head stay in the cache
+  int64_t cut = slice * cuts_ / slices_ + number / per_cut, rest = number % per_cut, index[3];
+  for (int axis = 2; axis >= 0; axis--) {  // q fastest: keeps the keys of a head in cache
     int64_t& from = apart_[axis] ? cut : rest;
-    place[axis] = from % extents[axis], from /= extents[axis];
+    index[axis] = from % extents[axis], from /= extents[axis];
   }
-  return {place[0], place[1], place[2]};
+  return {index[0], index[1], index[2]};
 }
 
 void ScoreGradientPlan::finish() {

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Gradients of the tensors that a score_mod captured, from many threads and yet the same bits for any number of them:
-// the work is cut into slices that depend on the shapes alone. A slice is done by one thread, item after item. Small
-// tensors have one sum per slice, added in the order of the slices at the end; large ones are written in place, which
-// is safe where their indices prove that slices write apart (bias[b, h, q, k]).
+// Gradients of the tensors captured by a score_mod, computed by many threads, with the same bits for any number of
+// them: the work is cut into slices that depend on the shapes alone, and one thread processes a slice, item by item.
+// Small tensors have one accumulator per slice, added in slice order at the end. Large ones are accumulated in place,
+// which is safe if their indices prove that slices write to disjoint elements (bias[b, h, q, k]).
 #pragma once
 
 #include <cstdint>
@@ -13,18 +13,18 @@
 
 namespace lowbit::cpu {
 
-// The items of the pass over queries: (b, heads h * heads_per_item .., queries q * q_tile ..).
+// The number of items in the pass over queries: (b, heads h * heads_per_item .., queries q * q_tile ..).
 struct ScoreGradientShape {
   int64_t batch = 1, head_items = 1, q_items = 1;
 };
 
 struct ScoreGradientItem {
-  int64_t b, head, q;  // in items
+  int64_t b, head, q;  // item indices
 };
 
 struct LOWBIT_API ScoreGradientPlan {
  public:
-  // `gradients`: per captured tensor the result, contiguous and of its shape and dtype, or an empty view. `real`:
+  // `gradients`: the result for each captured tensor, contiguous, its shape and dtype, or an empty view. `real`:
   // float32, or float64 for float64 queries.
   ScoreGradientPlan(const ScoreCall& call, const ScoreGradientShape& shape, std::vector<TensorView> gradients,
                     DType real);
@@ -42,8 +42,8 @@ struct LOWBIT_API ScoreGradientPlan {
   std::vector<TensorView> gradients_;
   DType real_;
   bool apart_[3] = {};  // per axis (batch, head, q): whether slices are cut along it
-  int64_t slices_ = 1, cuts_ = 1;  // cuts_: combinations of the axes that are cut
-  // Per tensor, of one slice after the other; none if the gradient itself is added to.
+  int64_t slices_ = 1, cuts_ = 1;  // cuts_: combinations along the axes that are cut
+  // Accumulators per tensor, slice by slice; none if the gradient is accumulated in place.
   std::vector<std::vector<double>> sums_;
   std::vector<CapturedGradient> targets_;
 };

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows of the ops attention_forward and attention_backward for float64 inputs: for checking gradients, so one
-// instruction set serves every machine.
+// Rows of the ops attention_forward and attention_backward for float64 inputs. They are for gradient checks, so one
+// instruction set serves all machines.
 #include LOWBIT_ISA_HEADER
 
 #include "cpu/attention/backward.hpp"

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Forward: a task is a tile of queries of one head, which passes over the keys that it may see with a running softmax.
-// From the last key to the first: scores are often largest near the diagonal (ALiBi), and where those come last the
-// base of the softmax is raised with every tile.
+// The forward: a task is a tile of queries of one head, with a running softmax over the keys that it may see. Keys are
+// visited from last to first: scores are often largest near the diagonal (ALiBi), and if those came last, each tile
+// would raise the base of the softmax.
 #pragma once
 
 #include "core/scratch.hpp"
@@ -15,9 +15,9 @@ namespace {
 constexpr int64_t kKvTile = 128;
 constexpr int kBlockRows = 48;  // 48 x 128 scores are 27 KiB
 
-// Rows of the tile of queries. Many, because each task packs every key that it sees (128 rows at E = 64 spent 7 % on
-// that, 252 half of it), but their q and out should stay in half of L2, and there must be tasks to share out. A row's
-// result does not depend on its tile.
+// Rows per tile of queries. Many, because each task packs all keys that it sees (7 % of the time with 128 rows at E =
+// 64, half of that with 252; AVX2, Zen 5), but q and out of a tile should fit in half of L2, and there must be tasks
+// for all threads. A row's result does not depend on its tile.
 LOWBIT_INLINE int64_t choose_q_tile(const ForwardCall& args, int threads) {
   const int64_t row_bytes = 4 * (row_stride(args.q.size(3)) + row_stride(args.ev()));
   int64_t tile = smaller(252, larger(48, kL2Block / row_bytes / 12 * 12));
@@ -30,7 +30,7 @@ struct ForwardTile {
   Matrix<T> q, keys, values, scores, out, buffer;
   RunningSoftmax<T> softmax;
   Visible<T> visible;
-  T* factor;  // of a row: dropout; of all rows: 1 / sum
+  T* factor;  // dropout factors of a row; then 1 / sum of all rows
   Programs<T> programs;
 
   LOWBIT_INLINE ForwardTile(const ForwardCall& args, int64_t q_tile, TileArena& arena)
@@ -50,9 +50,9 @@ struct ForwardTile {
   }
 };
 
-// Divides by the sums, and writes out, lse, max_scores; factor: memory for one number per row.
+// Divides by the sums and writes out, lse and max_scores; factor: scratch for one number per row.
 template <class T>
-void finish_rows(const ForwardCall& args, const TilePlace& at, const RunningSoftmax<T>& softmax, T* factor) {
+void finish_rows(const ForwardCall& args, const TilePosition& at, const RunningSoftmax<T>& softmax, T* factor) {
   const int64_t first = (at.b * args.heads() + at.h) * args.q_length() + at.q0;
   for (int64_t r = 0; r < at.rows; r++) {
     T top = softmax.base[r], total = sum(load(softmax.sums + 16 * r)), scale = 1;
@@ -65,7 +65,7 @@ void finish_rows(const ForwardCall& args, const TilePlace& at, const RunningSoft
         top = now;
       }
     }
-    if (args.lse) args.lse.template as<T>()[first + r] = log_sum(top, total);  // -inf beside a sum of 0, nan beside nan
+    if (args.lse) args.lse.template as<T>()[first + r] = log_sum(top, total);  // -inf for a sum of 0, nan for nan
     factor[r] = total == T{0} ? T{0} : scale / total;
   }
   narrow_rows(softmax.out, factor, at.rows, args.ev(), HeadView(args.out, at.b, at.h), at.q0);
@@ -77,15 +77,15 @@ template <class T>
   visible.for_each_row(rows, [&](int64_t r, Span span) { softmax_row(softmax, r, scores.row(r), span); });
 }
 
-// One tile of keys, for a tile of queries.
+// One tile of keys for a tile of queries.
 template <class T>
-void forward_tile(const ForwardCall& args, const TilePlace& at, MemoryRows next_keys, MemoryRows next_values,
+void forward_tile(const ForwardCall& args, const TilePosition& at, MemoryRows next_keys, MemoryRows next_values,
                   ForwardTile<T>& tile) {
   const int64_t e = args.q.size(3), ev = args.ev();
   const HeadView keys = keys_of(args, at.b, at.h / args.group()), values = values_of(args, at.b, at.h / args.group());
   Upcoming soon_keys = fetched_by(next_keys, at.rows, at.cols), soon_values = fetched_by(next_values, at.rows, ev);
   Upcoming modifying = fetched_by(modifying_rows(args, at, tile.programs, tile.scores), ceil_div(at.rows, 2),
-                                  at.cols);  // twice as fast as it is used
+                                  at.cols);  // fetched twice as fast as it is used
   bool packed = false;
   for (int first = 0; first < at.rows; first += kBlockRows) {
     const RowBlock block(at, first, kBlockRows);
@@ -111,10 +111,10 @@ template <class T>
 void forward_task(const ForwardCall& args, const Tilings& tilings, ForwardTile<T>& tile, int64_t b, int64_t h,
                   int64_t i) {
   const HeadView keys = keys_of(args, b, h / args.group()), values = values_of(args, b, h / args.group());
-  const TilePlace all{b, h, tilings.q.begin(i), 0, tilings.q.size(i), 0, 0, false};
+  const TilePosition all{b, h, tilings.q.begin(i), 0, tilings.q.size(i), 0, 0, false};
   widen_rows(HeadView(args.q, b, h), all.q0, all.rows, args.q.size(3), static_cast<T>(args.scale), tile.q);
   start_softmax(tile.softmax, all.rows);
-  TilePlace at;
+  TilePosition at;
   const auto next_rows = [&](const HeadView& head, int64_t j, int64_t columns) {
     return j > 0 ? head_rows(head, tilings.kv.begin(j - 1), tilings.kv.size(j - 1), columns) : MemoryRows();
   };
@@ -136,7 +136,7 @@ void attention_forward(const ForwardCall& args) {
     arena = {memory.arena()};
     ForwardTile<T> tile(args, tilings.q.tile, arena);
     const int64_t head = task / tilings.q.count,
-                  i = tilings.q.count - 1 - task % tilings.q.count;  // under causality the last are the longest
+                  i = tilings.q.count - 1 - task % tilings.q.count;  // under causality the last tiles take longest
     forward_task(args, tilings, tile, head / args.heads(), head % args.heads(), i);
   });
 }

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows of a head as matrices of a tile, in the scratch memory of a thread: in float32 (or float64) whatever the tensors
-// hold, and back.
+// Rows of a head as matrices in the scratch memory of a thread: widened to float32 (or float64), and stored back.
 #pragma once
 
 #include "core/tensor_view.hpp"
@@ -22,7 +21,7 @@ LOWBIT_INLINE void store16(bfloat16_bits* p, f32x16 a) { store_bf16(&p->bits, a)
 LOWBIT_INLINE void store16(float16_bits* p, f32x16 a) { store_f16(&p->bits, a); }
 LOWBIT_INLINE void store16(double* p, f64x16 a) { store(p, a); }
 
-// Calls f with a null pointer to the element type of a tensor that is computed in T.
+// Calls f with a null pointer of a tensor's element type, for arithmetic in T.
 template <class T, class F>
 LOWBIT_INLINE void with_elements(DType dtype, F&& f) {
   if constexpr (sizeof(T) == 8) {
@@ -39,12 +38,12 @@ LOWBIT_INLINE void fill(T* to, int64_t count, T x) {
   for (int64_t i = 0; i < count; i++) to[i] = x;
 }
 
-// A head of a tensor [B, H, length, columns] with a dense last dimension, or of codes with their scales.
+// A head of a tensor [B, H, length, columns] with a dense last dimension, or of codes with scales.
 struct HeadView {
   const char* data;
   DType dtype;
-  int64_t stride;                     // of a row, in elements
-  const TensorView* scale = nullptr;  // of codes
+  int64_t stride;                     // elements from row to row
+  const TensorView* scale = nullptr;  // scales of codes
   int64_t first_scale = 0;
   bool rotated = false;
   LOWBIT_INLINE HeadView(const TensorView& tensor, int64_t b, int64_t h)
@@ -72,8 +71,8 @@ struct Hadamard16 {
 };
 constexpr Hadamard16 kHadamard16;
 
-// A row times the Hadamard matrix of kv_rotation(columns), over the root of its size: its own inverse. Inside of a
-// vector as a matrix, as no step of it is one of vectors: a prompt over int4 spent a third of its time on scalars.
+// Multiplies a row by the normalized Hadamard matrix of kv_rotation(columns), its own inverse. Strides below a vector
+// are done as a matrix product: as scalars, they took a third of a prompt over int4 (Sapphire Rapids).
 LOWBIT_INLINE void rotate_row(float* row, int64_t columns) {
   const int64_t size = kv_rotation(columns), padded = kv_padded(columns);
   const f32x16 norm = set1(1.0f / __builtin_sqrtf(static_cast<float>(size)));
@@ -90,10 +89,10 @@ LOWBIT_INLINE void rotate_row(float* row, int64_t columns) {
       }
 }
 
-// widen_rows of codes.
+// widen_rows for codes.
 inline void widen_codes(const HeadView& head, int64_t first, int64_t rows, int64_t columns, float factor,
                         Matrix<float> to) {
-  alignas(64) float row[kMostKvColumns];
+  alignas(64) float row[kMaxKvColumns];
   const int64_t last_scale = head.scale->size(3) - 1;
   for (int64_t r = 0; r < rows; r++) {
     const uint8_t* codes = reinterpret_cast<const uint8_t*>(head.data) + (first + r) * head.stride;
@@ -116,7 +115,7 @@ inline void widen_codes(const HeadView& head, int64_t first, int64_t rows, int64
   }
 }
 
-// One row of up to 16 * n elements, widened; zeros up to the next multiple of 16.
+// Widens one row of up to 16 * n elements; zeros up to the next multiple of 16.
 template <class E, class T>
 LOWBIT_INLINE void widen_row(const E* from, int64_t columns, T factor, T* to) {
   const int64_t whole = columns / 16 * 16;
@@ -158,7 +157,7 @@ void transpose_rows(const HeadView& head, int64_t first, int64_t rows, int64_t c
   }
 }
 
-// Rows of a tile back to a tensor: head[first + r][c] = from[r][c] * factor[r].
+// Stores rows of a tile: head[first + r][c] = from[r][c] * factor[r].
 template <class T>
 void narrow_rows(Matrix<T> from, const T* factor, int64_t rows, int64_t columns, const HeadView& head, int64_t first) {
   with_elements<T>(head.dtype, [&](auto* tag) {

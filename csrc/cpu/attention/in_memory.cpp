@@ -19,8 +19,8 @@ int64_t element(const TensorView& tensor, int64_t b, int64_t h, int64_t row, int
       .as<const int32_t>()[b * tensor.stride[0] + h * tensor.stride[1] + row * tensor.stride[2] + i * tensor.stride[3]];
 }
 
-// The lists as one class per block: every entry is read and checked here, and tiles need not care for
-// order or direction.
+// Converts the lists to one class per block. Every entry is read and checked here, so tiles may visit blocks
+// in any order.
 std::vector<BlockClass> read_lists(ForwardCall& args) {
   const BlockLists& lists = args.lists;
   if (!lists.kv_num_blocks) return {};
@@ -53,10 +53,10 @@ std::vector<BlockClass> read_lists(ForwardCall& args) {
                  .columns = columns,
                  .q_block = lists.q_block,
                  .kv_block = lists.kv_block};
-  return classes;  // its memory does not move
+  return classes;  // a move keeps its address
 }
 
-// Writes zeros to the elements that the view's strides reach: a dimension of stride 0 is stored once.
+// Zeros the elements that the view's strides reach, once each.
 void clear(const TensorView& view, int dim = 0, int64_t at = 0) {
   if (!view) return;
   const int64_t size = static_cast<int64_t>(size_of(view.dtype));
@@ -109,7 +109,7 @@ void with_memory(const AttentionBackwardArgs& given, void (*tiles)(const Backwar
                  real_of(forward.q.dtype));
     args.captured = &*plan;
   }
-  if (forward.out.numel() == 0) {  // no tile, no heads to divide by
+  if (forward.out.numel() == 0) {  // no tiles, and perhaps no heads to divide by
     for (const TensorView& gradient : {args.grad_q, args.grad_k, args.grad_v, args.grad_sink}) clear(gradient);
     for (const TensorView& gradient : args.grad_captured) clear(gradient);
     return;

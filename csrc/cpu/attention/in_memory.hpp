@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The arguments of an attention call that lie in memory, which only a row may read: the blocks to visit, the key of
-// dropout, captured integers; and the reports of its programs when the tiles are done. Compiled once, for every
-// instruction set.
+// The arguments of an attention call that are in memory, which only a row may read: the blocks to visit, the key of
+// dropout, captured integers; also the faults that programs report once the tiles are done. Compiled once, for all
+// instruction sets.
 #pragma once
 
 #include "cpu/attention/call.hpp"
@@ -9,11 +9,11 @@
 
 namespace lowbit::cpu {
 
-// Calls the tiles with `blocks` and `key` of the call filled in. Raises ValueError for an entry of a list, IndexError
+// Runs the tiles with `blocks` and `key` of the call filled in. Raises ValueError for an invalid list entry, IndexError
 // for a gather out of range.
 void with_memory(ForwardCall call, void (*tiles)(const ForwardCall&));
 void with_memory(const AttentionForwardArgs& args, void (*tiles)(const ForwardCall&));
-// Likewise, with `captured`; gradients that are added to start at 0.
+// Likewise, with `captured`; gradients that are accumulated start at 0.
 void with_memory(const AttentionBackwardArgs& args, void (*tiles)(const BackwardCall&));
 void with_memory(const DecodeArgs& args, void (*splits)(const DecodeArgs&));
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A prompt over a quantized cache: many queries over codes, a call of the op decode, by the tiles of the forward, which
-// take codes back to floats as they pack them.
+// A prompt over a quantized cache: many queries over codes, a call of the op decode, with the tiles of the forward,
+// which dequantize as they pack.
 #pragma once
 
 #include "cpu/attention/call.hpp"
@@ -9,7 +9,7 @@
 namespace lowbit::cpu::LOWBIT_ISA_NAME {
 namespace {
 
-// Above, tiles of packed keys are faster than codes multiplied as they are; but each head packs its keys for its own
+// Above these, tiles of packed keys are faster than products with codes; but each head packs its keys for its own
 // queries alone.
 constexpr int64_t kDecodeRows = 64, kDecodeQueries = 16;
 
@@ -18,7 +18,7 @@ LOWBIT_INLINE bool is_prompt(const DecodeArgs& args) {
          !args.mask_mod && args.format() != KvFormat::floating;
 }
 
-// Tokens begin .. of a tensor [B, H, S, ..], or of a mask [.., S].
+// Tokens from `begin` on of a tensor [B, H, S, ..], or of a mask [.., S].
 LOWBIT_INLINE TensorView tokens_of(TensorView tensor, int dim, int64_t begin, int64_t count) {
   if (!tensor) return tensor;
   const int64_t size = static_cast<int64_t>(size_of(tensor.dtype));
@@ -26,7 +26,7 @@ LOWBIT_INLINE TensorView tokens_of(TensorView tensor, int dim, int64_t begin, in
   return tensor;
 }
 
-// The call as the forward has it, over the tokens that some query sees.
+// The same call for the forward, over the tokens that some query sees.
 LOWBIT_INLINE ForwardCall prompt_call(const DecodeArgs& args) {
   const auto clamped = [&](int64_t token) {
     return token < 0 ? 0 : token < args.kv_length() ? token : args.kv_length();

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The steps on a tile of scores between the two products, except the softmax: score_mod, masks, dropout; and the powers
-// of e.
+// The operations on a tile of scores between the two matrix products, except the softmax: score_mod, masks, dropout;
+// also the exponential function.
 #pragma once
 
 #include "core/random.hpp"
@@ -15,9 +15,9 @@ constexpr double kLog2e = 1.4426950408889634;
 template <class T>
 constexpr T kMinusInfinity = -static_cast<T>(__builtin_inf());
 
-// e^x for x <= 88; 0 below -87.7 and at -inf; nan stays. Adding 1.5 * 2^23 + 127 to y = x log2(e) rounds it to an
-// integer and leaves that, biased, in the low bits; 2^r of the rest by a polynomial of degree 5 on [-1/2, 1/2], exact
-// at 0: 1.4 ulp. x is a difference of scores, never a score: finfo.min of a mask, times log2(e), is -inf.
+// e^x for x <= 88; 0 below -87.7 and at -inf; nan stays nan. Adding 1.5 * 2^23 + 127 to y = x log2(e) rounds it to an
+// integer and leaves that, biased, in the low bits; 2^r of the remainder is a polynomial of degree 5 on [-1/2, 1/2],
+// exact at 0: 1.4 ulp. x is a difference of scores, never a score: finfo.min of a mask times log2(e) is -inf.
 LOWBIT_INLINE f32x16 e_to_the(f32x16 x) {
   x = max(set1(-88.0f), x);
   const f32x16 log2e = set1(static_cast<float>(kLog2e)), magic = set1(12583039.0f);
@@ -44,16 +44,16 @@ LOWBIT_INLINE T e_to_the_one(T x) {
 LOWBIT_INLINE float log_sum(float base, float total) { return base + __builtin_logf(total); }
 LOWBIT_INLINE double log_sum(double base, double total) { return base + __builtin_log(total); }
 
-// The place of a tile of scores.
-struct TilePlace {
+// Position and size of a tile of scores.
+struct TilePosition {
   int64_t b, h, q0, k0;
   int rows, cols;
   int skipped;   // rows of the tile of queries before q0
-  bool partial;  // mask_mod has to be asked
+  bool partial;  // mask_mod must be evaluated
 };
 
 struct bool_byte { uint8_t value; };
-LOWBIT_INLINE f32x16 load16(const bool_byte* p) {  // the term of a score: 0 or -inf
+LOWBIT_INLINE f32x16 load16(const bool_byte* p) {  // the term to add to a score: 0 or -inf
   const i32x16 no = sub(load_u8(&p->value), set1(int32_t{1}));
   return float_of(bit_and(no, set1(int32_t{static_cast<int32_t>(0xff800000)})));
 }
@@ -66,9 +66,9 @@ LOWBIT_INLINE T mask_value(E element) {
   else return static_cast<T>(element);
 }
 
-// scores += mask; a false of a bool mask adds -inf.
+// scores += mask; false in a bool mask adds -inf.
 template <class T, class E>
-void add_mask_rows(const TensorView& mask, const TilePlace& at, Matrix<T> scores) {
+void add_mask_rows(const TensorView& mask, const TilePosition& at, Matrix<T> scores) {
   const E* base = mask.as<const E>() + at.b * mask.stride[0] + at.h * mask.stride[1] + at.q0 * mask.stride[2] +
                   at.k0 * mask.stride[3];
   constexpr bool kVectors = sizeof(T) == 4 && sizeof(E) <= 4;
@@ -83,7 +83,7 @@ void add_mask_rows(const TensorView& mask, const TilePlace& at, Matrix<T> scores
 }
 
 template <class T>
-void add_mask(const TensorView& mask, const TilePlace& at, Matrix<T> scores) {
+void add_mask(const TensorView& mask, const TilePosition& at, Matrix<T> scores) {
   switch (mask.dtype) {
     case DType::boolean: return add_mask_rows<T, bool_byte>(mask, at, scores);
     case DType::bfloat16: return add_mask_rows<T, bfloat16_bits>(mask, at, scores);
@@ -93,10 +93,10 @@ void add_mask(const TensorView& mask, const TilePlace& at, Matrix<T> scores) {
   }
 }
 
-// The span without those columns at its ends, 16 at a time, that the mask hides from all rows of `at` in `heads` heads.
-// A mask of float64, or one that is not dense along the columns, leaves it as it is.
+// The span without columns at its ends, in units of 16, that the mask hides from all rows of `at` in `heads` heads.
+// Unchanged for a float64 mask or one not dense along the columns.
 template <class E>
-Span shown_columns(const TensorView& mask, const TilePlace& at, int64_t heads, Span span) {
+Span shown_columns(const TensorView& mask, const TilePosition& at, int64_t heads, Span span) {
   const int64_t of_heads = mask.stride[1] ? heads : 1, of_rows = mask.stride[2] ? at.rows : 1;
   Span shown{span.end, span.begin};
   const f32x16 no = set1(kMinusInfinity<float>);
@@ -113,7 +113,7 @@ Span shown_columns(const TensorView& mask, const TilePlace& at, int64_t heads, S
   return shown;
 }
 
-LOWBIT_INLINE Span shown_columns(const TensorView& mask, const TilePlace& at, int64_t heads, Span span) {
+LOWBIT_INLINE Span shown_columns(const TensorView& mask, const TilePosition& at, int64_t heads, Span span) {
   if (mask.stride[3] != 1) return span;
   switch (mask.dtype) {
     case DType::boolean: return shown_columns<bool_byte>(mask, at, heads, span);
@@ -124,8 +124,8 @@ LOWBIT_INLINE Span shown_columns(const TensorView& mask, const TilePlace& at, in
   }
 }
 
-// Columns of a row that exist and that causality and a window allow.
-LOWBIT_INLINE Span visible_columns(const ForwardCall& args, const TilePlace& at, int64_t r) {
+// Existing columns of a row that causality and the window allow.
+LOWBIT_INLINE Span visible_columns(const ForwardCall& args, const TilePosition& at, int64_t r) {
   const int64_t own = args.position + at.q0 + r - at.k0;
   return {args.window > 0 ? smaller(at.cols, larger(0, own - args.window + 1)) : 0,
           args.causal ? smaller(at.cols, larger(0, own + 1)) : at.cols};
@@ -138,7 +138,7 @@ LOWBIT_INLINE HeadView values_of(const ForwardCall& args, int64_t b, int64_t kv_
   return {args.v, args.v_scale, false, b, kv_head};
 }
 
-// Makes scores -inf where the mask (0 or -inf) says no.
+// Makes scores -inf where the mask is -inf.
 LOWBIT_INLINE f32x16 hidden(f32x16 mask, f32x16 s) {
   return float_of(select(at_least(mask, set1(0.0f)), bits_of(s), bits_of(set1(kMinusInfinity<float>))));
 }
@@ -147,7 +147,7 @@ LOWBIT_INLINE f64x16 hidden(f64x16 mask, f64x16 s) {
   return s;
 }
 
-// The machine that runs one plan of a program for one thread; without a call there is nothing to run.
+// One thread's machine for one plan of a program; an empty one without a program.
 template <class T>
 ScoreMachine<T> machine_for(const ScoreCall* call, const ScorePlan ScoreProgram::* plan, int64_t rows, int64_t cols,
                             TileArena& arena) {
@@ -162,7 +162,7 @@ ScoreMachine<T> machine_for(const ScoreCall* call, const ScorePlan ScoreProgram:
 }
 
 template <class T>
-LOWBIT_INLINE ScoreTile<T> score_tile(const TilePlace& at, Matrix<T> scores) {
+LOWBIT_INLINE ScoreTile<T> score_tile(const TilePosition& at, Matrix<T> scores) {
   return {at.b, at.h, at.q0, at.k0, at.rows, at.cols, scores.data, scores.stride};
 }
 
@@ -175,9 +175,9 @@ struct Programs {
         mask(machine_for<T>(args.mask_mod, &ScoreProgram::forward, rows, cols, arena)) {}
 };
 
-// The factors of dropout for the probabilities of one row: 0 or 1 / (1 - p).
+// The dropout factors for the probabilities of one row: 0 or 1 / (1 - p).
 template <class T>
-void dropout_factors(const ForwardCall& args, const TilePlace& at, int64_t r, T* factor) {
+void dropout_factors(const ForwardCall& args, const TilePosition& at, int64_t r, T* factor) {
   const uint64_t threshold = static_cast<uint64_t>(args.dropout_p * 0x1p32);
   const T kept = args.dropout_p < 1 ? static_cast<T>(1 / (1 - args.dropout_p)) : T{0};
   const uint32_t q = static_cast<uint32_t>(at.q0 + r), head = static_cast<uint32_t>(at.b * args.heads() + at.h);
@@ -190,7 +190,7 @@ void dropout_factors(const ForwardCall& args, const TilePlace& at, int64_t r, T*
 }
 
 template <class T>
-void drop_probabilities(const ForwardCall& args, const TilePlace& at, Matrix<T> scores, T* factor) {
+void drop_probabilities(const ForwardCall& args, const TilePosition& at, Matrix<T> scores, T* factor) {
   for (int64_t r = 0; r < at.rows; r++) {
     dropout_factors(args, at, r, factor);
     for (int64_t c = 0; c < at.cols; c += 16) store(scores.row(r) + c, mul(load(scores.row(r) + c), load(factor + c)));

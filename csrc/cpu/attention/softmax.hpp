@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// Softmax over the keys that a tile of queries passes, tile after tile. Over the keys seen so far, per row,
+// Online softmax of a tile of queries over tiles of keys. Over the keys seen so far, per row,
 //   sum = sum over k of exp(s - base),  out = sum over k of exp(s - base) v
-// base is -inf before a row saw a key. It follows the largest score, but only when that has grown by kSlack: a factor
-// below exp(kSlack) costs no accuracy in a float, and out need not be multiplied again each time a row meets a
-// slightly larger score (a fifth of the rows of 2048 keys did, which with its mispredicted branches was a quarter of
-// the softmax).
+// base is -inf until the row sees a key. It follows the largest score, but only when that has grown by kSlack: a factor
+// of at most exp(kSlack) costs a float no accuracy, and out need not be rescaled each time a row meets a slightly
+// larger score. That happened in a fifth of the rows of 2048 keys, and with its mispredicted branches took a quarter of
+// the softmax (AVX2, Zen 5).
 #pragma once
 
 #include "cpu/attention/scores.hpp"
@@ -16,12 +16,12 @@ constexpr double kSlack = 5.5;  // e^5.5 = 245
 
 template <class T>
 struct RunningSoftmax {
-  T *base, *largest;  // per row; largest: of all scores, kept only where max_scores are wanted
+  T *base, *largest;  // one per row; largest: over all scores, kept only for max_scores
   T* sums;            // 16 partial sums per row
   Matrix<T> out;
-  int64_t columns;  // of out
+  int64_t columns;  // columns of out
   bool keeps_largest;
-  T scale = 1;  // > 0, of scores that were not multiplied by it yet
+  T scale = 1;  // > 0; factor of scores not yet multiplied by it
 
   LOWBIT_INLINE RunningSoftmax from(int64_t r) const {
     return {base + r, largest + r, sums + 16 * r, out.from(r), columns, keeps_largest, scale};
@@ -35,8 +35,8 @@ void start_softmax(const RunningSoftmax<T>& softmax, int64_t rows) {
   clear_rows(softmax.out, rows);
 }
 
-// Row r has a score above its base by more than kSlack, or a nan: the base becomes the largest, and the sums so far are
-// scaled to it.
+// Row r has a score above its base by more than kSlack, or a nan: raises the base to the largest, and rescales the sums
+// so far.
 template <class T>
 [[gnu::noinline]] void raise_base(const RunningSoftmax<T>& softmax, int64_t r, T highest) {
   const T before = softmax.base[r];
@@ -48,8 +48,8 @@ template <class T>
   for (int64_t c = 0; c < softmax.columns; c += 16) store(out + c, mul(load(out + c), factor));
 }
 
-// Takes the largest score of row r, columns `span`, into its base. Returns the number to add to its scores times
-// `scale` before they become powers of e.
+// Updates the base of row r with the largest score of columns `span`. Returns the number to add to scores * scale
+// before exponentiation.
 template <class T>
 LOWBIT_INLINE auto follow_largest(const RunningSoftmax<T>& softmax, int64_t r, const T* row, Span span) {
   auto top = load(row + span.begin), second = load(row + span.end - 16);
@@ -64,7 +64,7 @@ LOWBIT_INLINE auto follow_largest(const RunningSoftmax<T>& softmax, int64_t r, c
   return set1(softmax.base[r] == kMinusInfinity<T> ? T{0} : -softmax.base[r]);
 }
 
-// scores -> exp(scale * scores - base), columns `span` of one row.
+// scores -> exp(scale * scores - base), for columns `span` of one row.
 template <class T>
 LOWBIT_INLINE void softmax_row(const RunningSoftmax<T>& softmax, int64_t r, T* row, Span span) {
   const auto origin = follow_largest(softmax, r, row, span), scale = set1(softmax.scale);

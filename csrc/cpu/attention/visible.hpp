@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The columns of a tile that its rows may see. Where causality or mask_mod cut a tile, every tile of rows of the
-// products gets a span of columns, and only that is multiplied, modified and summed: 5/9 of a causal tile of 128 x 128,
-// and of the two tiles at the ends of a sliding window.
+// The columns of a tile that its rows may see. If causality or mask_mod cut a tile, each row tile of the products gets
+// a span of columns, and only that is multiplied, modified and summed: 5/9 of a causal tile of 128 x 128, and of the
+// two tiles at the ends of a sliding window.
 #pragma once
 
 #include "cpu/attention/scores.hpp"
@@ -12,12 +12,12 @@ namespace {
 template <class T>
 struct Visible {
   Span all{};             // all columns, rounded up to 16
-  Span* spans = nullptr;  // per tile of rows, where they differ: memory for them is at `memory`
+  Span* spans = nullptr;  // one per row tile, if they differ; points to `memory`
   Span* memory = nullptr;
-  Matrix<T> mask;         // 0 or -inf, where mask_mod was asked
+  Matrix<T> mask;         // 0 or -inf, if mask_mod was evaluated
   bool masked = false;
 
-  // f(row, span) for rows that see something.
+  // Calls f(row, span) for rows that see something.
   template <class F>
   LOWBIT_INLINE void for_each_row(int64_t rows, F&& f) const {
     const RowTiles tiles = product_tiles(rows);
@@ -38,7 +38,7 @@ LOWBIT_INLINE Visible<T> visible_memory(const ForwardCall& args, int64_t rows, i
   return visible;
 }
 
-// The part of a span that some row of mask sees, in vectors of 16.
+// The part of a span that some row of the mask sees, in vectors of 16.
 template <class T>
 Span seen_span(Matrix<T> mask, int64_t first, int64_t last, Span span) {
   const auto lowest = set1(std::numeric_limits<T>::lowest());
@@ -52,10 +52,10 @@ Span seen_span(Matrix<T> mask, int64_t first, int64_t last, Span span) {
   return span;
 }
 
-// Rows of a tile of queries that are taken through both products before the next: their scores stay in L1.
+// Rows of a tile of queries that go through both products before the next rows: their scores stay in L1.
 struct RowBlock {
-  TilePlace tile, at;  // at: of the block alone
-  LOWBIT_INLINE RowBlock(const TilePlace& tile, int first, int most) : tile(tile), at(tile) {
+  TilePosition tile, at;  // tile: all rows; at: those of the block
+  LOWBIT_INLINE RowBlock(const TilePosition& tile, int first, int most) : tile(tile), at(tile) {
     at.q0 += first, at.skipped += first, at.rows = static_cast<int>(smaller(most, tile.rows - first));
   }
 };
@@ -69,7 +69,7 @@ LOWBIT_INLINE void run_program(ScoreMachine<T>& machine, const RowBlock& block, 
 // Finds the spans of a block; false if nothing is visible.
 template <class T>
 bool find_visible(const ForwardCall& args, const RowBlock& block, Programs<T>& programs, Visible<T>& visible) {
-  const TilePlace& at = block.at;
+  const TilePosition& at = block.at;
   visible.all = {0, round_up(at.cols, 16)}, visible.spans = nullptr;
   visible.masked = at.partial && programs.mask.call;
   if (!visible.masked && visible_columns(args, at, 0).end == at.cols &&
@@ -95,7 +95,7 @@ bool find_visible(const ForwardCall& args, const RowBlock& block, Programs<T>& p
   return any;
 }
 
-// Writes zeros where no product was made: score_mod reads them, and sums over queries add them up.
+// Zeros scores that were not computed: score_mod reads them, and sums over queries include them.
 template <class T>
 void clear_hidden(const Visible<T>& visible, int64_t rows, Matrix<T> scores) {
   if (!visible.spans) return;
@@ -107,8 +107,8 @@ void clear_hidden(const Visible<T>& visible, int64_t rows, Matrix<T> scores) {
     }
 }
 
-// Queries begin .. end - 1 of a tile that see keys, per tile of rows of their gradients, which are summed over them;
-// null where all see all.
+// Per row tile of the keys' gradients, the queries begin .. end - 1 of a tile that see these keys, to be summed over;
+// null if all see all.
 template <class T>
 const Span* find_seeing(const Visible<T>& visible, int64_t rows, int64_t keys, Span* seeing) {
   if (!visible.spans) return nullptr;
@@ -124,9 +124,9 @@ const Span* find_seeing(const Visible<T>& visible, int64_t rows, int64_t keys, S
   return seeing;
 }
 
-// The rows of a captured bias, or of a mask, that modify_visible will read for this tile.
+// The rows of a captured bias or a mask that modify_visible will read for this tile.
 template <class T>
-MemoryRows modifying_rows(const ForwardCall& args, const TilePlace& at, Programs<T>& programs,
+MemoryRows modifying_rows(const ForwardCall& args, const TilePosition& at, Programs<T>& programs,
                           Matrix<T> scores) {
   if (programs.score.call) return prepare_machine(programs.score, score_tile(at, scores));
   if (!args.mask || args.mask.stride[3] != 1) return {};
@@ -136,11 +136,11 @@ MemoryRows modifying_rows(const ForwardCall& args, const TilePlace& at, Programs
   return {head + at.q0 * row, row ? at.rows : 1, at.cols * size, row};
 }
 
-// Raw scores -> the scores of the softmax, where they are visible.
+// Turns raw scores into the scores of the softmax, where visible.
 template <class T>
 void modify_visible(const ForwardCall& args, const RowBlock& block, Programs<T>& programs,
                     const Visible<T>& visible, Matrix<T> scores) {
-  const TilePlace& at = block.at;
+  const TilePosition& at = block.at;
   if (programs.score.call) {
     clear_hidden(visible, at.rows, scores);
     run_program(programs.score, block, scores);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The tiles that a task visits: those of which causality, a window, a block mask and a mask leave something.
+// The tiles that a task visits: those that causality, the window, the block mask and the mask leave non-empty.
 #pragma once
 
 #include "core/parallel.hpp"
@@ -8,7 +8,7 @@
 namespace lowbit::cpu::LOWBIT_ISA_NAME {
 namespace {
 
-// The threads for the two products of the forward; where they cost less than a parallel region, the caller works alone.
+// Threads for the two products of the forward; one, if these take less time than a parallel region.
 LOWBIT_INLINE int threads_for_attention(const ForwardCall& args) {
   const double products = static_cast<double>(args.batch() * args.heads()) * static_cast<double>(args.q_length()) *
                           static_cast<double>(args.kv_length()) * static_cast<double>(args.q.size(3) + args.ev());
@@ -22,10 +22,10 @@ struct Tilings {
       : q(args.q_length(), args.blocks.classes ? args.blocks.q_block : 0, q_tile),
         kv(args.kv_length(), args.blocks.classes ? args.blocks.kv_block : 0, kv_tile) {}
 
-  // Tile (i, j): false if nothing of it is visible. Under causality the first rows may see nothing, and no row may see
-  // the last columns; under a window the last rows may see nothing. They are cut off.
+  // Tile (i, j): false if nothing of it is visible. Rows and columns at the edges that causality or the window hide are
+  // trimmed: the first rows and last columns under causality, the last rows under a window.
   LOWBIT_INLINE bool visit(const ForwardCall& args, int64_t b, int64_t h, int64_t i, int64_t j,
-                           TilePlace& at) const {
+                           TilePosition& at) const {
     at = {b, h, q.begin(i), kv.begin(j), q.size(i), kv.size(j), 0, args.mask_mod != nullptr};
     if (args.causal) {
       const int64_t end = args.position + at.q0 + at.rows;
@@ -35,7 +35,7 @@ struct Tilings {
       at.q0 += at.skipped, at.rows -= at.skipped;
     }
     if (args.window > 0) {
-      const int64_t end = at.k0 + at.cols + args.window - 1 - args.position;  // of the queries that see the last column
+      const int64_t end = at.k0 + at.cols + args.window - 1 - args.position;  // end of queries that see the last column
       if (at.q0 >= end) return false;
       at.rows = static_cast<int>(smaller(at.rows, end - at.q0));
     }
@@ -48,8 +48,8 @@ struct Tilings {
   }
 
  private:
-  // Cuts the last columns off that a mask hides from all rows; false if it hides all. Most of a static cache is hidden.
-  static bool cut_hidden(const TensorView& mask, TilePlace& at) {
+  // Trims trailing columns that a mask hides from all rows; false if it hides all. Most of a static cache is hidden.
+  static bool cut_hidden(const TensorView& mask, TilePosition& at) {
     const Span shown = shown_columns(mask, at, 1, {0, round_up(at.cols, 16)});
     at.cols = static_cast<int>(smaller(at.cols, shown.end));
     return shown.begin < shown.end;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The row of the op block_sparse_linear for every dtype. Few rows of x: dot products along k, and each weight is read
-// once. Many: y.T = w @ x.T, with 16 rows of x in a vector, so that w is not packed and only x is transposed.
+// The row of the op block_sparse_linear for all dtypes. Few rows of x: dot products along k, each weight read once.
+// Many: y.T = w @ x.T, with 16 rows of x in a vector, so that only x is transposed, and w is not packed.
 #include LOWBIT_ISA_HEADER
 
 #include <cstring>
@@ -22,7 +22,7 @@ LOWBIT_INLINE f32x16 load_values(const void* values, int64_t at) {
   else return load_f16(static_cast<const uint16_t*>(values) + at);
 }
 
-// Rows of w at once: as many sums as stay in registers.
+// Rows of w at a time: as many accumulators as fit in registers.
 template <int kRows>
 constexpr int kTogether = kRows * 4 <= kStreamRows || kRows == 1 ? 4 : kRows * 2 <= kStreamRows ? 2 : 1;
 
@@ -34,7 +34,7 @@ void dot_strip(const Args& args, const float* x, int64_t row, const Strip& strip
   const char* values = args.values.as<char>();
   alignas(64) float sums[kRows][16 * 16] = {};
   for (int64_t block = strip.begin; block < strip.end; block++) {
-    const float* of_block = x + column_of(args, block);
+    const float* block_x = x + column_of(args, block);
     const int64_t begin = row_of(args, block, strip.first);
     const int64_t next = block + 1 < strip.end ? size * size * bytes : 0;
     for (int64_t first = 0; first < 16; first += kCount) {
@@ -49,7 +49,7 @@ void dot_strip(const Args& args, const float* x, int64_t row, const Strip& strip
           w[i] = load_values<kDType>(values, from);
         });
         for (int r = 0; r < kRows; r++) {
-          const f32x16 of_x = load(of_block + r * k + at);
+          const f32x16 of_x = load(block_x + r * k + at);
           for (int i = 0; i < kCount; i++) sum[r][i] = fma(w[i], of_x, sum[r][i]);
         }
       }
@@ -85,11 +85,11 @@ void run_few(const Args& args) {
 
 // ---- many rows -----------------------------------------------------------------------------------------------------
 
-constexpr int64_t kChunk = 64;   // k, and rows of a strip: 16 KiB of float32, which stay in L1 for all of a pass
-constexpr int64_t kPass = 240;   // rows of x: 60 KiB of sums of a strip, 60 KiB of x for a block of 64
+constexpr int64_t kChunk = 64;   // depth, and rows of a strip: 16 KiB of float32, which stay in L1 for a whole pass
+constexpr int64_t kPass = 240;   // rows of x: 60 KiB of accumulators of a strip, 60 KiB of x for a block of 64
 
-// sums[row][of x] += sum over k of w[row][k] * x[k][of x]; rows of w are kChunk apart. Fetches as much from `ahead` on
-// as one vector of x takes.
+// sums[row][x row] += sum over k of w[row][k] * x[k][x row]; rows of w are kChunk apart. Prefetches from `ahead` on as
+// many bytes as one vector of x occupies.
 template <int kRows, int kVectors>
 [[gnu::noinline]] void multiply(const float* w, const float* x, int64_t x_stride, int64_t k, float* sums,
                                 int64_t stride, const float* ahead) {
@@ -116,7 +116,7 @@ template <int kRows, int kVectors>
     for (int v = 0; v < kVectors; v++) store(sums + r * stride + v * 16, sum[r][v]);
 }
 
-// Rows first .. first + count of x as [count / 16][k][16], rows after the last 0.
+// Rows first .. first + count of x as [count / 16][k][16], padded with zeros.
 void transpose_rows(const Args& args, int64_t first, int64_t count, float* out) {
   const int64_t k = args.k(), vectors = ceil_div(count, 16);
   parallel_for(vectors, threads_worth(8 * count * k), [&](int64_t vector) {
@@ -129,7 +129,7 @@ void transpose_rows(const Args& args, int64_t first, int64_t count, float* out) 
   });
 }
 
-// The rows of a strip in a block, `length` values from `at` on, as float32 with kChunk from row to row.
+// `length` values of a strip's rows in a block, from `at` on, as float32 with a row stride of kChunk.
 LOWBIT_INLINE const float* widen(const Args& args, int64_t block, const Strip& strip, int64_t at, int64_t length,
                                  float* room) {
   const int64_t begin = row_of(args, block, strip.first) + at;
@@ -152,16 +152,16 @@ void multiply_strip(const Args& args, const float* x, int64_t first, int64_t cou
     for (int64_t at = 0; at < size; at += kChunk) {
       const int64_t length = smaller(kChunk, size - at);
       const float* w = widen(args, block, strip, at, length, room);
-      const float* of_block = x + (column_of(args, block) + at) * 16;
+      const float* block_x = x + (column_of(args, block) + at) * 16;
       const int64_t next = at + kChunk < size || block + 1 == strip.end ? block : block + 1;
-      const float* of_next = x + (column_of(args, next) + (next == block ? smaller(at + kChunk, size - 1) : 0)) * 16;
+      const float* next_x = x + (column_of(args, next) + (next == block ? smaller(at + kChunk, size - 1) : 0)) * 16;
       for (int64_t v = 0; v < vectors; v += kFloatPanels)
         with_count<kFloatPanels>(static_cast<int>(smaller(kFloatPanels, vectors - v)), [&](auto kVectors) {
-          const float* ahead = v + kVectors < vectors ? of_block + (v + kVectors) * k * 16 : of_next;
+          const float* ahead = v + kVectors < vectors ? block_x + (v + kVectors) * k * 16 : next_x;
           for (int64_t tile = 0; tile < tiles.count; tile++)
             with_count<kFloatRows>(tiles.height(tile), [&](auto kRows) {
               const int64_t row = tiles.begin(tile);
-              multiply<kRows, kVectors>(w + row * kChunk, of_block + v * k * 16, k * 16, length,
+              multiply<kRows, kVectors>(w + row * kChunk, block_x + v * k * 16, k * 16, length,
                                         sums + row * stride + v * 16, stride,
                                         ahead + smaller(tile, kVectors - 1) * k * 16);
             });

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// block_sparse_linear: what its rows share. A task is a strip, some rows of w that lie in one row of blocks, in units
-// of 16; values are read where they are.
+// block_sparse_linear: code shared by its rows. A task is a strip: a multiple of 16 rows of w within one row of blocks.
+// Values are read in place.
 #pragma once
 
 #include "core/parallel.hpp"
@@ -13,15 +13,15 @@ namespace lowbit::cpu::LOWBIT_ISA_NAME {
 namespace {
 
 struct Strip {
-  int64_t begin, end;   // of the blocks
-  int64_t first, rows;  // of w: from the first row of a block on; 16 or more
-  int64_t column;       // of y
+  int64_t begin, end;   // range of blocks
+  int64_t first, rows;  // rows of w, counted from the first row of a block; `rows` is at least 16
+  int64_t column;       // first column of y
 };
 
 // The strips of a weight, of at most `most` rows.
 struct Strips {
   const BlockSparseLinearArgs& args;
-  RowTiles units;  // of a block
+  RowTiles units;  // units of 16 rows of a block
   Strips(const BlockSparseLinearArgs& args, int64_t most) : args(args), units(args.size() / 16, most / 16) {}
   int64_t count() const { return args.n() / args.size() * units.count; }
   Strip at(int64_t number) const {
@@ -32,7 +32,7 @@ struct Strips {
   }
 };
 
-// The first of x's columns that a block is multiplied with, and where row `row` of it lies in `values`.
+// The first column of x that a block is multiplied with, and the offset of its row `row` in `values`.
 LOWBIT_INLINE int64_t column_of(const BlockSparseLinearArgs& args, int64_t block) {
   return args.col_indices.as<int32_t>()[block] * args.size();
 }
@@ -44,13 +44,13 @@ LOWBIT_INLINE int threads_for_blocks(const BlockSparseLinearArgs& args) {
   return threads_worth(args.m() * args.values.numel());
 }
 
-// Stores 16 columns of a row of y, bias added.
+// Stores 16 columns of a row of y, with bias.
 LOWBIT_INLINE void store_sums(const BlockSparseLinearArgs& args, int64_t row, int64_t column, f32x16 sums) {
   if (args.bias) sums = add(sums, load_as_float(args.bias.data, args.bias.dtype, column, 16));
   store_from_float(args.y.data, args.y.dtype, row * args.n() + column, 16, sums);
 }
 
-// The same of 16 columns x 16 rows, of which y has `count`: sums[column][row], `stride` from column to column.
+// The same for 16 columns x 16 rows, `count` of which exist in y: sums[column][row], with a column stride of `stride`.
 LOWBIT_INLINE void store_transposed(const BlockSparseLinearArgs& args, int64_t row, int64_t count, int64_t column,
                                     const float* sums, int64_t stride) {
   alignas(64) float rows[16 * 16];

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The row of the op block_sparse_linear for bfloat16 by the tile unit: y.T = w @ x.T. Rows of a block are tiles
-// as they are stored, and of x each 16 rows x 32 k are transposed once, as pairs; sums stay in the unit over all
-// of a strip's blocks.
+// The row of the op block_sparse_linear for bfloat16 on the tile unit: y.T = w @ x.T. Rows of a block are tiles as
+// stored; x is transposed once, in pairs, by tiles of 16 rows x 32 k. Accumulators stay in the unit over all blocks of
+// a strip.
 #include LOWBIT_ISA_HEADER
 
 #include <cstring>
@@ -17,12 +17,12 @@ using Args = BlockSparseLinearArgs;
 
 constexpr int64_t kTileK = 32, kTileBytes = 1024;
 constexpr int64_t kPass = 256;  // rows of x
-constexpr int kAtOnce = 2;      // tiles of w, and of x
-// A tile of x takes as long with 1 row as with 16: on AMX 0.37 ms, where FMAs take 0.33 of 1 row, 0.53 of 4, 1.27 of 8
-// (4096 x 4096, a fifth of the blocks, one thread); as vectors twice as fast as FMAs.
-constexpr int64_t kFewestRows = TileUnit::kSumsInRegisters ? 8 : 3;
+constexpr int kAtOnce = 2;      // tiles of w, and of x, at a time
+// A tile of x takes as long with 1 row as with 16: 0.37 ms on AMX, where FMAs take 0.33 with 1 row, 0.53 with 4, 1.27
+// with 8 (4096 x 4096, a fifth of the blocks, one thread); on vectors it is twice as fast as FMAs.
+constexpr int64_t kMinRows = TileUnit::kSumsInRegisters ? 8 : 3;
 
-// Rows first .. first + count of x as [count / 16][k / 32][16 pairs of k][16 rows], rows after the last 0.
+// Rows first .. first + count of x as [count / 16][k / 32][16 pairs of k][16 rows], padded with zeros.
 void transpose_pairs(const Args& args, int64_t first, int64_t count, char* out) {
   const int64_t k = args.k(), tiles = ceil_div(count, 16);
   parallel_for(tiles, threads_worth(8 * count * k), [&](int64_t tile) {
@@ -47,10 +47,10 @@ void multiply_tiles_of_strip(const Args& args, const char* x, const Strip& strip
   unroll<kRowTiles * kTiles>([](auto t) { TileUnit::zero<t>(); });
   for (int64_t block = strip.begin; block < strip.end; block++) {
     const char* w = args.values.as<char>() + row_of(args, block, strip.first + row) * 2;
-    const char* of_block = x + (tile * steps + column_of(args, block) / kTileK) * kTileBytes;
+    const char* block_x = x + (tile * steps + column_of(args, block) / kTileK) * kTileBytes;
     multiply_steps<float, 0, kRowTiles, kTiles>(
         size / kTileK, [&](int r) { return TileRows{w + r * 16 * size * 2, size * 2, 64}; },
-        [&](int t) { return TileRows{of_block + t * steps * kTileBytes, 64, kTileBytes}; });
+        [&](int t) { return TileRows{block_x + t * steps * kTileBytes, 64, kTileBytes}; });
   }
   unroll<kRowTiles * kTiles>([&](auto t) { TileUnit::store<t>(sums[t]); });
   unroll<kRowTiles * kTiles>([&](auto t) {
@@ -84,7 +84,7 @@ void run_tiles(const Args& args) {
 std::string_view refuses(const Args& args) {
   if (args.x.dtype != DType::bfloat16) return "not bfloat16";
   if (args.size() % kTileK) return "blocks of no multiple of 32";
-  return args.m() < kFewestRows ? "few rows: FMAs of float32 are as fast" : "";
+  return args.m() < kMinRows ? "few rows: FMAs of float32 are as fast" : "";
 }
 
 constexpr Kernel<Args> kRows[] = {{LOWBIT_ROW("block_sparse_linear"), refuses, run_tiles}};

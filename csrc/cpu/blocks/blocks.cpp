@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows of the ops blocks_linear and blocks_dequantize: weights of 4 bits where bitsandbytes has them.
+// Rows of the ops blocks_linear and blocks_dequantize: 4-bit weights in the layout of bitsandbytes.
 //
-// The product goes along k: 64 bytes of a row of w, a chunk, are 16 words of 8 codes. Nibble `at` of word j, counted
-// from the lowest, is weight 8 j + (at ^ 1) of the chunk. So x is put in that order first (a float vector per nibble).
-// Then a shift, a look-up and an FMA serve 16 weights. The 8 weights of a lane have one scale, whatever blocks they are
-// in: it multiplies the sum of the chunk. Some rows of w share each load of x, of which a chunk takes eight times its
-// own bytes.
+// The product runs along k: a chunk, 64 bytes of a row of w, is 16 words of 8 codes. Nibble `at` of word j, counted
+// from the lowest, is weight 8 j + (at ^ 1) of the chunk, so x is first put in that order (a float vector per nibble).
+// Then a shift, a look-up and an FMA serve 16 weights. The 8 weights of a lane share a scale, whatever blocks the chunk
+// spans: it multiplies the partial sum of the chunk. Several rows of w share each load of x, whose chunk is eight times
+// as large in bytes.
 #include LOWBIT_ISA_HEADER
 
 #include "cpu/blocks/scales.hpp"
@@ -20,7 +20,7 @@ constexpr int64_t kChunk = 128, kChunkBytes = kChunk / 2, kNibbles = 8;
 
 LOWBIT_INLINE int log2_of(int64_t power) { return __builtin_ctzll(static_cast<unsigned long long>(power)); }
 
-// One row of x as the chunks read it, zeros after its end.
+// One row of x in the order of the chunks, padded with zeros.
 void arrange(const TensorView& x, int64_t row, float* out) {
   const int64_t k = x.size(1);
   for (int64_t begin = 0; begin < k; begin += kChunk, out += kChunk)
@@ -32,15 +32,15 @@ void arrange(const TensorView& x, int64_t row, float* out) {
     }
 }
 
-// Rows of w that are multiplied together: codes and scales of each.
+// Rows of w that are multiplied together: their codes and scales.
 template <int kWeights>
 struct Weights {
   const uint8_t* codes[kWeights];
-  const float* scales[kWeights];  // of the blocks from the one with the row's first weight on, and 16 more
-  int64_t in_block[kWeights];     // where the row begins in that block
+  const float* scales[kWeights];  // from the block of the row's first weight on, and 16 more
+  int64_t in_block[kWeights];     // offset of the row in its first block
   int block_log;
 
-  // The scale of each word of a chunk that begins at weight `at` of the row.
+  // The scales of the words of a chunk that begins at weight `at` of the row.
   LOWBIT_INLINE f32x16 scale(int row, int64_t at) const {
     alignas(64) static constexpr int32_t kBegins[16] = {0,  8,  16, 24, 32, 40, 48,  56,
                                                         64, 72, 80, 88, 96, 104, 112, 120};
@@ -85,7 +85,7 @@ LOWBIT_INLINE void multiply(const Weights<kWeights>& weights, int64_t k, const f
     const uint8_t* codes[kWeights];
     for (int row = 0; row < kWeights; row++) {
       codes[row] = weights.codes[row] + at / 2;
-      __builtin_prefetch(codes[row] + kWeights * (k / 2));  // the same place of the rows that follow
+      __builtin_prefetch(codes[row] + kWeights * (k / 2));  // the same chunk of the rows that follow
     }
     add_chunk<kFormat, kX, kWeights>(weights, codes, at, x + at, x_stride, sums);
   }
@@ -102,7 +102,7 @@ LOWBIT_INLINE void multiply(const Weights<kWeights>& weights, int64_t k, const f
     for (int i = 0; i < kX; i++) out[i * kTaskColumns + row] = sum(sums[row][i]);
 }
 
-// Columns [first, first + count) of y for kX rows of x; `scales` has room for those of kWeights rows of w.
+// Columns [first, first + count) of y for kX rows of x; `scales` is scratch for kWeights rows of w.
 template <Format kFormat, int kX, int kWeights>
 void multiply_columns(const BlocksLinearArgs& args, const float* x, int64_t x_stride, int64_t first, int64_t count,
                       float* scales, int64_t scale_stride, float* out) {
@@ -138,7 +138,7 @@ void run_linear(const BlocksLinearArgs& args) {
   for_each_tile(m, k, n, [&](auto rows, int64_t begin, int64_t first, int64_t count) {
     const Scratch of_scales(4 * scale_stride * static_cast<int64_t>(sizeof(float)));
     float* const scales = of_scales.as<float>();
-    alignas(64) float sums[kMostX * kTaskColumns] = {};
+    alignas(64) float sums[kMaxRowsOfX * kTaskColumns] = {};
     multiply_columns<kFormat, rows, rows == 1 ? 4 : 2>(args, x + begin * x_stride, x_stride, first, count, scales,
                                                        scale_stride, sums);
     const f32x16 bias =

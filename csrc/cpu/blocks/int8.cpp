@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The row of the op int8_linear: int8 times int8 along k, exact in int32 as bitsandbytes' product is. Codes are widened
-// to int16 in pairs, those of x once for the call and in the order that zip_i8 gives those of w.
+// The row of the op int8_linear: int8 times int8 along k, exact in int32 like the product of bitsandbytes. Codes are
+// widened to int16 in pairs: those of x once per call, in the order that zip_i8 gives those of w.
 #include LOWBIT_ISA_HEADER
 
 #include "cpu/blocks/tiles.hpp"
@@ -32,7 +32,7 @@ LOWBIT_INLINE void add_chunk(const int8_t* const (&codes)[kWeights], const int16
   });
 }
 
-// Sums of kWeights rows of w; where fewer are left, of the last one again.
+// Accumulators of kWeights rows of w; missing rows repeat the last one.
 template <int kX>
 void multiply(const Int8LinearArgs& args, const int16_t* x, int64_t x_stride, int64_t column, int64_t count,
               int32_t* out) {
@@ -48,7 +48,7 @@ void multiply(const Int8LinearArgs& args, const int16_t* x, int64_t x_stride, in
     const int8_t* codes[kWeights];
     for (int row = 0; row < kWeights; row++) {
       codes[row] = rows[row] + at;
-      if (at % 64 == 0) __builtin_prefetch(codes[row] + kWeights * k);  // the same place of the rows that follow
+      if (at % 64 == 0) __builtin_prefetch(codes[row] + kWeights * k);  // the same chunk of the rows that follow
     }
     add_chunk<kX>(codes, x + at, x_stride, sums);
   }
@@ -65,12 +65,12 @@ void multiply(const Int8LinearArgs& args, const int16_t* x, int64_t x_stride, in
     for (int i = 0; i < kX; i++) out[i * kTaskColumns + row] = sum(sums[row][i]);
 }
 
-// Stores y of one row of x and up to 16 rows of w.
+// Stores y for one row of x and up to 16 rows of w.
 LOWBIT_INLINE void finish(const Int8LinearArgs& args, int64_t row, int64_t first, int64_t count, const int32_t* sums) {
   const float* scale = args.column_scale.as<const float>();
   const f32x16 scales = mul(set1(args.row_scale.as<const float>()[row]),
                             load_as_float(scale, DType::float32, first, count));
-  f32x16 y = mul(mul(to_float(load_i32(sums)), scales), set1(6.200124e-05f));  // the float of 1 / 127^2
+  f32x16 y = mul(mul(to_float(load_i32(sums)), scales), set1(6.200124e-05f));  // 1 / 127^2 as a float
   if (args.bias) y = add(y, load_as_float(args.bias.data, args.bias.dtype, first, count));
   store_from_float(args.y.data, args.y.dtype, row * args.y.size(1) + first, count, y);
 }
@@ -81,7 +81,7 @@ void run_int8_linear(const Int8LinearArgs& args) {
   int16_t* const x = memory.as<int16_t>();
   for (int64_t row = 0; row < m; row++) arrange(args.x.as<const int8_t>() + row * k, k, x + row * x_stride);
   for_each_tile(m, k, n, [&](auto rows, int64_t begin, int64_t first, int64_t count) {
-    alignas(64) int32_t sums[kMostX * kTaskColumns] = {};
+    alignas(64) int32_t sums[kMaxRowsOfX * kTaskColumns] = {};
     for (int64_t column = 0; column < count; column += kWeights)
       multiply<rows>(args, x + begin * x_stride, x_stride, first + column, count - column, sums + column);
     for (int64_t row = 0; row < rows; row++) finish(args, begin + row, first, count, sums + row * kTaskColumns);

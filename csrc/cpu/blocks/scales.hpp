@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The scales of some blocks of a BlockedWeight as float32, one after another.
+// The scales of consecutive blocks of a BlockedWeight as float32.
 #pragma once
 
 #include "ops/blocks.hpp"
@@ -7,7 +7,7 @@
 namespace lowbit::cpu::LOWBIT_ISA_NAME {
 namespace {
 
-// Rounded after the product and after the sum, as bitsandbytes does.
+// Rounded after the product and after the sum, as in bitsandbytes.
 LOWBIT_INLINE void scales_of(const BlockedWeight& weight, int64_t first, int64_t count, float* out) {
   const float* absmax = weight.absmax.as<const float>();
   if (!weight.scale_codes) {

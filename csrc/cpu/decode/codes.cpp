@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows of the op decode over keys and values as codes.
+// Rows of the op decode for keys and values stored as codes.
 #include LOWBIT_ISA_HEADER
 
 #include "cpu/attention/prompt.hpp"

@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Keys and values as int8 or int4 codes. Queries and probabilities become int16 with one scale per row, so that
-// a product with codes is one multiply-add of pairs: twice the elements of a float32 FMA, and exact. int16
-// against float32 queries and probabilities is an error of 2^-16 of the largest, 250 times less than that of
-// the codes themselves.
+// Keys and values as int8 or int4 codes. Queries and probabilities are rounded to int16 with one scale per row, so that
+// a product with codes is one multiply-add of pairs: twice the elements of a float32 FMA, and exact. The error of int16
+// against float32 is 2^-16 of the largest element, 1/250 of the error of the codes themselves.
 #pragma once
 
 #include "cpu/decode/tokens.hpp"
@@ -12,8 +11,8 @@ namespace {
 
 constexpr float kInt16Max = 32767.0f;
 
-// The step of int16 codes of values whose largest magnitude has these bits: nan if that is nan or inf, which are the
-// largest integers.
+// The quantization step of int16 codes for values whose largest magnitude has these bits; nan if that is nan or inf,
+// which are the largest as integers.
 LOWBIT_INLINE float int16_step(i32x16 magnitude_bits) {
   const float top = float_from_bits(static_cast<uint32_t>(largest(magnitude_bits)));
   return top / kInt16Max + (top - top);
@@ -29,7 +28,7 @@ LOWBIT_INLINE void to_int16(const float* x, int64_t count, float step, int16_t* 
 LOWBIT_INLINE f32x16 load_scale16(const float* p) { return load(p); }
 LOWBIT_INLINE f32x16 load_scale16(const uint16_t* p) { return load_f16(p); }
 
-// Scales [token][group] as float32, zeros up to the next multiple of 16 tokens; those of the next split are prefetched.
+// Scales [token][group] as float32, zeros up to the next multiple of 16 tokens; prefetches those of the next split.
 template <class T>
 LOWBIT_INLINE void load_scales(const T* from, int64_t step, int64_t groups, int64_t tokens, T* gathered, float* to) {
   const int64_t count = tokens * groups, whole = count / 16 * 16;
@@ -49,8 +48,8 @@ LOWBIT_INLINE void load_scales(const T* from, int64_t step, int64_t groups, int6
   for (int64_t i = round_up(count, 16); i < round_up(tokens, 16) * groups; i += 16) store(to + i, set1(0.0f));
 }
 
-// The scales of the groups first..first + groups of kv head h. `gathered`: scratch, as large as `to`.
-LOWBIT_INLINE void load_scales(const TensorView& scale, const SplitPlace& at, int64_t h, int64_t first, int64_t groups,
+// The scales of groups first..first + groups of kv head h. `gathered`: scratch, as large as `to`.
+LOWBIT_INLINE void load_scales(const TensorView& scale, const SplitRange& at, int64_t h, int64_t first, int64_t groups,
                                float* gathered, float* to) {
   const int64_t step = scale.stride[2],
                 base = at.b * scale.stride[0] + (at.kv_head + h) * scale.stride[1] + at.first * step + first;
@@ -71,9 +70,9 @@ LOWBIT_INLINE TwiceCodes twice(const char* p) {
   else return {twice_i8(reinterpret_cast<const int8_t*>(p)), twice_i8(reinterpret_cast<const int8_t*>(p) + 16)};
 }
 
-// to[row][token] = q[row] . code[token] * steps, for two tokens with four rows, or four with two. q: [16
-// columns][pair of rows][32 lanes]. scales: [token] of int8, [token][group] of int4, whose groups meet theirs; same:
-// of one token for all.
+// to[row][token] = q[row] . code[token] * steps, for two tokens by four rows, or four by two. q: [16 columns][pair of
+// rows][32 lanes]. scales: [token] for int8, [token][group] for int4, applied to the partial sums of the groups; same:
+// all tokens are one and the same.
 template <KvFormat kFormat, int kRows, int kColumns>
 LOWBIT_INLINE void score_codes(const int16_t* q, const float* steps, const char* key, int64_t stride, int64_t padded,
                                const float* scales, bool same, float* to, int64_t to_stride) {
@@ -109,12 +108,12 @@ LOWBIT_INLINE void score_codes(const int16_t* q, const float* steps, const char*
 LOWBIT_INLINE i32x16 load_i32(const float* p) { return bits_of(load(p)); }
 LOWBIT_INLINE void store_i32(float* p, i32x16 a) { store(p, float_of(a)); }
 
-// 16 columns of out += codes of pairs of tokens times pairs of probabilities; p of row r starts at p + r * kSplit.
-// zip(row, next row): pairs of codes. kLines are prefetched per four tokens.
+// 16 columns of out += pairs of tokens' codes times pairs of probabilities; p of row r starts at p + r * kSplit.
+// zip(row, next row): pairs of codes. Prefetches kLines lines per four tokens.
 template <int kRows, int kLines, class Zip>
 LOWBIT_INLINE void add_code_columns(const int16_t* p, const char* row, int64_t stride, int64_t tokens,
                                     Matrix<float> out, LinesAhead& lines, Zip&& zip) {
-  LinesAhead ahead = lines;  // in registers
+  LinesAhead ahead = lines;  // a copy, in registers
   i32x16 acc[kRows];
   unroll<kRows>([&](auto r) { acc[r] = load_i32(out.row(r)); });
   auto step = [&](int64_t t, const char* from, int64_t next) __attribute__((always_inline)) {
@@ -127,7 +126,7 @@ LOWBIT_INLINE void add_code_columns(const int16_t* p, const char* row, int64_t s
     step(t, row, stride), step(t + 2, row + 2 * stride, stride);
   }
   for (; t + 2 <= tokens; t += 2, row += 2 * stride) step(t, row, stride);
-  if (t < tokens) step(t, row, 0);  // the probability of the token behind the last is 0
+  if (t < tokens) step(t, row, 0);  // the probability of a token past the end is 0
   unroll<kRows>([&](auto r) { store_i32(out.row(r), acc[r]); });
   lines = ahead;
 }
@@ -139,7 +138,7 @@ struct CodeKv {
   using Element = int8_t;
 
   static void scores(const DecodeArgs& args, const TokenRows& keys, QueryRows q, int64_t rows, SplitMemory& memory,
-                     const SplitPlace& at) {
+                     const SplitRange& at) {
     const int64_t padded = q.columns, groups = kInt8 ? 1 : args.k_scale.size(3);
     const float* scales = memory.scales;
     for (int64_t h = 0; h < at.heads; h++)
@@ -159,9 +158,9 @@ struct CodeKv {
     });
   }
 
-  // p[r][t] * v_scale[t] of kv head h as int16, per group of columns that shares a scale.
+  // p[r][t] * v_scale[t] of kv head h as int16, for each group of columns that shares a scale.
   LOWBIT_INLINE static void weigh(const DecodeArgs& args, int64_t h, int64_t rows, SplitMemory& memory,
-                                  const SplitPlace& at) {
+                                  const SplitRange& at) {
     const int64_t groups = args.v_scale.size(3), tokens = round_up(at.count, 16);
     for (int64_t g = 0; g < groups; g++) {
       load_scales(args.v_scale, at, h, g, 1, memory.gathered, memory.scales);
@@ -188,9 +187,9 @@ struct CodeKv {
     }
   }
 
-  // Sums of weights times codes as integers, then times the step of (group, row).
+  // Integer sums of weights times codes, times the step of (group, row).
   static void values(const DecodeArgs& args, const TokenRows& values, int64_t rows, SplitMemory& memory,
-                     const SplitPlace& at) {
+                     const SplitRange& at) {
     const int64_t padded = kv_padded(args.out.size(3)), groups = args.v_scale.size(3), group_columns = padded / groups;
     for (int64_t h = 0; h < at.heads; h++) weigh(args, h, rows, memory, at);
     visit_values(values, rows,

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows of keys and values to codes and back.
+// Conversion of rows of keys and values to codes and back.
 #pragma once
 
 #include "cpu/decode/split.hpp"
@@ -10,7 +10,7 @@ namespace {
 constexpr int64_t kRowsPerTask = 64;
 
 template <class Body>
-void for_each_head_row(const TensorView& tensor, Body&& body) {  // body(b, h, l), in tasks of rows
+void for_each_head_row(const TensorView& tensor, Body&& body) {  // calls body(b, h, l), in tasks of several rows
   const int64_t length = tensor.size(2), rows = tensor.size(0) * tensor.size(1) * length,
                 blocks = ceil_div(rows, kRowsPerTask);
   parallel_for(blocks, threads_worth(8 * tensor.numel()), [&](int64_t block) {
@@ -24,13 +24,13 @@ LOWBIT_INLINE T* row_of(const TensorView& tensor, int64_t b, int64_t h, int64_t 
   return tensor.as<T>() + b * tensor.stride[0] + h * tensor.stride[1] + l * tensor.stride[2];
 }
 
-// Stores the scale as its dtype has it, and returns that.
+// Stores the scale, rounded to its dtype, and returns the rounded value.
 LOWBIT_INLINE float store_scale(const TensorView& scale, int64_t b, int64_t h, int64_t l, int64_t g, float value) {
   if (scale.dtype == DType::float32) return row_of<float>(scale, b, h, l)[g] = value;
   return float_from_float16(row_of<uint16_t>(scale, b, h, l)[g] = float16_from_float(value));
 }
 
-// q = clamp(round(x / scale)) of `count` elements, as int32 in `q`.
+// q = clamp(round(x / scale)) of `count` elements, as int32.
 LOWBIT_INLINE void quantize_group(const float* x, int64_t count, float scale, float low, float high, int32_t* q) {
   const f32x16 inverse = set1(scale != 0.0f && scale == scale ? 1.0f / scale : 0.0f);
   for (int64_t i = 0; i < count; i += 16) {
@@ -39,7 +39,7 @@ LOWBIT_INLINE void quantize_group(const float* x, int64_t count, float scale, fl
   }
 }
 
-// The element of largest magnitude, with its sign; nan if some element is nan or inf.
+// The element of largest magnitude, with its sign; nan if any element is nan or inf.
 LOWBIT_INLINE float extreme(const float* x, int64_t count) {
   f32x16 high = set1(0.0f), low = set1(0.0f), poison = set1(0.0f);
   for (int64_t i = 0; i < count; i += 16) {
@@ -62,7 +62,7 @@ LOWBIT_INLINE void quantize_row(const KvQuantizeArgs& args, int64_t b, int64_t h
       store_i8(row_of<int8_t>(args.codes, b, h, l) + c, load_i32(reinterpret_cast<float*>(q + c)));
     return;
   }
-  for (int64_t g = 0; g < padded / kKvGroup; g++) {  // the extreme becomes -8, the one level that has no opposite
+  for (int64_t g = 0; g < padded / kKvGroup; g++) {  // the extreme becomes -8, the level without an opposite
     const float scale = store_scale(args.scale, b, h, l, g, extreme(row + g * kKvGroup, kKvGroup) / -8.0f);
     quantize_group(row + g * kKvGroup, kKvGroup, scale, -8.0f, 7.0f, q);
     uint8_t* to = row_of<uint8_t>(args.codes, b, h, l) + g * kKvGroup / 2;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows of the op decode over float keys and values, and of attention_forward for few queries over many keys, where
-// these loops are faster.
+// Rows of the op decode for float keys and values, and of attention_forward for few queries over many keys, where these
+// loops are faster.
 #include LOWBIT_ISA_HEADER
 
 #include "cpu/decode/floats.hpp"
@@ -17,12 +17,12 @@ constexpr Kernel<DecodeArgs> kRows[] = {
     {LOWBIT_ROW("decode_float16"), refuses<DType::float16>, run<FloatKv<float16_bits>>},
 };
 
-constexpr int64_t kMostRows = 16;  // above, the tiles of packed keys of cpu/attention are faster
+constexpr int64_t kMaxRows = 16;  // above, the tiles of packed keys of cpu/attention are faster
 
 template <DType kDType>
 std::string_view refuses_attention(const AttentionForwardArgs& args) {
   if (args.q.dtype != kDType) return "keys and values of another type";
-  if (args.q_length() * args.group() > kMostRows || args.kv_length() == 0) return "not few queries over some keys";
+  if (args.q_length() * args.group() > kMaxRows || args.kv_length() == 0) return "not few queries over some keys";
   if (args.max_scores || args.dropout_p != 0 || args.lists.kv_num_blocks)
     return "largest scores, dropout and block masks are not kept by decode";
   return args.out.dtype == kDType && (!args.lse || args.lse.dtype == DType::float32)

@@ -10,7 +10,7 @@ namespace {
 LOWBIT_INLINE Twice twice(const bfloat16_bits* p) { return twice_bf16(&p->bits); }
 LOWBIT_INLINE Twice twice(const float16_bits* p) { return twice_f16(&p->bits); }
 
-// The column, of 16, in lane i of a vector pair that twice() makes of E.
+// The column, out of 16, in lane i of the vector pair that twice() makes from E.
 template <class E>
 constexpr int64_t column_of(int64_t i) {
   return std::is_same_v<E, bfloat16_bits> ? (i & 3) | (i & 4) << 1 | (i & 8) >> 1 : i;
@@ -22,7 +22,7 @@ LOWBIT_INLINE f32x16 load_unordered(const E* p) {
   else return load16(p);
 }
 
-// Up to 16 elements of a row from c on, zeros behind its end.
+// Up to 16 elements of a row from c on, padded with zeros.
 template <class E>
 struct LastColumns {
   E data[16] = {};
@@ -31,8 +31,8 @@ struct LastColumns {
   }
 };
 
-// to[row][token] = q[row] . k[token], for two tokens with four rows, or four with two. q: [8 columns][pair of rows][16
-// lanes], zeros behind the last column. kColumns 0: not known to the compiler.
+// to[row][token] = q[row] . k[token], for two tokens by four rows, or four by two. q: [8 columns][pair of rows][16
+// lanes], padded with zeros. kColumns 0: known at run time only.
 template <class E, int kRows, int kColumns>
 LOWBIT_INLINE void score_floats(const float* q, const char* key, int64_t stride, int64_t columns, float* to,
                                 int64_t to_stride) {
@@ -70,7 +70,7 @@ LOWBIT_INLINE void score_floats(const float* q, const char* key, int64_t stride,
 template <class E, int kRows, int kVectors, bool kWhole>
 LOWBIT_INLINE void add_float_columns(Matrix<float> p, const char* at, int64_t stride, int64_t tokens, int64_t c,
                                      int64_t columns, Matrix<float> out, LinesAhead& lines) {
-  LinesAhead ahead = lines;  // in registers
+  LinesAhead ahead = lines;  // a copy, in registers
   f32x16 acc[kRows][kVectors];
   unroll<kRows>([&](auto r) { unroll<kVectors>([&](auto i) { acc[r][i] = load(out.row(r) + c + 16 * i); }); });
   auto add = [&](int64_t t, const char* from) __attribute__((always_inline)) {
@@ -100,7 +100,7 @@ struct FloatKv {
   using Element = E;
 
   static void scores(const DecodeArgs& args, const TokenRows& keys, QueryRows q, int64_t rows, SplitMemory& memory,
-                     const SplitPlace&) {
+                     const SplitRange&) {
     const int64_t columns = args.q.size(3);
     with_columns(columns, [&](auto kColumns) {
       score_tokens<kColumns* static_cast<int64_t>(sizeof(E))>(
@@ -115,7 +115,7 @@ struct FloatKv {
   }
 
   static void values(const DecodeArgs& args, const TokenRows& values, int64_t rows, SplitMemory& memory,
-                     const SplitPlace&) {
+                     const SplitRange&) {
     const int64_t columns = args.out.size(3);
     visit_values(values, rows,
                  [&](auto kRows, int64_t h, int64_t r, int64_t t, int64_t tokens, LinesAhead& ahead)

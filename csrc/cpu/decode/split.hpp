@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// One call: every (batch, kv head, split of 256 keys) is a task that leaves largest score, sum and weighted values of
-// its rows; then the splits of each row are added in order. The cut depends on the lengths alone, so results are the
-// same for any number of threads and in any batch.
+// One call: every (batch, kv head, split of 256 keys) is a task that computes the largest score, the sum and the
+// weighted values of its rows; then the splits of each row are combined in order. The division depends on the lengths
+// alone, so results are the same for any number of threads and in any batch.
 #pragma once
 
 #include "cpu/attention/in_memory.hpp"
@@ -14,16 +14,16 @@
 namespace lowbit::cpu::LOWBIT_ISA_NAME {
 namespace {
 
-constexpr int64_t kTaskRows = 64;               // queries times heads that meet a split together
-constexpr int64_t kTasksPerThread = 4;          // at least, before heads that lie next to each other are taken apart
-constexpr int64_t kPartialBytes = 16ll << 20;   // of the partial results of one pass over some of the heads
+constexpr int64_t kTaskRows = 64;               // max queries times heads per task
+constexpr int64_t kTasksPerThread = 4;          // min tasks per thread, before adjacent heads are separated
+constexpr int64_t kPartialBytes = 16ll << 20;   // partial results of one pass over some of the heads
 
 struct DecodePlan {
-  int64_t first_split, splits;  // that some query can see
-  int64_t l_count, l_blocks;    // queries of a task
-  int64_t task_rows;            // their rows, rounded up to kRowTile
+  int64_t first_split, splits;  // splits that some query can see
+  int64_t l_count, l_blocks;    // queries of a task, blocks of queries
+  int64_t task_rows;            // rows of a task, rounded up to kRowTile
   int64_t padded_e, padded_ev;
-  int64_t heads;  // kv heads of a task: more than one where they are next to each other in memory and tokens are not
+  int64_t heads;  // kv heads per task; above 1 if heads are adjacent in memory and tokens are not
 
   DecodePlan(const DecodeArgs& args, int threads) {
     const int64_t length = args.q_length(), kv_length = args.kv_length();
@@ -41,8 +41,8 @@ struct DecodePlan {
   }
   int64_t bundles_per_batch(const DecodeArgs& args) const {
     return ceil_div(args.kv_heads(), heads);
-  }  // a bundle: the kv heads of a task
-  SplitPlace place_of(const DecodeArgs& args, int64_t bundle, int64_t l_block) const {
+  }  // bundle: the kv heads of a task
+  SplitRange range_of(const DecodeArgs& args, int64_t bundle, int64_t l_block) const {
     const int64_t kv_head = bundle % bundles_per_batch(args) * heads, l0 = l_block * l_count;
     return {.b = bundle / bundles_per_batch(args),
             .kv_head = kv_head,
@@ -56,10 +56,10 @@ struct DecodePlan {
   LOWBIT_INLINE int64_t rows_per_kv_head(const DecodeArgs& args) const { return args.group() * args.q_length(); }
 };
 
-// Keys begin..end of the split that the query at `position` sees.
+// The keys begin..end of the split that the query at `position` sees.
 struct VisibleKeys {
   int64_t begin, end;
-  LOWBIT_INLINE VisibleKeys(const DecodeArgs& args, const SplitPlace& at, int64_t l) {
+  LOWBIT_INLINE VisibleKeys(const DecodeArgs& args, const SplitRange& at, int64_t l) {
     const int64_t position = args.position + l - at.first;
     end = args.causal ? smaller(at.count, larger(0, position + 1)) : at.count;
     begin = args.window > 0 ? smaller(end, larger(0, position - args.window + 1)) : 0;
@@ -68,14 +68,14 @@ struct VisibleKeys {
 
 // ---- queries -------------------------------------------------------------------------------------------------------
 
-// Float32 times the scale, or int16 codes with a step (times the scale), rotated if the keys are: for every task its
-// rows (the last one again up to a multiple of kRowTile), those that meet keys together beside each other, half a
-// vector each: [columns of half a vector][pair][half].
+// Queries as float32 times the scale, or int16 codes with a step (times the scale), rotated if the keys are. For each
+// task its rows (the last one repeated up to a multiple of kRowTile); two rows share a vector, half each: [columns of
+// half a vector][pair][half].
 template <class Kv>
 struct PreparedQueries {
-  float* floats;   // [B][Hkv][l_blocks][task_rows][padded_e]; of codes only scratch for one row
+  float* floats;   // [B][Hkv][l_blocks][task_rows][padded_e]; for codes: scratch for one row
   int16_t* codes;  // the same
-  float* steps;    // [B][Hkv][l_blocks][task_rows][2]: QueryRows
+  float* steps;    // [B][Hkv][l_blocks][task_rows][2]: see QueryRows
   int16_t* row_codes;  // scratch for one row
 
   PreparedQueries(const DecodeArgs& args, const DecodePlan& plan, TileArena& arena) {
@@ -108,7 +108,7 @@ struct PreparedQueries {
       });
     }
   }
-  LOWBIT_INLINE QueryRows of(const DecodeArgs& args, const DecodePlan& plan, const SplitPlace& at) const {
+  LOWBIT_INLINE QueryRows of(const DecodeArgs& args, const DecodePlan& plan, const SplitRange& at) const {
     const int64_t row = ((at.b * args.kv_heads() + at.kv_head) * plan.l_blocks + at.l0 / plan.l_count) * plan.task_rows;
     return {floats + row * plan.padded_e, codes + row * plan.padded_e, steps + 2 * row, plan.padded_e,
             plan.l_blocks * plan.task_rows};
@@ -121,7 +121,7 @@ struct PreparedQueries {
     widen_rows(HeadView(args.q, b, h), l, 1, columns, Kv::kCodes ? 1.0f : static_cast<float>(args.scale),
                Matrix<float>{row, padded});
   }
-  // Into row_codes; returns the step, times the scale.
+  // Encodes into row_codes; returns the step, times the scale.
   LOWBIT_INLINE float encode_row(const DecodeArgs& args, float* row) const {
     const int64_t padded = kv_padded(args.q.size(3));
     if (args.rotated) rotate_row(row, args.q.size(3));
@@ -131,8 +131,8 @@ struct PreparedQueries {
     to_int16(row, padded, step, row_codes);
     return step * static_cast<float>(args.scale);
   }
-  // Row i of a tile into its place: rows 0..kPairs - 1 are first halves. Four elements stay together in every
-  // order of columns.
+  // Copies row i of a tile to its position: rows 0..kPairs - 1 are first halves. In every column order, four elements
+  // stay together.
   template <int kHalf, int64_t kPairs, class T>
   LOWBIT_INLINE static void pair_up(const T* row, int64_t i, int64_t columns, T* tile) {
     for (int64_t c = 0; c < columns; c += 4) {
@@ -144,7 +144,7 @@ struct PreparedQueries {
 
 // ---- one split -----------------------------------------------------------------------------------------------------
 
-// The result of a split, for every row of a pass: [row][split].
+// The results of splits, for each row of a pass: [row][split].
 struct Partials {
   float *max, *sum, *out;  // out [row][split][padded_ev]
   Partials(int64_t rows, const DecodePlan& plan, TileArena& arena) {
@@ -175,7 +175,7 @@ struct TaskMemory : SplitMemory {
   }
 };
 
-LOWBIT_INLINE void run_program(const ScoreCall* call, const DecodeArgs& args, const SplitPlace& at,
+LOWBIT_INLINE void run_program(const ScoreCall* call, const DecodeArgs& args, const SplitRange& at,
                                Matrix<float> scores, void* memory) {
   if (!call) return;
   ScoreVm<float> vm(*call, call->program().forward, static_cast<int>(at.l_count), kSplit, memory);
@@ -190,8 +190,8 @@ LOWBIT_INLINE void run_program(const ScoreCall* call, const DecodeArgs& args, co
             .stride = scores.stride});
 }
 
-// Everything between the two products, of one kv head.
-LOWBIT_INLINE void probabilities(const DecodeArgs& args, const SplitPlace& at, Matrix<float> scores,
+// Everything between the two products, for one kv head.
+LOWBIT_INLINE void probabilities(const DecodeArgs& args, const SplitRange& at, Matrix<float> scores,
                                  const RunningSoftmax<float>& softmax, void* program) {
   const int64_t rows = args.group() * at.l_count, padded = round_up(at.count, 16);
   run_program(args.score_mod, args, at, scores, program);
@@ -199,7 +199,7 @@ LOWBIT_INLINE void probabilities(const DecodeArgs& args, const SplitPlace& at, M
   if (args.mask)
     for (int64_t g = 0; g < args.group(); g++)
       add_mask(args.mask,
-               TilePlace{.b = at.b,
+               TilePosition{.b = at.b,
                          .h = at.kv_head * args.group() + g,
                          .q0 = at.l0,
                          .k0 = at.first,
@@ -218,9 +218,9 @@ LOWBIT_INLINE void probabilities(const DecodeArgs& args, const SplitPlace& at, M
 }
 
 // The part of a split that the mask shows to some row, cut at multiples of 16: the rest of a static cache is not read.
-LOWBIT_INLINE SplitPlace shown_part(const DecodeArgs& args, SplitPlace at) {
+LOWBIT_INLINE SplitRange shown_part(const DecodeArgs& args, SplitRange at) {
   if (!args.mask) return at;
-  const TilePlace tile{.b = at.b,
+  const TilePosition tile{.b = at.b,
                        .h = at.kv_head * args.group(),
                        .q0 = at.l0,
                        .k0 = at.first,
@@ -236,17 +236,17 @@ LOWBIT_INLINE SplitPlace shown_part(const DecodeArgs& args, SplitPlace at) {
 
 template <class Kv>
 void decode_split(const DecodeArgs& args, const DecodePlan& plan, const PreparedQueries<Kv>& queries,
-                  const SplitPlace& split, SplitMemory& memory) {
-  const SplitPlace at = shown_part(args, split);
+                  const SplitRange& split, SplitMemory& memory) {
+  const SplitRange at = shown_part(args, split);
   if (at.count == 0) return start_softmax(memory.softmax, at.heads * memory.head_rows);
   const int64_t rows = args.group() * at.l_count;
   Kv::scores(args, TokenRows(args.k, at), queries.of(args, plan, at), rows, memory, at);
   start_softmax(memory.softmax, at.heads * memory.head_rows);
   for (int64_t h = 0; h < at.heads; h++) {
     const int64_t first = h * memory.head_rows;
-    SplitPlace place = at;
-    place.kv_head += h, place.heads = 1;
-    probabilities(args, place, {memory.scores.row(first), memory.scores.stride}, memory.softmax.from(first),
+    SplitRange range = at;
+    range.kv_head += h, range.heads = 1;
+    probabilities(args, range, {memory.scores.row(first), memory.scores.stride}, memory.softmax.from(first),
                   memory.program);
   }
   Kv::values(args, TokenRows(args.v, at), rows, memory, at);
@@ -254,7 +254,7 @@ void decode_split(const DecodeArgs& args, const DecodePlan& plan, const Prepared
 
 // ---- one call ------------------------------------------------------------------------------------------------------
 
-// out = sum over splits of exp(max - top) * out / sum over splits of exp(max - top) * sum, in the order of the splits.
+// out = sum over splits of exp(max - top) * out / sum over splits of exp(max - top) * sum, in split order.
 LOWBIT_INLINE void combine_row(const DecodeArgs& args, const DecodePlan& plan, const Partials& partials,
                                int64_t partial_row, int64_t row) {
   const int64_t length = args.q_length(), head = row / length, b = head / args.heads(), h = head % args.heads(),
@@ -284,7 +284,7 @@ LOWBIT_INLINE void combine_row(const DecodeArgs& args, const DecodePlan& plan, c
   if (args.lse) args.lse.as<float>()[row] = total == 0.0f ? kMinusInfinity<float> : log_sum(base, total);
 }
 
-// Up to eight splits that follow each other go to one thread, so that the lines prefetched behind a split are used.
+// Up to eight consecutive splits go to one thread, so that the lines prefetched past a split are used.
 LOWBIT_INLINE int64_t splits_per_task(int64_t splits, int threads) {
   return larger(1, smaller(8, splits / (8 * threads)));
 }
@@ -296,7 +296,7 @@ void decode_pass(const DecodeArgs& args, const DecodePlan& plan, const PreparedQ
   const int64_t run = splits_per_task(blocks * plan.splits, threads), runs = ceil_div(plan.splits, run);
   parallel_for(blocks * runs, threads, [&](int64_t task) {
     const int64_t block = task / runs, first_split = task % runs * run, bundle = block / plan.l_blocks;
-    SplitPlace at = plan.place_of(args, first_bundle + bundle, block % plan.l_blocks);
+    SplitRange at = plan.range_of(args, first_bundle + bundle, block % plan.l_blocks);
     TileArena counted;
     TaskMemory{args, plan, counted};
     const Scratch taken(counted.bytes);
@@ -319,7 +319,7 @@ void decode_pass(const DecodeArgs& args, const DecodePlan& plan, const PreparedQ
     }
   });
   parallel_for(bundles * plan.heads * rows, threads, [&](int64_t partial) {
-    const SplitPlace at = plan.place_of(args, first_bundle + partial / (plan.heads * rows), 0);
+    const SplitRange at = plan.range_of(args, first_bundle + partial / (plan.heads * rows), 0);
     const int64_t h = partial / rows % plan.heads;
     if (h < at.heads)
       combine_row(args, plan, partials, partial, (at.b * args.kv_heads() + at.kv_head + h) * rows + partial % rows);
@@ -348,7 +348,7 @@ void decode_call(const DecodeArgs& args) {
     decode_pass<Kv>(args, plan, queries, partials, first, smaller(pass, bundles - first), worth);
 }
 
-// A row of decode, for one kind of keys and values.
+// A row of decode, for one format of keys and values.
 template <DType kDType>
 std::string_view refuses(const DecodeArgs& args) {
   return args.k.dtype == kDType ? "" : "keys and values of another type";

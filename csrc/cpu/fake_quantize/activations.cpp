@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The row of the op fake_quantize_activations: x as the kernels of linear round it. A task is some rows.
+// The row of the op fake_quantize_activations: x rounded as by the kernels of linear. A task is some rows.
 #include LOWBIT_ISA_HEADER
 
 #include "core/parallel.hpp"
@@ -13,7 +13,7 @@
 namespace lowbit::cpu::LOWBIT_ISA_NAME {
 namespace {
 
-// Row `row` of x, with zeros up to a whole vector.
+// Row `row` of x, padded with zeros to a whole vector.
 void round_activations(const FakeQuantizeActivationsArgs& args, int64_t row, float* buffer) {
   const auto& [place, x_format, group_size, x, out] = args;
   const int64_t k = x.size(-1), padded = round_up(k, 16);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The row of the op float8_cast. Where a row has a scale, its task reads it twice, the second time from a cache; else
-// the matrix is read twice, as no code is known before the largest number is.
+// The row of the op float8_cast. With one scale per row, a task reads each row twice, the second time from cache; else
+// the whole matrix is read twice, as codes need the largest magnitude first.
 #include LOWBIT_ISA_HEADER
 
 #include <cmath>
@@ -18,8 +18,8 @@
 namespace lowbit::cpu::LOWBIT_ISA_NAME {
 namespace {
 
-// Numbers of one float8 format around 2^e are multiples of 2^e / 2^mantissa_bits, below `normal` of the same one as
-// there. So adding and subtracting 1.5 * 2^23 of these rounds to the nearest, ties to even.
+// The spacing of float8 numbers near 2^e is 2^e / 2^mantissa_bits, and below `normal` that of `normal`. Adding and
+// subtracting 1.5 * 2^23 times the spacing rounds to the nearest, ties to even.
 struct Float8 {
   float largest, normal, rounder;
   explicit Float8(bool e5m2)
@@ -41,7 +41,7 @@ struct Scale {
 };
 
 LOWBIT_INLINE i32x16 magnitude(const TensorView& x, int64_t at, int64_t count) {
-  return bits_of(abs(load_as_float(x.data, x.dtype, at, count)));  // in the order of integers, nan above inf
+  return bits_of(abs(load_as_float(x.data, x.dtype, at, count)));  // ordered as integers, nan above inf
 }
 
 LOWBIT_INLINE int32_t largest_magnitude(const TensorView& x, int64_t begin, int64_t end) {
@@ -53,7 +53,7 @@ LOWBIT_INLINE int32_t largest_magnitude(const TensorView& x, int64_t begin, int6
   return largest(max(max(most[0], most[1]), max(most[2], most[3])));
 }
 
-// most [columns up to a vector]
+// most [columns, up to a whole vector]
 LOWBIT_INLINE void largest_of_columns(const TensorView& x, int64_t begin, int64_t end, int32_t* most) {
   const int64_t columns = x.size(1);
   for (int64_t j = 0; j < columns; j += 16) store_i32(most + j, set1(0));
@@ -109,7 +109,7 @@ void cast_with_one_scale(const Float8CastArgs& args, const RowTiles& tasks, int 
 
 void cast_with_scales_of_columns(const Float8CastArgs& args, const RowTiles& tasks, int threads) {
   const int64_t rows = args.x.size(0), columns = args.x.size(1), padded = round_up(columns, 16);
-  const RowTiles parts(rows, larger(1, ceil_div(rows, 4 * threads)));  // few, as each has a row of numbers of its own
+  const RowTiles parts(rows, larger(1, ceil_div(rows, 4 * threads)));  // few, as each part has its own row of maxima
   auto memory = [&](Arena arena, int32_t*& most, float*& scale, float*& step) {
     most = arena.array<int32_t>(parts.count * padded), scale = arena.array<float>(padded);
     step = arena.array<float>(padded);

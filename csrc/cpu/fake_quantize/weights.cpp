@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows of the ops fake_quantize and fake_quantize_backward. A task is some rows of the weight. Forward reads a row
-// twice, the second time from a cache; backward has the scales that forward chose.
+// Rows of the ops fake_quantize and fake_quantize_backward. A task is some rows of the weight. The forward reads a row
+// twice, the second time from cache; the backward uses the scales of the forward.
 #include LOWBIT_ISA_HEADER
 
 #include <cstring>
@@ -21,8 +21,8 @@ namespace {
 
 // The scratch memory of a task.
 struct RowMemory {
-  float* x;     // [padded_k], where the row has another dtype or no padding
-  float* part;  // [groups]: scales over the part of the row
+  float* x;     // [padded_k], for a row of another dtype or without padding
+  float* part;  // [groups]: scales divided by the factor of the row
 
   RowMemory(const WeightSpec& spec, Arena& arena)
       : x(arena.array<float>(spec.padded_k())), part(arena.array<float>(spec.groups())) {}
@@ -41,8 +41,8 @@ LOWBIT_INLINE const float* padded_row(const FakeQuantizeArgs& args, int64_t row,
   return buffer;
 }
 
-// Scales, the part of the row, and zero points of a row, as they are stored. A scale is nan where a weight
-// is not finite.
+// Scales of a row, rounded as for storage, with their quotients by the row's factor, and zero points. A scale is nan if
+// a weight is not finite.
 template <class Codec>
 LOWBIT_INLINE float scales_of_row(const FakeQuantizeArgs& args, const float* x, float* scale, float* part,
                                   float* zero, int64_t row) {
@@ -79,7 +79,7 @@ LOWBIT_INLINE void round_row(const FakeQuantizeArgs& args, const RowMemory& memo
         uint8_t bytes[16];
         store_u8(bytes, code);
         std::memcpy(args.out.as<uint8_t>() + row * k + i, bytes, static_cast<std::size_t>(smaller(16, k - i)));
-      } else {  // as dequantize multiplies
+      } else {  // rounded like the product in dequantize
         const f32x16 value = mul(mul(sub(Codec::level_of(code), z), part), of_row);
         store_from_float(args.out.data, args.out.dtype, row * k + i, k - i, value);
       }
@@ -87,7 +87,7 @@ LOWBIT_INLINE void round_row(const FakeQuantizeArgs& args, const RowMemory& memo
   }
 }
 
-// All ones where v = weight / scale + zero has a code of its own and is not clipped to the first or last.
+// A mask of the v = weight / scale + zero that are not clipped to the first or last code.
 template <class Codec>
 LOWBIT_INLINE i32x16 not_clipped(f32x16 v, float code_max) {
   if constexpr (Codec::kind == CodecKind::lookup) {
@@ -126,7 +126,7 @@ LOWBIT_INLINE void gradient_of_row(const FakeQuantizeBackwardArgs& args, int64_t
   }
 }
 
-// body.operator()<Codec>(row) for every row, in parallel.
+// Runs body.operator()<Codec>(row) for all rows, in parallel.
 template <class Body>
 LOWBIT_INLINE void for_each_row(const WeightSpec& spec, Body&& body) {
   const RowTiles tasks(spec.n, larger(1, kSerialProducts / 16 / spec.k));

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Activations as the kernels want them: int8 codes with scales per (row, group), or floats in the order in which the
-// tile reads them.
+// Activations in the form that the kernels take: int8 codes with scales per (row, group), or floats in the order in
+// which a register tile reads them.
 #pragma once
 
 #include "core/scratch.hpp"
@@ -11,8 +11,8 @@
 namespace lowbit::cpu::LOWBIT_ISA_NAME {
 namespace {
 
-// Row `row` of x as the float32 that enter the product or are rounded to int8 for it, followed by zeros up to padded_k.
-// Returns x itself where it can be used as it is.
+// Row `row` of x as float32, as it enters the product or is rounded to int8, followed by zeros up to padded_k. Returns
+// a pointer to x itself if no conversion is needed.
 LOWBIT_INLINE const float* widen_row(const XView& x, int64_t row, int64_t padded_k, float* buffer) {
   const int64_t begin = x.begin(row);
   const bool rounded = x.format == XFormat::float8_row;
@@ -25,7 +25,7 @@ LOWBIT_INLINE const float* widen_row(const XView& x, int64_t row, int64_t padded
   return buffer;
 }
 
-// The sum of x over a group of the weight, by which an asymmetric weight's zero point is multiplied.
+// The sum of x over a group of the weight, the factor of the zero point of an asymmetric weight.
 LOWBIT_INLINE float group_sum(const WeightSpec& spec, const float* x, int64_t g) {
   const int64_t end = smaller(spec.padded_k(), (g + 1) * spec.group_k());
   f32x16 sums = set1(0.0f);
@@ -33,22 +33,22 @@ LOWBIT_INLINE float group_sum(const WeightSpec& spec, const float* x, int64_t g)
   return sum(sums);
 }
 
-// A product of codes is at most 128 * 127 in size (int4: 15 * 127), so an int32 sum holds floor((2^31 - 1) / (128 *
-// 127)) = 132,104 of them whatever the codes are, and so does -128 * sum(q). A longer row without groups is summed in
-// pieces of this many k, each with its own float steps.
+// A product of codes is at most 128 * 127 in magnitude (int4: 15 * 127), so an int32 accumulator holds floor((2^31 - 1)
+// / (128 * 127)) = 132,104 of them whatever the codes are, and so does -128 * sum(q). A longer row without groups is
+// accumulated in stretches of this many k, each scaled in float separately.
 constexpr int64_t kExactK = 1 << 17;
 
-// The sums of one row: one per group of the weight, or per piece of a row without groups.
+// The sums of one row: one per group of the weight, or per stretch of a row without groups.
 struct Sums {
   int64_t k, count;
   LOWBIT_INLINE explicit Sums(const WeightSpec& spec)
       : k(spec.group_size ? spec.group_size : smaller(spec.padded_k(), kExactK)), count(ceil_div(spec.k, k)) {}
 };
 
-// One sum of one row. Its part of the product is w_scale * (scale * dot + zero + w_zero * minus_sum), dot = sum over
+// One sum of one row. It contributes w_scale * (scale * dot + zero + w_zero * minus_sum) to the product, dot = sum over
 // its k of code * q: zero = -8 * scale * sum(q) for symmetric int4, else 0; minus_sum = -scale * sum(q) for asymmetric
-// weights, else 0; start = -128 * sum(q) where int8 codes are multiplied unsigned, so that the int32 dot itself is
-// exact for the signed code.
+// weights, else 0; start = -128 * sum(q) if int8 codes are multiplied unsigned, so that the int32 dot is exact for the
+// signed code.
 struct RowSum {
   float scale, zero, minus_sum;
   int32_t start;
@@ -60,8 +60,8 @@ struct Int8Rows {
   int64_t code_stride;
   RowSum* sums;      // [rows / tile][sum_count][tile]
   int64_t sum_count, tile;
-  float* offset;     // [rows], asymmetric activations only, else null
-  const int32_t* index = nullptr;  // the place of a row in the arrays, of tiles of 1; null: rows lie in order
+  float* offset;     // [rows], for asymmetric activations, else null
+  const int32_t* index = nullptr;  // position of each row in the arrays, for tiles of one row; null: in order
 
   LOWBIT_INLINE int64_t at(int64_t row) const { return index ? index[row] : row; }
   LOWBIT_INLINE const float* offset_to(int64_t row) const { return offset ? offset + at(row) - row : nullptr; }
@@ -89,7 +89,7 @@ LOWBIT_INLINE void quantize_row(const WeightSpec& spec, XFormat format, const fl
     }
     int32_t sum_q = sum(total);
     for (int64_t i = spec.k > begin ? spec.k : begin; asymmetric && i < end; i++)
-      sum_q -= q[i], q[i] = 0;  // padding must count as nothing, not as x = 0
+      sum_q -= q[i], q[i] = 0;  // padding must contribute nothing, rather than x = 0
     const float scaled_sum = range.scale * static_cast<float>(sum_q);
     const bool int4 = spec.format == Format::int4;
     rows.sums[(row / rows.tile * rows.sum_count + s) * rows.tile + row % rows.tile] = {.scale = range.scale,
@@ -97,7 +97,7 @@ LOWBIT_INLINE void quantize_row(const WeightSpec& spec, XFormat format, const fl
                                            .minus_sum = spec.asymmetric ? -scaled_sum : 0.0f,
                                            .start = -Dot::kOffset * sum_q};
   }
-  if constexpr (sizeof(Step) == 2) {  // widen in place, from the end: k 0, 2, 1, 3
+  if constexpr (sizeof(Step) == 2) {  // widens in place, from the end: k 0, 2, 1, 3
     int16_t* wide = reinterpret_cast<int16_t*>(q);
     for (int64_t i = padded - 4; i >= 0; i -= 4) {
       const int16_t k0 = q[i], k1 = q[i + 1], k2 = q[i + 2], k3 = q[i + 3];
@@ -106,7 +106,7 @@ LOWBIT_INLINE void quantize_row(const WeightSpec& spec, XFormat format, const fl
   }
 }
 
-// Rows of codes are 64 bytes more apart than they are long: a stride of 4096 would put them in one L1 set.
+// The stride of code rows is 64 bytes more than their length: a stride of 4096 would put them into one set of L1.
 template <class Step>
 LOWBIT_INLINE Int8Rows<Step> take_rows(const WeightSpec& spec, XFormat format, int64_t count, int64_t tile,
                                        Arena& arena) {

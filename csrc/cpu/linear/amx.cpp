@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows of the ops linear, gather_linear and experts by the tile unit.
+// Rows of the ops linear, gather_linear and experts on the tile unit.
 #include LOWBIT_ISA_HEADER
 
 #include "cpu/linear/experts.hpp"
@@ -12,11 +12,11 @@
 namespace lowbit::cpu::LOWBIT_ISA_NAME {
 namespace {
 
-// Why tiles are not for so many rows, or "".
+// Why tiles do not suit this number of rows, or "".
 template <Format kFormat, bool kFloatX>
 std::string_view refuses_rows(const WeightSpec& spec, XFormat x_format, DType dtype, int64_t rows) {
-  if (!kFloatX && rows < kFewestRows) return "fewer than 16 rows: vector products are as fast";
-  if (kFloatX && rows < fewest_rows(spec, x_format, dtype)) return "few rows: vector products are as fast";
+  if (!kFloatX && rows < kMinRows) return "fewer than 16 rows: vector products are as fast";
+  if (kFloatX && rows < min_rows(spec, x_format, dtype)) return "few rows: vector products are as fast";
   const bool six_products = kFormat == Format::float32 && dtype == DType::float32;
   return kFloatX && six_products && rows < 64 ? "float32 by float32, fewer than 64 rows: FMAs are as fast" : "";
 }
@@ -43,7 +43,7 @@ const Family& family_of_codes(const WeightSpec& spec, XFormat, DType, int64_t ro
   const Family* family = nullptr;
   with_format(spec.format, [&]<Format kFormat>() {
     if constexpr (is_integer(kFormat))
-      family = rows < kFewestRows ? &kFamily<CodeRows<read_as(kFormat)>> : &kFamily<TiledCodeRows<read_as(kFormat)>>;
+      family = rows < kMinRows ? &kFamily<CodeRows<read_as(kFormat)>> : &kFamily<TiledCodeRows<read_as(kFormat)>>;
   });
   return *family;
 }

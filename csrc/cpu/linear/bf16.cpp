@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows of the ops linear, gather_linear and experts by products of bfloat16 on vectors: activations of bfloat16, and
-// weights that are exact in it. More parts would be more products, which FMAs of float32 make as fast.
+// Rows of the ops linear, gather_linear and experts with bfloat16 products on vectors: for bfloat16 activations, and
+// weights that are exact in bfloat16. With more parts there would be more products, at which float32 FMAs are as fast.
 #include LOWBIT_ISA_HEADER
 
 #include "cpu/linear/experts.hpp"
@@ -20,7 +20,7 @@ template <Format kFormat>
 std::string_view refuses(const LinearArgs& args) {
   if (args.weight_spec.format != kFormat) return "another weight format";
   const std::string_view reason = refuses_any(args.weight_spec, args.x_format, args.dtype);
-  return reason.empty() && args.m < kFewestRows ? "fewer than 16 rows: FMAs of float32 are as fast" : reason;
+  return reason.empty() && args.m < kMinRows ? "fewer than 16 rows: FMAs of float32 are as fast" : reason;
 }
 template <Format kFormat>
 std::string_view refuses_gather(const GatherLinearArgs& args) {
@@ -32,7 +32,7 @@ const Family& family_of(const WeightSpec& spec, XFormat, DType, int64_t rows) {
   const Family* family = &kFamily<PartedRows>;
   with_format(spec.format, [&]<Format kFormat>() {
     if constexpr (parts_of(kFormat) == 1)
-      if (rows < kFewestRows) family = &kFamily<StreamRows<read_as(kFormat)>>;
+      if (rows < kMinRows) family = &kFamily<StreamRows<read_as(kFormat)>>;
   });
   return *family;
 }

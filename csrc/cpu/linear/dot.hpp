@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Integer tile: rows of int8 activations times panels of int8 or int4 codes. Per group of k, or piece of a k without
-// groups, the product is exact in int32; the float steps
-//   t = dot * scale [ + zero | - w_zero * sum, in one rounding ];  result = fma(t, w_scale, result)
+// Integer micro-kernel: rows of int8 activations times panels of int8 or int4 codes. Within a group of k (or a stretch
+// of k without groups) the product is exact in int32; the float operations
+//   t = dot * scale [ + zero | - w_zero * sum, rounded once ];  result = fma(t, w_scale, result)
 // are the same on every instruction set, so all rows give the same bits.
 #pragma once
 
@@ -17,13 +17,13 @@ constexpr int64_t kExpandRows = 16;
 template <Format kFormat>
 using DotOf = std::conditional_t<kFormat == Format::int4, Dot4, Dot8>;
 
-// The first code of a half: two halves of int4 share their bytes.
+// The address of a half's first code: two halves of int4 share their bytes.
 template <Format kFormat>
 LOWBIT_INLINE const uint8_t* half_at(const uint8_t* codes, int64_t half) {
   return codes + (kFormat == Format::int4 ? half / 2 : half) * kStepsPerHalf * 64;
 }
 
-// The codes of one step; kHigh: an odd half, which int4 keeps in the high nibbles.
+// The codes of one step; kHigh: an odd half, which int4 stores in the high nibbles.
 template <Format kFormat, bool kHigh>
 LOWBIT_INLINE auto dot_codes(const uint8_t* step) {
   if constexpr (kFormat == Format::int8) return Dot8::codes(load_codes(step));
@@ -31,8 +31,8 @@ LOWBIT_INLINE auto dot_codes(const uint8_t* step) {
   else return Dot4::low(load_codes(step));
 }
 
-// All codes of a panel as the dot wants them. Worth it from kExpandRows rows on: unpacking is an eighth (int4) to a
-// fifth (int8) of a tile of 4 rows; codes in planes have no other way.
+// Unpacks all codes of a panel for the dot products. Pays from kExpandRows rows on: unpacking takes an eighth (int4) to
+// a fifth (int8) of the time of a tile of 4 rows; codes in planes are always unpacked.
 template <Format kFormat>
 LOWBIT_INLINE void expand_panel(const WeightSpec& spec, const PanelView& panel, int64_t halves,
                                 typename DotOf<kFormat>::Codes* out) {
@@ -49,7 +49,8 @@ LOWBIT_INLINE void expand_panel(const WeightSpec& spec, const PanelView& panel, 
   }
 }
 
-// result plus one sum of a row: the float steps, in this order everywhere. w_zero: of asymmetric weights, else null.
+// result plus one sum of a row: the float operations, in this order everywhere. w_zero: for asymmetric
+// weights, else null.
 template <Format kFormat>
 LOWBIT_INLINE f32x16 add_sum(f32x16 result, i32x16 total, const RowSum& sum, f32x16 w_scale, const f32x16* w_zero) {
   f32x16 t = to_float(total);
@@ -59,8 +60,8 @@ LOWBIT_INLINE f32x16 add_sum(f32x16 result, i32x16 total, const RowSum& sum, f32
   return fma(t, w_scale, result);
 }
 
-// Adds one half (32 k; 16 k where kSteps is 4, for codes in groups of 16, which are always expanded) to
-// total[row][panel]; kOneHalf: it is all of a group. expanded: the panels' codes from expand_panel, or null.
+// Adds one half (32 k; 16 k if kSteps is 4, for codes in groups of 16, which are always expanded) to total[row][panel];
+// kOneHalf: it is a whole group. expanded: the panels' codes from expand_panel, or null.
 template <Format kFormat, bool kHigh, bool kExpanded, bool kOneHalf, int kSteps, int kRows, int kPanels, class Step>
 LOWBIT_INLINE void dot_half(const PanelView* panels, const typename DotOf<kFormat>::Codes* expanded,
                             int64_t expanded_stride, int64_t half, const Step* const* a,
@@ -121,9 +122,9 @@ struct Expanded {
   int64_t ahead_lines = 0;
 };
 
-// Rows row..row+kRows of the prepared activations times `count` neighbouring panels, over all of k. Where there are
-// fewer than kPanels, which happens once in a call at its last panel, that one is multiplied again: tiles of one panel
-// and many rows were half of the code. kOneHalf: a group is one half, and its totals never leave the registers (AVX2,
+// Rows row..row+kRows of the prepared activations times `count` adjacent panels, over all of k. If there are fewer than
+// kPanels, as may happen at the last panel of a call, that panel is multiplied twice: separate code for one panel and
+// many rows was half of the code. kOneHalf: a group is one half, and its accumulators never leave registers (AVX2,
 // int4, m = 512: 1.11 to 1.16x).
 template <Format kFormat, bool kExpanded, bool kOneHalf, int kRows, int kPanels, int kSteps = kStepsPerHalf>
 void dot_tile(const PackedWeight& weight, const Int8Rows<typename DotOf<kFormat>::Step>& rows, const Sink& sink,
@@ -177,10 +178,10 @@ void dot_tile(const PackedWeight& weight, const Int8Rows<typename DotOf<kFormat>
       if (p < count) finish(weight, sink, row + r, panel + p, result[r][p], rows.offset_to(row + r));
 }
 
-// The family: int8 codes of rows. Rows go in blocks that stay in L2 while the panels stream past:
+// The family of micro-kernels for int8 codes. Blocks of rows stay in L2 while the panels stream past:
 //
 //                  kDotPanels panels          the next ones ->
-//   all rows       expand_panel, where there are many
+//   all rows       expand_panel, if there are many
 //   rows of tile 0   dot_tile, all of k       ...
 //   rows of tile 1   dot_tile
 //   ...
@@ -199,7 +200,7 @@ struct CodeRows {
   CodeRows(const XView& x, const WeightSpec& spec, int64_t count, Arena& arena)
       : x(x), count(count), rows(take_rows<Step>(spec, x.format, count, 1, arena)) {}
 
-  // Row r of these rows, which are prepared, is row index[r] of `all`.
+  // Row r of this object is the prepared row index[r] of `all`.
   CodeRows(const CodeRows& all, const int32_t* index, int64_t count) : x(all.x), count(count), rows(all.rows) {
     rows.index = index;
   }
@@ -236,7 +237,7 @@ struct CodeRows {
     return spec.padded_k() / kHalfK * kStepsPerHalf;  // codes in planes fill whole tiles
   }
 
-  // All rows of a block times `width` panels. expanded: their codes, or null.
+  // All rows of a block times `width` panels. expanded: the panels' codes, or null.
   void multiply_panels(const PackedWeight& weight, const Sink& sink, Span block, int64_t panel, int width,
                        const Codes* expanded) const {
     const WeightSpec& spec = weight.spec;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The steps on 16 sums before they are stored: column scale, offset of asymmetric activations, bias, activation, mul,
-// add, rounding; or, after the bias, a sum: y += factor of the row * value.
+// The epilogue, on 16 accumulators before they are stored: column scale, offset of asymmetric activations, bias,
+// activation, mul, add, rounding; or, after the bias, an addition: y += factor of the row * value.
 #pragma once
 
 #include "cpu/linear/product.hpp"
@@ -10,19 +10,19 @@
 namespace lowbit::cpu::LOWBIT_ISA_NAME {
 namespace {
 
-// Where the sums of a product go: row r to row index[r] of y, or without an index to row first + r.
+// The destination of a product: row r goes to row index[r] of y, or without an index to row first + r.
 struct Sink {
-  void* y;                        // rows of n columns, or of some of them, from `column` on
-  DType dtype;                    // of y, mul and add
-  int64_t stride;                 // elements from row to row of the three: n, or of scratch memory less
+  void* y;                        // rows of n columns, or of a part of them, from `column` on
+  DType dtype;                    // dtype of y, mul and add
+  int64_t stride;                 // row stride of these three: n, or less in scratch memory
   const void* bias = nullptr;     // [n] or null
   DType bias_dtype = DType::float32;
   Activation activation = Activation::none;
   const void *mul = nullptr, *add = nullptr;  // [..., n] or null
   int64_t first = 0;
   const int32_t* index = nullptr;
-  int64_t column = 0;             // the first one that y has
-  const float* factor = nullptr;  // of row r: what is added to y, in float32, in the order of the calls; or null
+  int64_t column = 0;             // first column that y has
+  const float* factor = nullptr;  // per row r: y += factor * value in float32, in the order of the calls; or null
 
   LOWBIT_INLINE int64_t row(int64_t r) const { return index ? index[r] : first + r; }
   LOWBIT_INLINE Sink from(int64_t r) const {
@@ -34,7 +34,7 @@ struct Sink {
   }
 };
 
-// The steps of `finish` that are the same for all rows of a panel.
+// The part of `finish` that is the same for all rows of a panel.
 struct PanelEnd {
   f32x16 scale, sum, bias;  // sum: of a column's weights
   bool scales;
@@ -49,7 +49,7 @@ struct PanelEnd {
   }
 };
 
-// n: columns of y. offset: the factor of the columns' sums, null where there is none.
+// n: columns of y. offset: the factor of the columns' sums, or null.
 LOWBIT_INLINE void finish_row(const Sink& sink, int64_t n, const PanelEnd& end, int64_t row, int64_t panel,
                               f32x16 value, const float* offset) {
   const int64_t column = panel * kPanelColumns, count = n - column,
@@ -73,14 +73,14 @@ LOWBIT_INLINE void finish_row(const Sink& sink, int64_t n, const PanelEnd& end, 
 }
 
 // row_offset: the factor of column_sum (asymmetric activations), else null. Not inlined: it runs once per 16 k
-// products, and in every tile of every size it was two thirds of the code. The sums by reference: cpu/vector_io.hpp.
+// products, and as part of each tile size it was two thirds of the code. Vectors by reference: see cpu/vector_io.hpp.
 [[gnu::noinline]] inline void finish(const PackedWeight& weight, const Sink& sink, int64_t row, int64_t panel,
                                      const f32x16& sums, const float* row_offset) {
   finish_row(sink, weight.spec.n, PanelEnd(weight, sink, panel, row_offset != nullptr), row, panel, sums, row_offset);
 }
 
-// The same of rows whose sums lie behind one another, 16 floats each, times the factor of each; a row with factor 0 is
-// left out. Without factors all are 1. The first row is row 0 of sink and of row_offset.
+// The same for consecutive rows of 16 floats each, times a factor per row; rows with factor 0 are skipped. Without
+// factors all are 1. The first row is row 0 of sink and of row_offset.
 [[gnu::noinline, maybe_unused]] void finish_rows(const PackedWeight& weight, const Sink& sink, int64_t count,
                                                  int64_t panel, const float* sums, const float* row_factor,
                                                  const float* row_offset) {

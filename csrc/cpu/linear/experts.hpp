@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-// The loop of the op experts over the tasks of families (families.hpp), in phases of one team: one parallel region a
-// call. A pass is ranges of pairs (token, expert), sorted by expert:
+// The loop of the op experts over the tasks of families (families.hpp), as phases of one team: one parallel region per
+// call. A pass is a sequence of ranges of pairs (token, expert), sorted by expert:
 //
-//   prepare    rows of x, as the first product wants them: once for all experts, where a family finds rows by index
-//   gate_up    tasks (range, block of rows, columns of I): both sums, then hidden = act(gate, up)
+//   prepare    rows of x for the first product: once for all experts, if a family finds rows by index
+//   gate_up    tasks (range, block of rows, columns of I): gate and up, then hidden = act(gate, up)
 //   prepare    rows of hidden
-//   down       tasks are columns of y, for all ranges of the pass, one after another: sums += router weight * product
+//   down       a task is a range of columns of y; all ranges of the pass in turn: sums += router weight * product
 //
-// So each sum of y is made by one thread, in the order of experts, and then of the pairs of an expert: the same bits
-// for any number of threads, and no memory of the size of pairs times y. Sums are float32, [chunk of columns][tokens]
-// [columns of it], and stay over the passes of a block of tokens.
+// So each sum of y is computed by one thread, in the order of experts, and then of the pairs of an expert: the same
+// bits for any number of threads, and no memory of the size of pairs times y. Sums are float32, [chunk of
+// columns][tokens] [columns of the chunk], and are kept over the passes of a block of tokens.
 #pragma once
 
 #include "cpu/linear/families.hpp"
@@ -20,7 +20,7 @@ namespace lowbit::cpu::LOWBIT_ISA_NAME {
 namespace {
 
 constexpr int64_t kBlockTokens = 4096, kPassPairs = 4096;
-constexpr int64_t kSumBytes = 1 << 20;  // of a chunk, which a thread adds to again and again
+constexpr int64_t kSumBytes = 1 << 20;  // sums of a chunk, to which a thread adds in every pass
 
 class ExpertsBlock {
  public:
@@ -68,7 +68,7 @@ class ExpertsBlock {
     return choose_(weights.spec, weights.x_format, args_.x.dtype, rows);
   }
 
-  // Columns of y of one task, in panels.
+  // Columns of y per task, in panels.
   int64_t panels_of_a_task() const {
     PanelCut cut = family(args_.down, ceil_div(larger(1, pairs_), args_.experts())).cut;
     cut.max = larger(1, smaller(cut.max, kSumBytes / (larger(1, tokens_) * kPanelColumns * int64_t{sizeof(float)})));
@@ -88,7 +88,7 @@ class ExpertsBlock {
     sums_ = arena.array<float>(ceil_div(down_.spec.panels(), chunk_) * sums_of_a_task());
   }
 
-  // Router weights in the order of the pairs.
+  // Router weights in pair order.
   void order_factors() const {
     const Scratch memory(round_up(pairs_, 16) * static_cast<int64_t>(sizeof(float)));
     float* const all = memory.as<float>();
@@ -97,7 +97,7 @@ class ExpertsBlock {
     for (int64_t i = 0; i < order_.begin[args_.experts()]; i++) factors_[i] = all[order_.y_row[i]];
   }
 
-  // The family of experts that find their rows of x by index, or null.
+  // The family that finds rows of x by index and serves some expert, or null.
   const Family* each_finds_rows() const {
     for (int64_t e = 0; e < args_.experts(); e++) {
       const int64_t pairs = order_.begin[e + 1] - order_.begin[e];
@@ -106,7 +106,7 @@ class ExpertsBlock {
     return nullptr;
   }
 
-  // Their rows of x, which are prepared once for all of them.
+  // Rows of x for that family, prepared once for all experts.
   void make_shared(Arena& arena) {
     if (shared_.family) shared_.family->make(shared_.rows, x(), gate_up_.spec, tokens_, arena);
   }
@@ -124,7 +124,7 @@ class ExpertsBlock {
             .dtype = args_.x.dtype, .format = args_.gate_up.x_format, .k = k};
   }
 
-  // begins, ends: the first and the last pass of the block.
+  // begins, ends: whether this is the first or the last pass of the block.
   void run_pass(int64_t count, bool begins, bool ends) {
     const PassProduct up(gate_up_.spec, ranges_, up_products_, count, &shared_),
         down(down_.spec, ranges_, down_products_, count);
@@ -145,7 +145,7 @@ class ExpertsBlock {
     });
   }
 
-  // Takes the memory of a pass; returns that of hidden, [pairs][I] in the dtype of x.
+  // Allocates the memory of a pass; returns that of hidden, [pairs][I] in the dtype of x.
   void* make(const PassProduct& up, const PassProduct& down, int64_t first, Arena& arena) const {
     const DType dtype = args_.x.dtype;
     XView rows = x();

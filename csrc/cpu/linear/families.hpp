@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// Families of product.hpp as values, for loops over rows that have one of many weights each. Rows are sorted by weight
-// (weight_order.hpp), so that each weight is read once for all of its rows:
+// Families of product.hpp as run-time values, for loops over rows with one of many weights each. Rows are sorted by
+// weight (weight_order.hpp), so that each weight is read once for all of its rows:
 //
 //   order    rows of weight 0 | rows of weight 3 | ...      rows of a weight stay in order
-//   ranges   rows of one weight, at most as many as its family takes
-//   passes   ranges of about as many rows as the scratch memory is for
+//   ranges   rows of one weight, at most kPass of its family
+//   passes   ranges of about as many rows as there is scratch memory for
 #pragma once
 
 #include <cstring>
@@ -17,19 +17,19 @@
 namespace lowbit::cpu::LOWBIT_ISA_NAME {
 namespace {
 
-// A family as a value, so that a loop is compiled once for all of them. `rows`: a Rows in memory.
+// A family as a value, so that a loop is compiled once for all families. `rows`: storage of a Rows.
 struct Family {
-  int64_t pass;  // rows of a Rows, at most
+  int64_t pass;  // max rows of a Rows
   PanelCut cut;
   void (*make)(void* rows, const XView& x, const WeightSpec& spec, int64_t count, Arena& arena);
-  void (*find)(void* rows, const void* all, const int32_t* index, int64_t count);  // null where a Rows cannot
+  void (*find)(void* rows, const void* all, const int32_t* index, int64_t count);  // null if not supported
   int64_t (*pieces)(const void* rows);
   void (*prepare)(const void* rows, const WeightSpec& spec, int64_t piece);
   RowBlocks (*blocks)(const void* rows, const WeightSpec& spec);
   void (*multiply)(const void* rows, const PackedWeight& weight, const Sink& sink, Span block, Span panels);
 };
 
-constexpr int64_t kRowsBytes = 160;  // of a Rows of any family
+constexpr int64_t kRowsBytes = 160;  // size of any family's Rows
 
 template <class Rows>
 void find_rows(void* rows, const void* all, const int32_t* index, int64_t count) {
@@ -60,10 +60,10 @@ constexpr Family kFamily = {
     .multiply = [](const void* rows, const PackedWeight& weight, const Sink& sink, Span block,
                    Span panels) { static_cast<const Rows*>(rows)->multiply(weight, sink, block, panels); }};
 
-// The family for so many rows of one weight.
+// Chooses the family for that many rows of one weight.
 using ChooseFamily = const Family& (*)(const WeightSpec& spec, XFormat x_format, DType x_dtype, int64_t rows);
 
-// The packed weights of one shape.
+// The packed weights, all of one shape.
 struct Weights {
   WeightSpec spec;
   const TensorView& packed;  // [E, panels, panel_bytes]
@@ -85,10 +85,10 @@ struct RowRange {
   int64_t weight, first, count;
 };
 
-// Rows that ranges share: those of a family that finds them by index, prepared once.
+// Rows shared by ranges: those of a family that finds them by index, prepared once.
 struct SharedRows {
   const Family* family = nullptr;  // null: none
-  const int32_t* index = nullptr;  // of the rows of the order
+  const int32_t* index = nullptr;  // index of each ordered row
   alignas(8) char rows[kRowsBytes] = {};
 };
 
@@ -113,7 +113,7 @@ class PassProduct {
   const RowRange& range(int64_t r) const { return ranges_[r]; }
   int threads() const { return threads_for_products(rows_, spec_); }
 
-  // Takes the memory of all rows; row 0 of x is that of the order's row `first`.
+  // Allocates the memory of all rows; row 0 of x is the ordered row `first`.
   void make(const XView& x, int64_t first, Arena& arena) const {
     for (int64_t r = 0; r < count_; r++) {
       RangeProduct& product = products_[r];

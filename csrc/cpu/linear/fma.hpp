@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Float tiles, accumulated in float32, for every weight format with float activations. Two ways, chosen by the number
-// of rows:
+// Float micro-kernels, accumulating in float32, for every weight format with float activations. Two variants, chosen by
+// the number of rows:
 //   few rows: each weight is converted in registers and used at once (StreamRows): memory speed at m = 1;
-//   many:     a block of k of a panel is converted to float32 in L1 and multiplied like any matrix (BlockedRows).
+//   many:     a block of k of a panel is converted to float32 in L1 and multiplied as a dense matrix (BlockedRows).
 #pragma once
 
 #include "cpu/linear/activations.hpp"
@@ -13,11 +13,11 @@ namespace {
 
 // ---- few rows ------------------------------------------------------------------------------------------------------
 
-// The factor that all values have in common is applied at the end: multiplied by it, activations might overflow.
+// The factor common to all values is applied at the end: activations multiplied by it might overflow.
 template <Format kFormat>
 constexpr float kLate = unshift_of<kFormat>(0) > 1.0f ? unshift_of<kFormat>(0) : 1.0f;
 
-// Activations in the order in which the halves are read, each times 2^-shift but for kLate, and their sums per group
+// Activations in the order in which the halves are read, each times 2^-shift unless kLate, and their sums per group
 // (the factors of the zero points).
 struct OrderedRows {
   int64_t stride, groups;
@@ -29,7 +29,7 @@ struct OrderedRows {
         group_sums(arena.array<float>(count * groups)) {}
 };
 
-// Rows first .. first + count of x become the first ones of `rows`.
+// Rows first .. first + count of x become the first rows of `rows`.
 template <Format kFormat>
 void order_rows(const XView& view, const WeightSpec& spec, int64_t first, int64_t count, const OrderedRows& rows) {
   const int64_t padded = spec.padded_k(), groups = spec.groups();
@@ -37,7 +37,7 @@ void order_rows(const XView& view, const WeightSpec& spec, int64_t first, int64_
   for (int64_t row = 0; row < count; row++) {
     const float* x = widen_row(view, first + row, padded, buffer.as<float>());
     float* out = rows.values + row * rows.stride;
-    // int4: byte i of a column's four bytes carries 2^(8 i), the high nibbles 2^4 more.
+    // int4: byte i of a column's four bytes carries 2^(8 i), the high nibbles another 2^4.
     for (int64_t k = 0; k < padded; k += 4)
       unroll<4>([&](auto i) {
         constexpr float kLow = unshift_of<kFormat>(2 * i) / kLate<kFormat>,
@@ -48,7 +48,8 @@ void order_rows(const XView& view, const WeightSpec& spec, int64_t first, int64_
   }
 }
 
-// Sums of one group, in kChains independent chains per row: an FMA takes 4 cycles, and two start in each.
+// Accumulators of one group, kChains independent ones per row: an FMA has a latency of 4 cycles and a throughput of two
+// per cycle.
 template <int kRows>
 struct StreamSums {
   static constexpr int kChains = kRows >= kStreamRows ? 1 : kRows * 2 >= kStreamRows ? 2 : 4;
@@ -64,8 +65,8 @@ struct StreamSums {
   }
 };
 
-// Adds the `step`-th kStep of a panel. Values of int4 alternate between the halves of a tile, those of the other
-// formats follow one another.
+// Adds step number `step`, kStep k, of a panel. Values of int4 alternate between the halves of a tile, those of other
+// formats are in order.
 template <Format kFormat, int64_t kStep, int kRows>
 LOWBIT_INLINE void stream_step(const PanelView& panel, bool mostly_plain, const float* const* x, int64_t step,
                                Ahead& next, StreamSums<kRows>& sums) {
@@ -76,7 +77,7 @@ LOWBIT_INLINE void stream_step(const PanelView& panel, bool mostly_plain, const 
   const uint8_t* codes =
       panel.codes + ((kInt4 ? half / 2 : half) * kHalfK + k % kHalfK) / kValues * U::kBytes;
   constexpr int kTogether =
-      kValues == 1 ? 4 : 1;  // units at once, so that the chain of every value is known to the compiler
+      kValues == 1 ? 4 : 1;  // units at a time, so that the accumulator of each value is a constant
   auto run = [&](auto high) {
     for (int64_t unit = 0; unit < kUnits; unit += kTogether) {
       for (int64_t at = 0; !high && at < kTogether * U::kBytes; at += 64) next.fetch((unit * U::kBytes + at) / 64);
@@ -130,13 +131,13 @@ void stream_panel(const PackedWeight& weight, const PanelView& view, const Order
   for (int r = 0; r < kRows; r++) finish(weight, sink, row + r, panel, result[r], nullptr);
 }
 
-// The bytes into which codes in planes are unpacked for all rows at once; 0 where a panel is read as it is.
+// Bytes for unpacking codes in planes, once for all rows; 0 if a panel is read as stored.
 template <Format kFormat>
 LOWBIT_INLINE int64_t unpacked_bytes(const WeightSpec& spec) {
   return kFormat == Format::int8 && is_unpacked(spec.format) ? spec.tiles() * kByteTile : 0;
 }
 
-// A panel as it is read, of which `room` has the unpacked codes.
+// A panel in readable form, with its unpacked codes in `room`.
 template <Format kFormat>
 LOWBIT_INLINE PanelView readable_panel(const PackedWeight& weight, int64_t panel, uint8_t* room) {
   const WeightSpec& spec = weight.spec;
@@ -146,10 +147,10 @@ LOWBIT_INLINE PanelView readable_panel(const PackedWeight& weight, int64_t panel
   return view;
 }
 
-// The family of few rows.
+// The family of micro-kernels for few rows.
 template <Format kFormat>
 struct StreamRows {
-  static constexpr int64_t kPass = 2 * kStreamRows;  // for more rows converting once pays
+  static constexpr int64_t kPass = 2 * kStreamRows;  // with more rows, converting once pays
   static constexpr PanelCut kCut{.at_once = 1};
 
   XView x;
@@ -205,8 +206,8 @@ template <int kRows, int kPanels>
     for (int p = 0; p < kPanels; p++) store(c + r * c_stride + p * 16, acc[r][p]);
 }
 
-// The family of many rows, for every format: a block of k is converted once for all rows of a block. Rows are
-// interleaved by tile: a tile's rows as [k][rows in the tile].
+// The family of micro-kernels for many rows and every format: a block of k is converted once for all rows of a block.
+// Rows are interleaved by tile, as [k][rows in the tile].
 struct BlockedRows {
   static constexpr int64_t kPass = 480, kBlock = 240;  // 240 rows x 256 k of float32 are 240 KiB of L2
   static constexpr PanelCut kCut{.at_once = kFloatPanels};
@@ -221,7 +222,7 @@ struct BlockedRows {
 
   RowBlocks blocks(const WeightSpec&) const { return {count, kBlock}; }
 
-  // A piece is a tile.
+  // A piece is a register tile.
   int64_t pieces() const { return ceil_div(count, kFloatRows); }
   void prepare(const WeightSpec& spec, int64_t piece) const {
     const Span block = blocks(spec).at(piece / (kBlock / kFloatRows));
@@ -255,10 +256,10 @@ struct BlockedRows {
  private:
   int64_t length(int64_t k) const { return smaller(kBlockK, padded_k - k); }
 
-  // A block of k of up to kFloatPanels panels, from number `first` of a task's on, as float32.
+  // Converts a block of k of up to kFloatPanels panels, from number `first` of a task's on, to float32.
   void widen_panels(const WeightSpec& spec, const uint8_t* weight, Span panels, int64_t first, int64_t k,
                     float* b) const {
-    const bool last = first + kFloatPanels >= panels.count();  // the next block is then further along k, of panel 0
+    const bool last = first + kFloatPanels >= panels.count();  // then prefetch further along k, from panel 0 on
     const int64_t ahead = last ? kBlockK / kTileK * spec.tile_bytes() - first * spec.panel_bytes()
                                : kFloatPanels * spec.panel_bytes();
     for (int64_t p = 0; p < smaller(kFloatPanels, panels.count() - first); p++)
@@ -270,7 +271,7 @@ struct BlockedRows {
       });
   }
 
-  // All rows of a block times a block of k of `width` panels; c: [row][panel][16], c_stride from row to row.
+  // All rows of a block times a block of k of `width` panels; c: [row][panel][16], rows c_stride apart.
   void multiply_block(Span block, int64_t k, int width, const float* b, float* c, int64_t c_stride) const {
     const RowTiles tiles(block.count(), kFloatRows);
     for (int64_t tile = 0; tile < tiles.count; tile++)

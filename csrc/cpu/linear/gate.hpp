@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// act(gate, up) of sums of a product, the rows of the next one. Sums of a task lie in scratch memory, all columns of a
-// panel: the panels of its gates, and behind them those of its ups, or both in turns.
+// act(gate, up) of accumulated sums: the rows of the next product. The sums of a task are in scratch memory, all
+// columns of a panel: the panels of its gates, then those of its ups, or both interleaved.
 #pragma once
 
 #include "cpu/linear/epilogue.hpp"
@@ -29,10 +29,10 @@ LOWBIT_INLINE f32x16 gated(const Gate& gate, f32x16 x, f32x16 up) {
   return mul(activated(gate, x), add(up, set1(gate.up_offset)));
 }
 
-// The panels of gate_up that columns `columns` of the next product need, a multiple of 16 first.
+// The panels of gate_up for columns `columns` of the next product, which begin at a multiple of 16.
 struct GatePanels {
-  Span gates, ups;  // ups: none where gates and ups lie in turns, or there is no gate
-  int64_t up_column = 0;  // the first up, from the first of the panels `ups` on
+  Span gates, ups;  // ups: empty if interleaved, or without a gate
+  int64_t up_column = 0;  // column of the first up within the panels `ups`
 
   GatePanels(const Gate& gate, int64_t all, Span columns) : gates(panels(columns)), ups{0, 0} {
     if (gate.interleaved) gates = panels({2 * columns.begin, 2 * columns.end});
@@ -44,7 +44,7 @@ struct GatePanels {
   static Span panels(Span columns) { return {columns.begin / kPanelColumns, ceil_div(columns.end, kPanelColumns)}; }
 };
 
-// One row of them, from column `at` on to y[y_at].., `count` columns.
+// One of these rows, from column `at` on to y[y_at].., `count` columns.
 LOWBIT_INLINE void gate_row(const Gate& gate, const GatePanels& panels, const float* sums, int64_t count, void* y,
                             DType dtype, int64_t y_at) {
   const float* ups = sums + panels.gates.count() * kPanelColumns + panels.up_column;

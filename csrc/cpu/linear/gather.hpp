@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The loop of the op gather_linear over the tasks of families (families.hpp): pass by pass, prepare all pieces, then
-// multiply all tasks. The regions of all passes are those of one team: one parallel region per call.
+// The loop of the op gather_linear over the tasks of families (families.hpp): for each pass, prepares all pieces, then
+// multiplies all tasks. All passes are regions of one team: one parallel region per call.
 #pragma once
 
 #include "cpu/linear/families.hpp"

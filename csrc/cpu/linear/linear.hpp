@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The loop of the op linear over the tasks of a family (product.hpp): rows are prepared a pass at a time, which bounds
-// the scratch memory, and panels are handed out in chunks to whichever thread is free. One parallel region a call: what
-// all threads do, prepare and multiply, are phases of a team.
+// The loop of the op linear over the tasks of a family (product.hpp): rows are prepared one pass at a time, which
+// bounds the scratch memory, and panels are scheduled dynamically in chunks. One parallel region per call: preparing
+// and multiplying are phases of a team.
 #pragma once
 
 #include "cpu/linear/activations.hpp"
@@ -47,7 +47,7 @@ void linear_by(const LinearArgs& args) {
       linear_pass<Rows>(weight, x.from(first), sink.from(first), smaller(int64_t{Rows::kPass}, args.m - first),
                         threads);
   };
-  // One region: where a single phase is for all threads, it needs no team.
+  // One region: a single phase needs no team.
   const int64_t passes = ceil_div(args.m, int64_t{Rows::kPass}), count = smaller(int64_t{Rows::kPass}, args.m);
   Arena counted;
   const bool all_prepare = Rows(x, weight.spec, count, counted).pieces() > 1 &&

@@ -1,19 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
-// A product of activations and a packed weight, in four parts that know nothing of each other's memory, so that any
-// loop can put them together: linear.hpp for one weight, gather.hpp for one of many in each row.
+// A product of activations and a packed weight, in four parts with separate memory, so that any loop can combine them:
+// linear.hpp for one weight, gather.hpp for one of many weights per row.
 //
-//   XView         rows of x as the caller has them
+//   XView         rows of x as passed by the caller
 //   PackedWeight  panels of one weight
-//   Sink          where the sums go: y with its epilogue (epilogue.hpp)
-//   Rows          a family of micro-kernels: rows of x as it wants them, prepared once, and its tasks. A family has
-//     Rows(x, spec, count, arena)      the memory of `count` rows, at most kPass
-//     pieces(), prepare(spec, piece)   the work of preparing: piece by piece, by any thread
-//     blocks(spec)                     the rows cut into RowBlocks; a task has the rows of one
-//     multiply(weight, sink, block, panels)   a task: opens no region; its memory is its own
+//   Sink          the destination: y with its epilogue (epilogue.hpp)
+//   Rows          a family of micro-kernels: prepared rows of x, and the tasks on them. A family has
+//     Rows(x, spec, count, arena)      memory for `count` rows, at most kPass
+//     pieces(), prepare(spec, piece)   the preparation: piece by piece, on any thread
+//     blocks(spec)                     the rows cut into RowBlocks; a task has the rows of one block
+//     multiply(weight, sink, block, panels)   a task: opens no region, uses its own memory
 //     kCut                             how panels are cut into tasks (schedule.hpp)
-//     Rows(all, index, count)          optional: rows of others, which are prepared, by index
-// Integer families give the same bits whatever the cut; the sums of float families depend on the number of rows that a
-// Rows has, and on the place of a row among them, but on no value of another row.
+//     Rows(all, index, count)          optional: prepared rows of another Rows, by index
+// Integer families give the same bits however the work is cut; the sums of float families depend on the number of rows
+// in a Rows, and on the index of a row among them, but on no value of another row.
 #pragma once
 
 #include "core/dtype.hpp"
@@ -47,7 +47,7 @@ struct PackedWeight {
   const uint8_t* data;  // [panels][panel_bytes]
 };
 
-// The range number `piece` of `count`, of which each has `length`.
+// Range number `piece` of `count` elements cut into ranges of `length`.
 LOWBIT_INLINE Span piece_of(int64_t count, int64_t length, int64_t piece) {
   return {piece * length, smaller(count, (piece + 1) * length)};
 }

@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-// Few rows of int8 activations times a 2:4 weight (formats/int8_semi_sparse.hpp) as it is stored: a code is not brought
-// to its activation, the activation is brought to it. A step of 8 k and 16 columns:
+// Few rows of int8 activations times a 2:4 weight (formats/int8_semi_sparse.hpp) as stored: instead of moving codes to
+// their activations, activations are shuffled to the codes. A step of 8 k and 16 columns:
 //
 //   activations   a0 a1 a2 a3  a4 a5 a6 a7     the same for each column
-//   places         1  3         0  2           + 4 in the second half
+//   positions      1  3         0  2           + 4 in the second half
 //   picked        a1 a3        a4 a6           one shuffle within each 8 bytes
 //   codes         c0 c1        c2 c3           64 bytes, for 128 weights
 //
-// Beside that and the product, which are once for each row, a step has two operations that make places, and one for the
-// sum of the codes where activations are unsigned. Dense int8 has two products of 64 bytes, so that the time of one row
-// is that of the bytes, 0.625 of them. Sums are those of dot.hpp, exact, and the float steps the same.
+// Besides the shuffle and the product, which are once per row, a step has two operations to compute positions, and one
+// for the sum of the codes if activations are unsigned. Dense int8 takes two products of 64 bytes, so the time of one
+// row is bound by memory: 0.625 of the bytes. Dot products are exact and the float operations those of dot.hpp.
 #pragma once
 
 #include "cpu/linear/dot.hpp"
@@ -21,7 +21,7 @@ constexpr int kSemiSparseRows = smaller(4, kDotRows);
 
 template <int kRows>
 struct SemiSparseSums {
-  static constexpr int kChains = kRows <= 2 ? 2 : 1;  // a product takes 5 cycles, a step of one row 3
+  static constexpr int kChains = kRows <= 2 ? 2 : 1;  // latency of a product: 5 cycles; a step of one row: 3
   i32x16 dot[kChains][kRows], offset[kChains];
   LOWBIT_INLINE SemiSparseSums() {
     for (int chain = 0; chain < kChains; chain++) {
@@ -50,12 +50,12 @@ LOWBIT_INLINE void semi_sparse_half(const PanelView& panel, int64_t k, const int
     constexpr int kStep = i + kHigh * kSteps, kChain = i % SemiSparseSums<kRows>::kChains;
     const i32x16 row = load_i32(reinterpret_cast<const int32_t*>(tile + kStep % 2 * 64)),
                  in_four = bit_and(shift_right<kStep / 2 * 2>(row), set1(int32_t{0x03030303})),
-                 places = bit_or(in_four, set1(int32_t{0x04040000}));
+                 positions = bit_or(in_four, set1(int32_t{0x04040000}));
     const u8x64 codes = load_codes(tile + Codec::codes_at + kStep * 64);
     sums.offset[kChain] = Dot::offset(sums.offset[kChain], codes);
 #pragma GCC unroll 4
     for (int r = 0; r < kRows; r++)
-      sums.dot[kChain][r] = Dot::step(sums.dot[kChain][r], codes, places, a[r] + k + i * Codec::k_of_step);
+      sums.dot[kChain][r] = Dot::step(sums.dot[kChain][r], codes, positions, a[r] + k + i * Codec::k_of_step);
   });
   if constexpr (kHigh) next.advance(panel, kTileBytes);
 }
@@ -87,7 +87,7 @@ void semi_sparse_tile(const PackedWeight& weight, const Int8Rows<int8_t>& rows, 
   for (int r = 0; r < kRows; r++) finish(weight, sink, row + r, panel, result[r], rows.offset);
 }
 
-// The family: int8 codes of few rows.
+// The family of micro-kernels for int8 codes and few rows.
 struct SemiSparseRows {
   using Dot = Dot8SemiSparse;
   static constexpr int64_t kPass = kExpandRows, kPiece = 8;

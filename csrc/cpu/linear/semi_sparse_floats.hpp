@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Few rows of float activations times a 2:4 weight (formats/int8_semi_sparse.hpp) as it is stored: as semi_sparse.hpp,
-// a look-up brings to each code the one of 8 activations that its place names. A look-up is of 16 floats, so the 8 of a
-// step are there twice. inf and nan have to meet the weights that are 0 too: rows with them go the way of fma.hpp.
+// Few rows of float activations times a 2:4 weight (formats/int8_semi_sparse.hpp) as stored: as in semi_sparse.hpp, a
+// look-up gives each code the one of 8 activations that its position selects. A look-up has 16 floats, so the 8 of a
+// step are stored twice. inf and nan must be multiplied by the zero weights too: rows with them use fma.hpp.
 #pragma once
 
 #include "cpu/linear/fma.hpp"
@@ -25,7 +25,7 @@ template <int kRows>
 void semi_sparse_stream(const PackedWeight& weight, const float* values, int64_t stride, const Sink& sink,
                         int64_t panel) {
   using Codec = codec_of<Format::int8_semi_sparse>;
-  constexpr int kSlots = Codec::slots_of_step, kLines = 12;  // as semi_sparse_half has them
+  constexpr int kSlots = Codec::slots_of_step, kLines = 12;  // as in semi_sparse_half
   const WeightSpec& spec = weight.spec;
   const PanelView view = view_panel(spec, weight.data, panel);
   Ahead next(spec, view, view.bytes, reads_in_streams());
@@ -40,18 +40,18 @@ void semi_sparse_stream(const PackedWeight& weight, const float* values, int64_t
       if (in_tile == 0)
         for (int line = 0; line < kLines; line++) next.fetch(line);
       unroll<2>([&](auto odd) __attribute__((always_inline)) {
-        const uint8_t *codes_at = tile + Codec::codes_at + (in_tile + odd) * 64, *places_at = tile + odd * 64;
+        const uint8_t *codes_at = tile + Codec::codes_at + (in_tile + odd) * 64, *positions_at = tile + odd * 64;
         const i32x16 codes = load_i32(reinterpret_cast<const int32_t*>(codes_at)),
-                     places = shift_right(load_i32(reinterpret_cast<const int32_t*>(places_at)),
+                     positions = shift_right(load_i32(reinterpret_cast<const int32_t*>(positions_at)),
                                           set1(static_cast<int32_t>(in_tile)));
         const float* x = values + (at + odd) * 16;
         unroll<kSlots>([&](auto slot) __attribute__((always_inline)) {
           const f32x16 w = to_float(shift_right_signed<24>(shift_left<24 - 8 * slot>(codes)));
-          const i32x16 place = bit_or(bit_and(shift_right<8 * slot>(places), set1(int32_t{3})),
+          const i32x16 position = bit_or(bit_and(shift_right<8 * slot>(positions), set1(int32_t{3})),
                                       set1(int32_t{slot / 2 * 4}));
           f32x16* chain = sums.chain[slot % StreamSums<kRows>::kChains];
 #pragma GCC unroll 8
-          for (int r = 0; r < kRows; r++) chain[r] = fma(w, lookup8(x + r * stride, place), chain[r]);
+          for (int r = 0; r < kRows; r++) chain[r] = fma(w, lookup8(x + r * stride, position), chain[r]);
         });
       });
       if (in_tile == 6) next.advance(view, spec.tile_bytes()), tile += spec.tile_bytes();
@@ -63,7 +63,7 @@ void semi_sparse_stream(const PackedWeight& weight, const float* values, int64_t
   for (int r = 0; r < kRows; r++) finish(weight, sink, r, panel, result[r], nullptr);
 }
 
-// The family: few rows, all of them finite.
+// The family of micro-kernels for few rows, all of them finite.
 struct SteppedRows {
   static constexpr int64_t kPass = kStreamRows;
   static constexpr PanelCut kCut{.at_once = 1};

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Products by the tile unit, for both kinds of factors (tiled_codes.hpp: int8 by codes; tiled_floats.hpp: bfloat16
-// parts of floats). Two row tiles times two panels are multiplied at a time, block by block of k: the weights of a
-// block wait in L1 while all rows of a pass go by, and the sums wait in L2. Reading both factors from L2 the unit
+// Products on the tile unit, for both kinds of factors (tiled_codes.hpp: int8 by codes; tiled_floats.hpp: bfloat16
+// parts of floats). Two row tiles times two panels are multiplied at a time, one block of k after another: the weights
+// of a block stay in L1 while all rows of a pass go by, and results stay in L2. Reading both factors from L2, the unit
 // reached 330 of the 560 GMAC/s that it has from L1 (int8, one thread, Sapphire Rapids).
 #pragma once
 
@@ -13,46 +13,46 @@ namespace lowbit::cpu::LOWBIT_ISA_NAME {
 namespace {
 
 constexpr int64_t kTileRows = TileUnit::kRows, kTileSums = kTileRows * kPanelColumns;
-constexpr int64_t kTilePass = 256;   // rows of a pass: with a block of k, and with the results of a task, half of an L2
-constexpr int64_t kTilePanels = 16;  // most panels of a task
+constexpr int64_t kTilePass = 256;   // rows of a pass: half of an L2 with a block of k, and with the results of a task
+constexpr int64_t kTilePanels = 16;  // max panels of a task
 constexpr int kRowTilesAtOnce = 2, kPanelsAtOnce = 2;
-constexpr int64_t kMostSums = 17;  // that lie in a block of 512 k, in groups of 32 or more
+constexpr int64_t kMaxSums = 17;  // max sums within a block of 512 k, in groups of 32 or more
 
-// A tile takes 16 cycles, however few of its rows are used.
-constexpr int64_t kFewestRows = 16;
+// A tile product takes 16 cycles, however few of its rows are used.
+constexpr int64_t kMinRows = 16;
 
-// The operand of the loop, a Product, is made once per task and has
+// The operand of the loop, a Product, is created once per task and has
 //   weight        the PackedWeight
 //   Sum           int32_t or float
-//   block_k       k of a block; weight_bytes: of its weights, per panel and k
-//   k             all of k, to the end of the last sum; sum_k: the k of one sum, before a scale is due
+//   block_k       k of a block; weight_bytes: bytes of its weights per panel and k
+//   k             all of k, to the end of the last sum; sum_k: the k of one sum, which shares a scale
 //   step, tile_bytes  k of one tile of activations, and the bytes of its rows
-//   weights(panel, k, length, room): the tiles of a block, in `room` where the packed layout is not theirs
-//   sums_are_products()  whether one product of two tiles makes a sum
+//   weights(panel, k, length, room): the tiles of a block, in `room` unless the packed layout can be used
+//   sums_are_products()  whether a sum is one product of two tiles
 //   multiply<first tile, row tiles, panels>(row tile, begin, end, weights, block): adds products of k begin .. end, a
-//     few whole steps, to the sums; block: the k at which the weights begin
+//     few whole steps, to the accumulators; block: the k at which the weights begin
 //   scale_of_sum(panel, s): the argument of scale() for a panel
-//   scale(sums, row tile, s, of panel, result): adds sum number s of a tile to its results
-//   store_rows(sink, row, count, panel, results); store_rest(sink, count, panels): rows that the unit cannot do
+//   scale(sums, row tile, s, panel's argument, result): adds sum number s of a tile to its results
+//   store_rows(sink, row, count, panel, results); store_rest(sink, count, panels): rows that the unit cannot compute
 
-// The tiles of one task: results of [row tile][panel], and sums that go on in the next block of k.
+// The tiles of one task: results [row tile][panel], and sums to be continued in the next block of k.
 template <class Product>
 struct TileResults {
   using Sum = typename Product::Sum;
   using Tile = float[kTileSums];
   using SumTile = Sum[kTileSums];
   Tile* result;
-  SumTile* open;  // null where every sum ends inside of its block
-  int64_t width;  // panels
+  SumTile* open;  // null if every sum ends within its block
+  int64_t width;  // number of panels
 };
 
-// The scale and zero point of a sum, for each of the 16 columns of a panel. Found once for all rows of a pass: found
-// again for every tile, they were 7 to 13 % of the time of groups of 32.
+// The scale and zero point of a sum, for each of the 16 columns of a panel. Computed once for all rows of a pass:
+// computed per tile, they took 7 to 13 % of the time with groups of 32 (Sapphire Rapids).
 struct SumScale {
   f32x16 scale, zero;
 };
 
-// 16 rows of results of a panel in registers, for sums to be scaled and added to.
+// 16 rows of a panel's results in registers, to which scaled sums are added.
 struct ResultRows {
   f32x16 row[kTileRows];
   LOWBIT_INLINE explicit ResultRows(const float* tile) {
@@ -63,8 +63,8 @@ struct ResultRows {
   }
 };
 
-// Long sums, kRowTiles x kPanels tiles of them at a time, as far as they lie in k begin .. end. While the unit makes
-// one, the last but one is scaled: a tile's stores are not forwarded to loads, which wait until the bytes are in L1.
+// Long sums, in kRowTiles x kPanels tiles at a time, within k begin .. end. While the unit computes one, the one before
+// the last is scaled: a tile's stores are not forwarded to loads, which wait until the bytes are in L1.
 template <class Product, int kRowTiles, int kPanels>
 void multiply_block(const Product& product, const TileResults<Product>& to, int64_t row_tile, int64_t column,
                     int64_t begin, int64_t end, const uint8_t* const* weights,
@@ -97,8 +97,9 @@ void multiply_block(const Product& product, const TileResults<Product>& to, int6
   while (taken < made) take(taken++);
 }
 
-// Sums of one product, which all end in the block: scaling them is most of the work, so the results of one tile stay in
-// registers. From two products on multiply_block takes 0.87 to 0.96 of the time (nf4 and int4 in groups of 64).
+// Sums of one product, all ending within the block: scaling them is most of the work, so the results of one tile stay
+// in registers. From two products per sum on, multiply_block takes 0.87 to 0.96 of the time (nf4 and int4 in groups of
+// 64, Sapphire Rapids).
 template <class Product>
 void multiply_short_sums(const Product& product, float* results, int64_t row_tile, int64_t begin, int64_t end,
                          const uint8_t* weights, const SumScale* scales) {
@@ -146,7 +147,7 @@ struct TileTask {
         for (int p = 0; p < count; p++) {
           const int64_t panel = first_panel + column + p;
           weights[p] = product.weights(panel, k, end - k, room + p * room_bytes);
-          scales[p] = scales_of(panel, k, end, scale_room + p * kMostSums);
+          scales[p] = scales_of(panel, k, end, scale_room + p * kMaxSums);
         }
         multiply(to, column, count, k, end, weights, scales);
       }
@@ -158,7 +159,7 @@ struct TileTask {
   }
 
  private:
-  // The scales of the sums that lie in k begin .. end, in `room`.
+  // The scales of the sums within k begin .. end, in `room`.
   const SumScale* scales_of(int64_t panel, int64_t begin, int64_t end, SumScale* room) const {
     const int64_t first = begin / product.sum_k;
     for (int64_t s = first; s * product.sum_k < end; s++) room[s - first] = product.scale_of_sum(panel, s);
@@ -195,7 +196,7 @@ struct TileTask {
              .open = goes_on ? arena.array<typename Results::SumTile>(row_tiles * width) : nullptr,
              .width = width},
             arena.array<uint8_t>(kPanelsAtOnce * product.block_k * product.weight_bytes),
-            arena.array<SumScale>(kPanelsAtOnce * kMostSums)};
+            arena.array<SumScale>(kPanelsAtOnce * kMaxSums)};
   }
 };
 

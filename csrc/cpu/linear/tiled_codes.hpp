@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The integer products of dot.hpp by the tile unit: 16 rows of int8 activations times 16 columns of codes. The packed
-// layout is that of a tile (16 columns x 4 k to a row of 64 bytes), so int8 codes are read where they lie; int4 codes
-// are unpacked first, once for all rows of a pass. The sums are exact and the float steps those of dot.hpp: the bits of
+// The integer products of dot.hpp on the tile unit: 16 rows of int8 activations times 16 columns of codes. The packed
+// layout is that of a tile (16 columns x 4 k per row of 64 bytes), so int8 codes are read in place; int4 codes are
+// unpacked first, once for all rows of a pass. Sums are exact and the float operations those of dot.hpp: the bits of
 // every other instruction set.
 #pragma once
 
@@ -14,7 +14,7 @@ namespace {
 template <Format kFormat>
 struct Int8Product {
   using Sum = int32_t;
-  static constexpr int64_t block_k = 512, weight_bytes = kPanelColumns;  // of two panels 16 KiB, of an L1 of 48
+  static constexpr int64_t block_k = 512, weight_bytes = kPanelColumns;  // 16 KiB for two panels, of an L1 of 48
   const PackedWeight& weight;
   const Int8Rows<int8_t>& rows;
   int64_t sum_k, k, step, tile_bytes;
@@ -55,7 +55,7 @@ struct Int8Product {
     const auto scale_rows = [&](auto asymmetric) __attribute__((always_inline)) {
       unroll<kTileRows>([&](auto i) __attribute__((always_inline)) {
         i32x16 total = load_i32(sums + i * kPanelColumns);
-        // int8 codes are multiplied unsigned; `start` takes the offset off again
+        // int8 codes are multiplied unsigned; `start` subtracts the offset
         if (DotOf<kFormat>::kOffset) total = add(total, set1(row_sums[i].start));
         result.row[i] = add_sum<kFormat>(result.row[i], total, row_sums[i], of.scale, asymmetric ? &of.zero : nullptr);
       });
@@ -71,7 +71,7 @@ struct Int8Product {
   void store_rest(const Sink&, int64_t, Span) const {}
 };
 
-// The family.
+// The family of micro-kernels for int8 codes on the tile unit.
 template <Format kFormat>
 struct TiledCodeRows {
   static constexpr int64_t kPass = kTilePass, kPiece = 8;

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Float activations by the tile unit. It multiplies bfloat16, so a float is cut into parts of 8 bits that add up to it,
-// x = x0 + x1 + x2: float32 exactly in 3, float16 in 2, codes of integers in 1. Of the products of parts, x_i * w_j
-// with i + j < 3 are made: the rest is below 2^-24 of a product, the rounding of an FMA of float32. Scales are applied
-// to the sums, as dot.hpp does.
+// Float activations on the tile unit. It multiplies bfloat16, so a float is cut into parts of 8 bits that add up to it,
+// x = x0 + x1 + x2: float32 exactly in 3, float16 in 2, integer codes in 1. The products of parts x_i * w_j with i + j
+// < 3 are computed: the rest is below 2^-24 of a product, the rounding of a float32 FMA. Scales are applied to the
+// sums, as in dot.hpp.
 #pragma once
 
 #include "cpu/linear/tiled.hpp"
@@ -11,13 +11,13 @@
 namespace lowbit::cpu::LOWBIT_ISA_NAME {
 namespace {
 
-constexpr int64_t kPartK = 32, kPartTile = TileUnit::kRows * 64;  // of bfloat16 in a tile; bytes
-constexpr int kMostParts = 3;
+constexpr int64_t kPartK = 32, kPartTile = TileUnit::kRows * 64;  // bfloat16 per row of a tile; bytes of a tile
+constexpr int kMaxParts = 3;
 
-// How many parts of 8 bits hold every value of a format before its scale.
+// The number of 8-bit parts that represent every value of a format before scaling.
 LOWBIT_INLINE constexpr int parts_of(Format format) { return (significant_bits(format) + 7) / 8; }
 
-// The place of value i of the units from one on, counted from the k of the first; and the value at a place.
+// The k of value i, counted from the first k of its unit; and the inverse.
 template <Format kFormat>
 constexpr int64_t k_of_value(int i) {
   using U = Unit<kFormat>;
@@ -30,7 +30,8 @@ constexpr int value_of_k(int64_t k) {
   return i;
 }
 
-// The parts of the values of 16 codes, less the zero point of a symmetric weight. Twice: the look-up takes five bits.
+// The parts of the values of 16 codes, minus the zero point of a symmetric weight. Stored twice: the look-up
+// takes five bits.
 template <Format kFormat>
 struct PartTable {
   static constexpr int kParts = parts_of(kFormat);
@@ -48,10 +49,11 @@ struct PartTable {
 };
 template <Format kFormat> constexpr PartTable<kFormat> kPartTable{};
 
-// Whether codes go to bfloat16 by a look-up of two at a time. Of four k the pairs are then 0, 2 and 1, 3.
+// Whether codes are converted to bfloat16 by a look-up of two at a time. The pairs are then k 0, 2 and 1, 3
+// of each four.
 LOWBIT_INLINE bool looks_up_parts(const WeightSpec& spec) { return bits(spec.format) == 4 && !spec.asymmetric; }
 
-// x in the order of those pairs.
+// Reorders x to match these pairs.
 LOWBIT_INLINE void swap_inner(uint16_t (&x)[kPartK]) {
   for (int64_t k = 0; k < kPartK; k += 4) {
     const uint16_t one = x[k + 1];
@@ -59,7 +61,7 @@ LOWBIT_INLINE void swap_inner(uint16_t (&x)[kPartK]) {
   }
 }
 
-// cut_panel of tiles of 4 bits: of one part 7 operations for 128 values, where any format takes as many for 16.
+// cut_panel for 4-bit codes: with one part 7 operations for 128 values, as many as other formats take for 16.
 template <Format kFormat>
 void look_up_parts(const uint8_t* codes, int64_t tiles, uint8_t* out) {
   constexpr int kParts = parts_of(kFormat);
@@ -77,7 +79,7 @@ void look_up_parts(const uint8_t* codes, int64_t tiles, uint8_t* out) {
     }
 }
 
-// The values of `length` k of a panel from k on, without scale, in parts: tiles of 32 k, [k / 32][part].
+// The values of `length` k of a panel from k on, unscaled, in parts: tiles of 32 k, [k / 32][part].
 template <Format kFormat>
 void cut_panel(const WeightSpec& spec, const PanelView& view, int64_t begin, int64_t length, uint8_t* out) {
   using U = Unit<kFormat>;
@@ -89,8 +91,8 @@ void cut_panel(const WeightSpec& spec, const PanelView& view, int64_t begin, int
   alignas(64) uint8_t unpacked[kByteTile];
   for (int64_t tile = 0; tile < length; tile += kTileK) {
     const uint8_t* codes = readable_tiles<kFormat>(spec, view, (begin + tile) / kTileK, 1, unpacked);
-    // In each half value = number read + offset. Only the rest of a zero point, 0 where we chose it, is multiplied by a
-    // sum of x, and could cancel what the codes have added.
+    // In each half value = number read + offset. Only the remainder of a zero point, 0 if chosen here, is multiplied by
+    // a sum of x: it could cancel what the codes have added.
     f32x16 offset[2];
     for (int half = 0; half < 2; half++) {
       const int64_t g = spec.group_size ? (begin + tile + half * kHalfK) / spec.group_size : 0;
@@ -126,11 +128,11 @@ void cut_panel(const WeightSpec& spec, const PanelView& view, int64_t begin, int
 // Rows cut into parts.
 struct PartTiles {
   uint8_t* tiles;     // [row tile][k / 32][part], 16 rows of 32 bfloat16
-  float* group_sums;  // [rows][groups], asymmetric weights only
-  float* unscale;     // [rows]: the factor of a result; 0 of a row with inf or nan
+  float* group_sums;  // [rows][groups], for asymmetric weights
+  float* unscale;     // [rows]: the factor of a result; 0 for a row with inf or nan
 };
 
-// A row below 2^-60 is multiplied by 2^60: its lower parts would be subnormal, which are zero to the unit.
+// A row below 2^-60 is multiplied by 2^60: its lower parts would be subnormal, which the unit treats as zero.
 LOWBIT_INLINE float scale_up(float amax) { return amax < 0x1p-60f ? 0x1p60f : 1.0f; }
 
 LOWBIT_INLINE void cut_row(const WeightSpec& spec, const float* x, int parts, const PartTiles& rows, int64_t row) {
@@ -139,7 +141,7 @@ LOWBIT_INLINE void cut_row(const WeightSpec& spec, const float* x, int parts, co
   rows.unscale[row] = amax == amax ? 1.0f / up : 0.0f;
   uint8_t* to = rows.tiles + row / kTileRows * (padded / kPartK * parts * kPartTile) + row % kTileRows * 64;
   for (int64_t k = 0; k < padded; k += kPartK, to += parts * kPartTile) {
-    alignas(64) uint16_t halves[kMostParts][kPartK];
+    alignas(64) uint16_t halves[kMaxParts][kPartK];
     for (int64_t i = 0; i < kPartK; i += 16) {
       f32x16 rest = mul(load(x + k + i), set1(up));
       for (int part = 0; part < parts; part++) {
@@ -156,22 +158,22 @@ LOWBIT_INLINE void cut_row(const WeightSpec& spec, const float* x, int parts, co
     rows.group_sums[row * spec.groups() + g] = up * group_sum(spec, x, g);
 }
 
-// The parts of activations; float8 is times a scale.
+// The number of parts of activations; float8 counts before scaling.
 LOWBIT_INLINE int parts_of(XFormat x_format, DType dtype) {
   if (x_format == XFormat::floating && dtype == DType::bfloat16) return parts_of(Format::bfloat16);
   if (x_format == XFormat::floating && dtype == DType::float16) return parts_of(Format::float16);
-  return kMostParts;
+  return kMaxParts;
 }
 
-// Below it vector products are as fast; they go over a panel once for every 8 rows (docs/measured/linear.md has both).
-LOWBIT_INLINE int64_t fewest_rows(const WeightSpec& spec, XFormat x_format, DType dtype) {
+// With fewer, vector products are as fast; they read a panel once per 8 rows (figures: docs/measured/linear.md).
+LOWBIT_INLINE int64_t min_rows(const WeightSpec& spec, XFormat x_format, DType dtype) {
   const bool looked_up = looks_up_parts(spec), one_part = parts_of(spec.format) == 1;
   const bool bfloat16 = parts_of(x_format, dtype) == 1;
   if (looked_up && one_part) return bfloat16 ? 6 : 9;
-  return bfloat16 && (looked_up || one_part) ? 9 : kFewestRows;
+  return bfloat16 && (looked_up || one_part) ? 9 : kMinRows;
 }
 
-// One loop for every format and number of parts: their cost is nothing beside the products, 64 cycles of each pair.
+// One loop for every format and number of parts: dispatch is negligible beside the products, 64 cycles per pair.
 struct PartProduct {
   using Sum = float;
   static constexpr int64_t step = kPartK, tile_bytes = 64;
@@ -179,8 +181,8 @@ struct PartProduct {
   const XView& x;
   const PartTiles& rows;
   int x_parts, parts, code_max;
-  // Two panels take 16 to 24 KiB of an L1 of 48; where sums leave registers at the end of a block, the longer
-  // is faster.
+  // Two panels take 16 to 24 KiB of an L1 of 48; if accumulators leave the registers at the end of a block, the longer
+  // block is faster.
   int64_t block_k, weight_bytes, sum_k, k;
 
   PartProduct(const PackedWeight& weight, const XView& x, const PartTiles& rows)
@@ -214,12 +216,12 @@ struct PartProduct {
     if (x_parts * parts == 1) return add_parts(steps, 0, 0, 0);
     for (int64_t step = 0; step < steps; step++)
       for (int j = 0; j < parts; j++)
-        for (int i = 0; i < smaller(x_parts, kMostParts - j); i++) add_parts(1, step, i, j);
+        for (int i = 0; i < smaller(x_parts, kMaxParts - j); i++) add_parts(1, step, i, j);
   }
 
   LOWBIT_INLINE SumScale scale_of_sum(int64_t panel, int64_t g) const {
     const PanelView view = view_panel(weight.spec, weight.data, panel);
-    const f32x16 zero = zero_of<Format::int8>(view, g);  // of any format that has zero points
+    const f32x16 zero = zero_of<Format::int8>(view, g);  // for any format that has zero points
     return {scale_of(view, g), sub(whole_zero(view, zero, code_max), zero)};
   }
 
@@ -242,7 +244,7 @@ struct PartProduct {
     finish_rows(weight, sink.from(row), count, panel, results, rows.unscale + row, nullptr);
   }
 
-  // A row with inf or nan goes the way of few rows: inf times a lower part that is 0 would be nan.
+  // A row with inf or nan is computed as one of few rows: inf times a lower part of 0 would be nan.
   void store_rest(const Sink& sink, int64_t count, Span panels) const {
     for (int64_t row = 0; row < count; row++)
       if (rows.unscale[row] == 0.0f) [[unlikely]] multiply_alone(sink.from(row), row, panels);
@@ -266,7 +268,7 @@ struct PartProduct {
   }
 };
 
-// The family.
+// The family of micro-kernels for floats on the tile unit.
 struct PartedRows {
   static constexpr int64_t kPass = kTilePass;
   static constexpr PanelCut kCut = kTiledCut;

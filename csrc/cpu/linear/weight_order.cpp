@@ -6,8 +6,8 @@
 namespace lowbit::cpu {
 namespace {
 
-// A counting sort of rows first .. first + rows of index. each: rows of one row of x. refuse(row, e) raises, and lets
-// rows pass that are to be left out.
+// A counting sort of rows first .. first + rows of index. each: index rows per row of x. refuse(row, e) raises, or
+// returns for rows to be skipped.
 template <class Index, class Refuse>
 void sort_by(const Index* index, int64_t rows, int64_t each, int64_t weights, const WeightOrder& order,
              Refuse&& refuse) {

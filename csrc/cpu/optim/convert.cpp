@@ -11,7 +11,7 @@ namespace lowbit::cpu::LOWBIT_ISA_NAME {
 namespace {
 
 template <class Args, class Body>
-LOWBIT_INLINE void for_each_block(const Args& args, Body&& body) {  // body(block, first element, elements)
+LOWBIT_INLINE void for_each_block(const Args& args, Body&& body) {  // calls body(block, first element, elements)
   const int64_t numel = args.values.numel();
   parallel_for(ceil_div(numel, args.block_size), num_threads(), [&](int64_t block) {
     const int64_t begin = block * args.block_size;
@@ -26,7 +26,7 @@ void encode_all(const EncodeStateArgs& args) {
     i32x16 absmax = set1(0);
     for (int64_t i = 0; i < round_up(count, kGroup); i += 16) {
       f32x16 value = load_as_float(args.values.data, DType::float32, begin + i, count - i);
-      if (!kSigned) value = max(set1(0.0f), value);  // nan stays
+      if (!kSigned) value = max(set1(0.0f), value);  // keeps nan
       store(values + i, value);
       absmax = max(absmax, bits_of(abs(value)));
     }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Moments between codes and float32, 32 elements at a time. The scale of a block is its largest value, so the whole
-// block is known before a code is written.
+// Conversion of moments between codes and float32, 32 elements at a time. The scale of a block is its largest
+// magnitude, so a block is complete before its codes are written.
 #pragma once
 
 #include "cpu/loops.hpp"
@@ -11,10 +11,10 @@
 namespace lowbit::cpu::LOWBIT_ISA_NAME {
 namespace {
 
-constexpr int64_t kGroup = 32;  // elements whose codes are read or written at once
+constexpr int64_t kGroup = 32;  // elements per read or write of codes
 static_assert(kMinStateBlock % kGroup == 0);
 
-// `count` of the values, and zeros.
+// The first `count` values, then zeros.
 LOWBIT_INLINE f32x16 first_lanes(f32x16 values, int64_t count) {
   if (count >= 16) return values;
   alignas(64) float lanes[16];
@@ -23,7 +23,7 @@ LOWBIT_INLINE f32x16 first_lanes(f32x16 values, int64_t count) {
   return load(lanes);
 }
 
-// 32 values, of which `count` are there, and zeros, as value * factor.
+// 32 values times factor, with zeros after the first `count`.
 template <StateFormat kFormat, class Decoder>
 LOWBIT_INLINE void decode_group(const Decoder& decoder, const uint8_t* codes, int64_t count, f32x16 (&value)[2],
                                 f32x16 (&factor)[2]) {
@@ -52,15 +52,15 @@ LOWBIT_INLINE void store_group(uint8_t* codes, int64_t count, i32x16 a, i32x16 b
     for (int64_t i = 0; i < state_bytes(kFormat, count); i++) codes[i] = some[i];
 }
 
-// Codes of a block of values whose largest is absmax; values are there up to a whole group. Not inlined: one copy for
+// Encodes a block of values with largest magnitude absmax; values exist up to a whole group. Not inlined: one copy for
 // all rules.
 template <StateFormat kFormat, bool kSigned>
 void encode_values(float absmax, int64_t count, const float* values, uint8_t* codes) {
   const typename StateCodes<kFormat, kSigned>::Encoder encode(absmax);
   auto magnitude = [](f32x16 value) __attribute__((always_inline)) { return kSigned ? abs(value) : value; };
   if constexpr (StateCodes<kFormat, kSigned>::kIsDynamic) {
-    // In two passes, the shifts between them in L1: the chain of instructions, which bounds the speed, is half as long
-    // (AVX2, Zen 5: 1.13x of one pass).
+    // Two passes with the shifts in L1 between them, because the dependency chain, which bounds the speed, is then half
+    // as long (AVX2, Zen 5: 1.13x of one pass).
     alignas(64) int32_t shifts[kMaxStateBlock];
     for (int64_t i = 0; i < count; i += kGroup)
       unroll<2>([&](auto half) __attribute__((always_inline)) {
@@ -83,18 +83,18 @@ void encode_values(float absmax, int64_t count, const float* values, uint8_t* co
   }
 }
 
-// Codes and scale of a block of at most kMaxStateBlock values, there up to a whole group, counted in `unit`s; they are
-// lost. The scale is set from the bits of the largest |value|: as integers nan is the largest, then inf, so neither can
-// be lost. A block with one of them gets the scale nan and reads back as nan everywhere: nothing finite is made up. A
-// scale below 2^-126 has no inverse: such a block becomes zeros.
+// Encodes a block of at most kMaxStateBlock values in multiples of `unit`, existing up to a whole group, and overwrites
+// them. The scale comes from the bits of the largest |value|: as integers, nan and inf exceed all numbers, so neither
+// can be lost. A block with nan or inf gets the scale nan and decodes to nan everywhere, never to invented finite
+// values. A scale below 2^-126 has no inverse: such a block becomes zeros.
 template <StateFormat kFormat, bool kSigned>
 [[gnu::noinline]] void encode_block(const i32x16& absmax_bits, float unit, int64_t count, float* values, uint8_t* codes,
-                                    float* scale) {  // one for all rules: six copies of each would be half of the code
+                                    float* scale) {  // one copy for all rules: six would be half of the code
   float absmax = float_from_bits(static_cast<uint32_t>(largest(absmax_bits)));
   *scale = absmax * unit / StateCodes<kFormat, kSigned>::kAbsmaxOverScale;
   if (!(*scale >= 0x1p-126f && absmax >= 0x1p-96f && absmax <= 0x1p96f)) [[unlikely]] {
     const bool finite = *scale < __builtin_inff(), zeros = !(finite && *scale >= 0x1p-126f);
-    const float factor = zeros ? 0.0f : absmax < 1.0f ? 0x1p64f : 0x1p-64f;  // to the range of encoders
+    const float factor = zeros ? 0.0f : absmax < 1.0f ? 0x1p64f : 0x1p-64f;  // into the range of the encoders
     if (zeros) *scale = finite ? 0.0f : __builtin_nanf("");
     for (int64_t i = 0; i < count; i++) values[i] = zeros ? 0.0f : values[i] * factor;
     absmax = zeros ? 1.0f : absmax * factor;

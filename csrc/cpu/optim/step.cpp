@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows of the op optim_step: one per state format, every rule in it.
+// Rows of the op optim_step: one per state format, each with all rules.
 #include LOWBIT_ISA_HEADER
 
 #include "core/parallel.hpp"
@@ -11,8 +11,7 @@
 namespace lowbit::cpu::LOWBIT_ISA_NAME {
 namespace {
 
-// Elements of one task: large enough that handing it out costs nothing (2 us at 8 GB/s a core), small
-// enough to balance.
+// Elements per task: enough to amortize scheduling (2 us at 8 GB/s per core, Zen 5), few enough to balance the load.
 constexpr int64_t kTaskElements = 1 << 14;
 static_assert(kTaskElements >= kMaxStateBlock);
 
@@ -20,8 +19,8 @@ constexpr DType known_here(DType dtype) { return kSpecializes ? dtype : DType::o
 
 LOWBIT_INLINE int64_t tasks_of(const OptimTensor& tensor) { return (tensor.numel + kTaskElements - 1) / kTaskElements; }
 
-// One parallel region for all tensors, their tasks in one numbering: a task belongs to the last tensor whose first task
-// is not after it.
+// One parallel region for all tensors, with their tasks numbered consecutively: a task belongs to the last tensor whose
+// first task does not come after it.
 template <StateFormat kFormat, class Rule>
 void step_all(const OptimStepArgs& args) {
   const int64_t count = static_cast<int64_t>(args.tensors.size());
@@ -49,7 +48,7 @@ void step_all(const OptimStepArgs& args) {
   });
 }
 
-// The rule with args.moments moments, which are at most kCount.
+// The rule with args.moments moments, at most kCount.
 template <StateFormat kFormat, class Rule, int kCount>
 LOWBIT_INLINE void step_with(const OptimStepArgs& args) {
   if constexpr (kCount > moments_of<Rule>(Hyper{}))
@@ -66,7 +65,7 @@ template <StateFormat kFormat>
 void run_step(const OptimStepArgs& args) {
   if (args.found_inf && *args.found_inf != 0) return;
   for (const OptimTensor& tensor : args.tensors) *tensor.step_count += 1;
-  with_rule(args.rule, [&]<class Rule>() { step_with<kFormat, Rule, kMostMoments<Rule>>(args); });
+  with_rule(args.rule, [&]<class Rule>() { step_with<kFormat, Rule, kMaxMomentsOf<Rule>>(args); });
 }
 
 #define LOWBIT_STEP_ROW(format) \

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Blocks of one tensor: decode, rule and rounding of the parameter in one pass over memory, 32 elements at a time in
-// registers. The new moments wait in L1 until the block's largest is known, then become codes: p, g and the codes are
+// The blocks of one tensor: decode, rule and rounding of the parameter in one pass over memory, 32 elements at a time
+// in registers. New moments stay in L1 until the block's largest is known, then become codes; p, g and the codes are
 // read once and written once.
 #pragma once
 
@@ -19,9 +19,9 @@ namespace {
 
 LOWBIT_INLINE float grad_scale_of(const OptimStepArgs& args) { return args.grad_scale ? *args.grad_scale : 1.0f; }
 
-// Constants of all blocks of a tensor.
+// Constants for all blocks of a tensor.
 struct TensorConstants {
-  double step;  // of this step, counted from 1
+  double step;  // step count, from 1 on
   uint64_t seed;
   f32x16 grad_factor, keep, l2;  // keep: 1 - lr * weight_decay if decoupled, else 1; l2: weight_decay if not decoupled
   bool scaled, negated, adds_l2, special, stochastic;  // special: any of the first three
@@ -37,7 +37,7 @@ struct TensorConstants {
         stochastic(args.stochastic_rounding && tensor.param_dtype == DType::bfloat16) {}
 };
 
-// Rounds up to bfloat16 with the probability of the part that is cut off; inf and nan stay.
+// Rounds up to bfloat16 with a probability equal to the fraction cut off; inf and nan stay.
 LOWBIT_INLINE f32x16 round_stochastically(f32x16 value, int64_t i, int32_t key) {
   alignas(64) static constexpr int32_t kLanes[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   const i32x16 element = add(load_i32(kLanes), set1(static_cast<int32_t>(i)));
@@ -46,8 +46,8 @@ LOWBIT_INLINE f32x16 round_stochastically(f32x16 value, int64_t i, int32_t key) 
       select(at_least(abs(value), set1(0.0f)), bit_and(up, set1(static_cast<int32_t>(0xffff0000))), bits_of(value)));
 }
 
-// The moments of a block: as stored, and if they are codes the new values in L1, in units of the rule, and the bits of
-// the largest.
+// The moments of a block: as stored, and, if they are codes, the new values in L1, in the rule's units, with the bits
+// of the largest.
 template <StateFormat kFormat, class Rule>
 struct BlockOfMoments {
   static constexpr DType kDType = kFormat == StateFormat::bfloat16 ? DType::bfloat16 : DType::float32;
@@ -69,7 +69,7 @@ struct BlockOfMoments {
       scale[k] = has_codes(kFormat) ? tensor.scale[k] + block : nullptr;
     });
   }
-  // Reads the old values of each moment, times the rule's factor for them (carry).
+  // Reads the old values of each moment, times the rule's factor (carry).
   template <int k>
   struct Decoder {
     using Codes = StateCodes<has_codes(kFormat) ? kFormat : StateFormat::dynamic8, Rule::template kSigned<k>>;
@@ -88,7 +88,7 @@ struct BlockOfMoments {
     if constexpr (has_codes(kFormat)) return {typename Decoder<k>::Codes::Decoder(*scale[k] * carry)};
     else return {set1(carry)};
   }
-  // 32 old values of moment k, of which `left` are there, and zeros, as value * factor.
+  // 32 old values of moment k times factor, with zeros after the first `left`.
   template <int k>
   LOWBIT_INLINE void read(const Decoders& decoders, int64_t i, int64_t left, f32x16 (&value)[2],
                           f32x16 (&factor)[2]) const {
@@ -113,8 +113,8 @@ struct BlockOfMoments {
   }
 };
 
-// The larger bits of |value|: nan above inf. A moment that cannot be negative may still be a nan with a sign, which is
-// above all if unsigned.
+// The larger bits of |value|: nan above inf. A moment that cannot be negative may still be a negative nan, whose bits
+// exceed all others if unsigned.
 template <bool kSigned>
 LOWBIT_INLINE i32x16 larger(i32x16 bits, f32x16 value) {
   return kSigned ? max(bits, bits_of(abs(value))) : max_u32(bits, bits_of(value));
@@ -123,7 +123,7 @@ LOWBIT_INLINE i32x16 larger(i32x16 bits, f32x16 value) {
 // DType::other: known at run time only.
 constexpr DType known(DType fixed, DType given) { return fixed == DType::other ? given : fixed; }
 
-// 32 elements of a block from `i` on, of which `left` are there.
+// 32 elements of a block from `i` on, of which `left` exist.
 template <StateFormat kFormat, class Rule, DType kParam, DType kGrad>
 struct GroupUpdate {
   using Moments = BlockOfMoments<kFormat, Rule>;
@@ -133,8 +133,8 @@ struct GroupUpdate {
   const OptimTensor& tensor;
   const TensorConstants& constants;
   const Rule& rule;
-  char *params, *grads;  // of the block
-  int32_t key;           // of stochastic rounding
+  char *params, *grads;  // addresses of the block
+  int32_t key;           // key of stochastic rounding
 
   LOWBIT_INLINE DType param_dtype() const { return known(kParam, tensor.param_dtype); }
   LOWBIT_INLINE DType grad_dtype() const { return known(kGrad, tensor.grad_dtype); }
@@ -168,7 +168,7 @@ struct GroupUpdate {
   }
 };
 
-// Any dtypes and the end of a block: one copy per format and rule.
+// Any dtypes, and the tail of a block: one copy per format and rule.
 template <StateFormat kFormat, class Rule>
 [[gnu::noinline]] void update_some(const GroupUpdate<kFormat, Rule, DType::other, DType::other>& update,
                                    BlockOfMoments<kFormat, Rule>& moments,
@@ -207,7 +207,7 @@ void update_block(const OptimStepArgs& args, const OptimTensor& tensor, const Te
   if (i < moments.count) {
     const GroupUpdate<kFormat, Rule, DType::other, DType::other> any{tensor,        constants,       rule,
                                                                      update.params, update.grads, update.key};
-    const auto any_decoders = decoders;  // whose addresses are not those of the loop's, which stay in registers
+    const auto any_decoders = decoders;  // a copy with other addresses: the loop's decoders stay in registers
     i32x16 any_absmax[kMoments + 1];
     for (int k = 0; k <= kMoments; k++) any_absmax[k] = absmax[k];
     for (; i < moments.count; i += kGroup)
@@ -218,8 +218,8 @@ void update_block(const OptimStepArgs& args, const OptimTensor& tensor, const Te
                        __attribute__((always_inline)) { moments.absmax[k] = bit_and(absmax[k], set1(INT32_MAX)); });
 }
 
-// Blocks [first, end) of a tensor. A block is encoded after the next one is updated: its largest is known by then,
-// where the code right after the update would wait for the last elements' 100 cycles of latency.
+// Blocks [first, end) of a tensor. A block is encoded after the next one is updated: by then its largest is known,
+// while encoding it at once would wait for the last elements' latency of 100 cycles.
 template <StateFormat kFormat, class Rule, DType kParam, DType kGrad>
 void step_blocks(const OptimStepArgs& args, const OptimTensor& tensor, int64_t first, int64_t end) {
   using Block = BlockOfMoments<kFormat, Rule>;

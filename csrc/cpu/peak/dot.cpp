@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The peak of products of bytes, four of which are added at a time: sums in registers, one set of codes.
+// The peak rate of byte products, four of which are added at a time: accumulators in registers, one set of codes.
 #include LOWBIT_ISA_HEADER
 
 #include "cpu/loops.hpp"
@@ -13,7 +13,7 @@ constexpr int kSums = kDotRows * kDotPanels;
 int64_t run_dot(int64_t rounds) {
   alignas(64) uint8_t bytes[64] = {};
   for (int i = 0; i < 64; i++) bytes[i] = static_cast<uint8_t>(rounds >> (i % 8));
-  const Dot4::Step factors[4] = {};  // zeros: sums stay what they are
+  const Dot4::Step factors[4] = {};  // zeros: accumulators never overflow
   const Dot4::Codes codes = Dot4::low(load_codes(bytes));
   Dot4::Acc sums[kSums];
   unroll<kSums>([&](auto i) __attribute__((always_inline)) { sums[i] = Dot4::start(set1(int32_t{i})); });

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The peak of float32 FMAs: as many sums in registers as a tile of linear has, and nothing else.
+// The peak rate of float32 FMAs, with as many accumulators as a register tile of linear.
 #include LOWBIT_ISA_HEADER
 
 #include "cpu/loops.hpp"
@@ -18,7 +18,7 @@ int64_t run_fma(int64_t rounds) {
     unroll<kSums>([&](auto i) __attribute__((always_inline)) { sums[i] = fma(sums[i], factor, addend); });
   float total = 0;
   unroll<kSums>([&](auto i) __attribute__((always_inline)) { total += sum(sums[i]); });
-  return rounds * kSums * 16 * 2 + (total < 0 ? 1 : 0);  // read, so that it is computed
+  return rounds * kSums * 16 * 2 + (total < 0 ? 1 : 0);  // uses the sum, so that it is computed
 }
 
 constexpr Peak kFma{Arithmetic::floating, LOWBIT_ROW("float32 FMA"), run_fma};

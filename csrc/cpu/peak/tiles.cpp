@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The peak of the tile unit with bytes: two tiles of activations times two of weights, which stay.
+// The peak rate of the tile unit on bytes: two activation tiles times two weight tiles, which stay loaded.
 #include LOWBIT_ISA_HEADER
 
 #include "cpu/loops.hpp"

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The row of the op all_finite: reads at memory speed in plain C++, so one instruction set serves every machine.
+// The row of the op all_finite: plain C++ reads at memory speed, so one instruction set serves all machines.
 #include LOWBIT_ISA_HEADER
 
 #include <atomic>
@@ -19,7 +19,7 @@ void run_all_finite(const AllFiniteArgs& args) {
   std::atomic<bool> finite{true};
   parallel_for(ceil_div(count, kBlock), num_threads(), [&](int64_t block) {
     const int64_t begin = block * kBlock, end = begin + kBlock < count ? begin + kBlock : count;
-    uint32_t bad = 0;  // an exponent of all ones is inf or nan
+    uint32_t bad = 0;  // nonzero after an exponent of all ones: inf or nan
     if (tensor.dtype == DType::float32) {
       for (int64_t i = begin; i < end; i++) bad |= (tensor.as<const uint32_t>()[i] & 0x7f800000u) == 0x7f800000u;
     } else {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The row of the op int8_pack. A task is some panels; its part of the matrix is read twice, for the scales and for the
-// codes. A panel holds four k of 16 columns side by side, so that a matrix whose transpose is in order needs no
-// transposing, and the other one that of blocks in registers.
+// The row of the op int8_pack. A task is some panels; it reads its part of the matrix twice, for the scales and for the
+// codes. A panel stores four k of 16 columns side by side, so a matrix with a contiguous transpose needs no
+// transposing, and other matrices are transposed in registers, block by block.
 #include LOWBIT_ISA_HEADER
 
 #include <cmath>
@@ -20,7 +20,7 @@
 namespace lowbit::cpu::LOWBIT_ISA_NAME {
 namespace {
 
-// Of a transposed matrix: 16 columns alone are a cache line of each row, and each row is another page of memory.
+// For a transposed matrix: 16 columns alone are one cache line per row, and each row is on another page.
 constexpr int64_t kPanelsOfTask = 8;
 
 struct Ranges {
@@ -31,7 +31,7 @@ struct Ranges {
   }
 };
 
-// The scales of 16 columns while their codes are made, and the sums of these.
+// The scales of 16 columns while their codes are made, and the sums of the codes.
 struct PanelColumns {
   alignas(64) float scale[16], divisor[16];
   i32x16 sum = set1(int32_t{0});
@@ -43,7 +43,7 @@ struct PanelColumns {
   }
 };
 
-// Four k of 16 columns; from `count` on, they are padding.
+// Four k of 16 columns; padding from `count` on.
 LOWBIT_INLINE i32x16 four_codes(const f32x16 (&w)[4], int64_t count, f32x16 divisor, i32x16& sum) {
   i32x16 word = set1(int32_t{0});
   unroll<4>([&](auto i) {
@@ -55,7 +55,7 @@ LOWBIT_INLINE i32x16 four_codes(const f32x16 (&w)[4], int64_t count, f32x16 divi
 }
 
 LOWBIT_INLINE void begin_panel(const PanelColumns& columns, uint8_t* panel) {
-  std::memcpy(panel, columns.scale, sizeof columns.scale);  // the sums come at the end
+  std::memcpy(panel, columns.scale, sizeof columns.scale);  // the sums are stored at the end
 }
 
 LOWBIT_INLINE void end_panel(const WeightSpec& spec, const PanelColumns& columns, uint8_t* panel) {

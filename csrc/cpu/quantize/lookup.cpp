@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The row of the op dequantize for some rows of a weight. A task is some indices; a row of the weight is read 16 codes
-// at a time.
+// The row of the op dequantize for selected rows of a weight. A task is some indices; a row of the weight is read 16
+// codes at a time.
 #include LOWBIT_ISA_HEADER
 
 #include "core/parallel.hpp"
@@ -14,7 +14,7 @@
 namespace lowbit::cpu::LOWBIT_ISA_NAME {
 namespace {
 
-// 8 codes that follow one another bit by bit, as bytes.
+// 8 bit-packed codes as bytes.
 template <int kBits>
 LOWBIT_INLINE void spread_codes(const uint8_t* in, uint8_t* out) {
   uint64_t stream = 0, bytes = 0;
@@ -24,7 +24,7 @@ LOWBIT_INLINE void spread_codes(const uint8_t* in, uint8_t* out) {
   std::memcpy(out, &bytes, 8);
 }
 
-// Codes k .. k + 16 of row n as bytes. Codes after the end are not read.
+// Codes k .. k + 16 of row n as bytes. Does not read past the end.
 template <Format kFormat, class From>
 LOWBIT_INLINE void codes_of_row(const DequantizeArgs& args, int64_t n, int64_t k, uint8_t* out) {
   constexpr int kBits = bits(kFormat);
@@ -51,7 +51,7 @@ LOWBIT_INLINE f32x16 floats_of_row(const DequantizeArgs& args, int64_t n, int64_
   return load(values);
 }
 
-// Row n of the weight to row `at` of out.
+// Writes row n of the weight to row `at` of out.
 template <Format kFormat, class From>
 void decode_row(const DequantizeArgs& args, int64_t n, int64_t at) {
   const WeightSpec& spec = args.spec;

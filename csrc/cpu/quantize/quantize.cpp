@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows of the ops quantize and dequantize: float weights to panels, and back. One task is one panel.
+// Rows of the ops quantize and dequantize: float weights to panels, and back. A task is a panel.
 #include LOWBIT_ISA_HEADER
 
 #include "core/parallel.hpp"
@@ -29,7 +29,7 @@ struct PlainPanel {
       : spec(spec), codes(arena.array<uint8_t>(16 * spec.padded_k())), scale(arena.array<float>(16 * spec.groups())),
         zero(arena.array<float>(16 * spec.groups())) {
     if (!arena.base) return;
-    // With groups of 32 the last half tile may have none.
+    // With groups of 32, the last half tile may have no codes.
     const int64_t covered = smaller(spec.padded_k(), spec.groups() * spec.group_k());
     for (int64_t column = 0; column < 16; column++)
       std::memset(codes + column * spec.padded_k() + covered, 0, spec.padded_k() - covered);
@@ -66,8 +66,8 @@ LOWBIT_INLINE void store_zeros_and_sum(const PlainPanel& plain, int64_t column, 
   reinterpret_cast<float*>(panel + spec.column_sum_at())[column] = sum.total(*column_scale);
 }
 
-// Tiles of codes, plane by plane (piece_of_code), in order. Inlined: gcc leaves vzeroupper out around calls of
-// functions without vectors too (cpu/vector_io.hpp).
+// Tiles of codes, plane by plane (piece_of_code). Inlined, as gcc otherwise omits vzeroupper even around calls of
+// functions without vectors (cpu/vector_io.hpp).
 LOWBIT_INLINE void interleave(const PlainPanel& plain, uint8_t* out) {
   const int64_t padded = plain.spec.padded_k(), bits = lowbit::bits(plain.spec.format);
   for (int64_t tile = 0; tile < padded; tile += kTileK)
@@ -87,7 +87,7 @@ LOWBIT_INLINE void interleave(const PlainPanel& plain, uint8_t* out) {
     }
 }
 
-// The same of a 2:4 weight, over zeros.
+// The same for a 2:4 weight, over zeros.
 LOWBIT_INLINE void leave_out_zeros(const PlainPanel& plain, uint8_t* out) {
   const WeightSpec& spec = plain.spec;
   for (int64_t column = 0; column < 16; column++)
@@ -96,7 +96,7 @@ LOWBIT_INLINE void leave_out_zeros(const PlainPanel& plain, uint8_t* out) {
                                                 plain.codes[column * spec.padded_k() + k]);
 }
 
-// Makes a row 2:4: the smaller two of each four become 0, the later ones where they are alike. Returns what they were.
+// Makes a row 2:4: zeroes the two smallest of each four, later ones in a tie. Returns the distortion.
 LOWBIT_INLINE Distortion prune(float* x, const float* importance, int64_t padded) {
   Distortion lost;
   for (int64_t first = 0; first < padded; first += 4) {
@@ -114,11 +114,11 @@ LOWBIT_INLINE Distortion prune(float* x, const float* importance, int64_t padded
   return lost;
 }
 
-// A group of each of 16 columns, for the search of their scales.
+// One group of each of 16 columns, for the search of their scales.
 struct PanelGroup {
   static constexpr bool kSparesClamps = true;
-  const float* weights;     // [count][16], over their absmax scales
-  const float* importances;  // [count], or null where every weight counts the same
+  const float* weights;     // [count][16], divided by their absmax scales
+  const float* importances;  // [count], or null if all weights count the same
   int64_t count;
   float code_max;
 
@@ -131,8 +131,8 @@ struct PanelGroup {
   }
 };
 
-// One row of the weight (one column of the panel), widened to float32 and padded with zeros: scales as their groups'
-// ranges say, and as they are stored, and zero points.
+// One row of the weight (one column of the panel), widened to float32 and padded with zeros: computes scales from the
+// ranges of its groups, rounds them for storage, and chooses zero points.
 template <Format kFormat>
 LOWBIT_INLINE void scale_column(const QuantizeArgs& args, const PlainPanel& plain, const float* x, int64_t column,
                                 uint8_t* panel) {
@@ -143,7 +143,7 @@ LOWBIT_INLINE void scale_column(const QuantizeArgs& args, const PlainPanel& plai
   choose_zeros(args.spec, x, scale, plain.zero + column * groups);
 }
 
-// Rounds it. Errors are weighted by the importance [padded_k] of their k, or equally where none is given.
+// Rounds the row to codes. Errors are weighted by the importance [padded_k] of their k, or equally if there is none.
 template <Format kFormat>
 LOWBIT_INLINE Distortion round_column(const QuantizeArgs& args, const PlainPanel& plain, const float* x,
                                       const float* importance, int64_t column, uint8_t* panel) {
@@ -169,7 +169,7 @@ LOWBIT_INLINE Distortion round_column(const QuantizeArgs& args, const PlainPanel
   return {total(signal), total(noise)};
 }
 
-// The importance of every k over the largest, and 0 for padding; null where none is given.
+// Importances divided by the power of two of the largest, 0 for padding; null if there are none.
 LOWBIT_INLINE const float* relative_importance(const QuantizeArgs& args, float* out) {
   if (!args.importance) return nullptr;
   const int64_t k = args.spec.k, padded = args.spec.padded_k();
@@ -183,8 +183,8 @@ LOWBIT_INLINE const float* relative_importance(const QuantizeArgs& args, float* 
   return out;
 }
 
-// Scales and zero points of a panel, from rows [16][padded_k]. On entry each group has those of its range; the noise of
-// these is returned. y: memory of a group, [group_k][16].
+// Searches scales and zero points of a panel, given rows [16][padded_k]. Initially each group has those of its range,
+// whose noise is returned. y: scratch for a group, [group_k][16].
 template <Format kFormat, bool kWeighted>
 double search_panel(const QuantizeArgs& args, const PlainPanel& plain, const float* rows, const float* importance,
                     float* y, const uint8_t* panel) {
@@ -195,7 +195,7 @@ double search_panel(const QuantizeArgs& args, const PlainPanel& plain, const flo
   alignas(64) float factor[16], limit[16], scale[16], zero[16], error[16];
   for (int64_t column = 0; column < 16; column++) {
     factor[column] = half_scales ? reinterpret_cast<const float*>(panel + spec.column_scale_at())[column] : 1.0f;
-    bool fine = factor[column] < 0x1p126f;  // no scale lost a bit if the column's power of two were the next one
+    bool fine = factor[column] < 0x1p126f;  // the column's factor could double without a loss of bits in any scale
     for (int64_t g = 0; g < groups; g++) {
       const float part = plain.scale[column * groups + g];
       fine &= part == 0.0f || part >= 0x1p-13f * factor[column];
@@ -249,8 +249,8 @@ Distortion pack_float_panel(const QuantizeArgs& args, int64_t index, uint8_t* pa
 
 // The scratch memory of a task.
 struct PackMemory {
-  float* rows;        // [16][padded_k], or of one row where scales are not searched for
-  float* y;           // of a group
+  float* rows;        // [16][padded_k], or one row if scales are not searched for
+  float* y;           // scratch for a group
   float* importance;  // [padded_k]
   PlainPanel plain;
 
@@ -332,7 +332,7 @@ void dequantize_panel(const DequantizeArgs& args, int64_t index) {
   }
 }
 
-// body.operator()<Format>(panel) for every panel, in parallel.
+// Runs body.operator()<Format>(panel) for all panels, in parallel.
 template <class Body>
 LOWBIT_INLINE void for_each_panel(const WeightSpec& spec, Body&& body) {
   with_format(spec.format, [&]<Format kFormat>() {
@@ -340,7 +340,7 @@ LOWBIT_INLINE void for_each_panel(const WeightSpec& spec, Body&& body) {
   });
 }
 
-// Distortions are summed in the order of the panels: the same for any number of threads.
+// Distortions are summed in panel order: the same for any number of threads.
 void run_quantize(const QuantizeArgs& args) {
   const int64_t panels = args.spec.panels();
   const Scratch memory(panels * static_cast<int64_t>(sizeof(Distortion)));

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The row of the op repack: a packed weight from any layout to any other (formats/layout.hpp). Codes, scales and zero
-// points keep every bit. One task is 16 columns, which are whole rows of every layout.
+// points are preserved exactly. A task is 16 columns, which are whole rows in every layout.
 #include LOWBIT_ISA_HEADER
 
 #include "core/parallel.hpp"
@@ -11,9 +11,9 @@
 namespace lowbit::cpu::LOWBIT_ISA_NAME {
 namespace {
 
-constexpr int64_t kTaskColumns = 16;  // a multiple of the columns of every layout
+constexpr int64_t kTaskColumns = 16;  // a multiple of the columns per unit of every layout
 
-// An entry of a scale or zero section; 0 where n is padding.
+// An entry of a scale or zero section; 0 for padding along n.
 template <class T>
 LOWBIT_INLINE T copy_entry(const RepackArgs& args, int64_t Sections::*section, int64_t n, int64_t g) {
   const Sections &from = args.from, &to = args.to;
@@ -24,14 +24,14 @@ LOWBIT_INLINE T copy_entry(const RepackArgs& args, int64_t Sections::*section, i
   return value;
 }
 
-// Scales, zero points and sum of a column with codes, and the entries of its padding along k.
+// Scales, zero points and sum of a column of codes, with its padding along k.
 template <Format kFormat, class From, class To>
 void repack_scales(const RepackArgs& args, int64_t n) {
   using Codec = codec_of<kFormat>;
   const WeightSpec spec = args.spec;
   const Sections from = args.from, to = args.to;
   uint8_t* out = args.out.as<uint8_t>();
-  const bool real = n < spec.n;  // else padding along n
+  const bool real = n < spec.n;  // false: padding along n
   const float column_scale = copy_entry<float>(args, &Sections::column_scale, n, 0);
   ColumnSum<kFormat> sum;
   for (int64_t g = 0; g < spec.groups(); g++) {

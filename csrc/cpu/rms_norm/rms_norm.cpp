@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The row of the op rms_norm. A task is some rows of x; each is read twice, the second time from a cache.
+// The row of the op rms_norm. A task is some rows of x; each is read twice, the second time from cache.
 #include LOWBIT_ISA_HEADER
 
 #include "ops/rms_norm.hpp"

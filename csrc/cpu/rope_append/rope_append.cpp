@@ -31,7 +31,7 @@ LOWBIT_INLINE Row angles_of(const TensorView& of, int64_t batch, int64_t token) 
   return {of, (of.size(0) == 1 ? 0 : batch * of.stride[0]) + token * of.stride[1]};
 }
 
-// One head of one token: normalized where there is a weight, then rotated.
+// One head of one token: normalized if there is a weight, then rotated.
 void rotate(const RopeAppendArgs& args, const TensorView& weight, Row cos, Row sin, Row from, Row to) {
   const int64_t e = args.e(), half = args.cos.size(2) / 2;
   f32x16 scale = set1(1.0f);

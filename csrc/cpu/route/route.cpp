@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The row of the op route. A task is some tokens: scores by vectors, choices one by one, since few of them are larger
-// than the k before.
+// The row of the op route. A task is some tokens. Scores are computed by vectors, the top k by a scalar scan, since few
+// candidates exceed the k best so far.
 #include LOWBIT_ISA_HEADER
 
 #include "ops/route.hpp"
@@ -17,7 +17,7 @@ namespace {
 
 constexpr float kInfinity = __builtin_inff();
 
-// The numbers of one token, each with room for whole vectors.
+// The numbers of one token, padded to whole vectors.
 struct Token {
   float *logits, *scores, *choices, *group_choices;
   int64_t *index_in_group, *groups;
@@ -33,13 +33,12 @@ struct Token {
   int64_t bytes;
 };
 
-// exp, and 0 below exp(-87) and for nan.
+// exp, but 0 below exp(-87) and for nan.
 LOWBIT_INLINE f32x16 exp_or_zero(f32x16 x) {
   return float_of(bit_and(at_least(x, set1(-87.0f)), bits_of(exp(x))));
 }
 
-// Behind the logits are values of -inf up to a whole vector. The scores are nan where no logit is finite, or
-// one is inf.
+// Logits are padded with -inf to a whole vector. Scores are nan if no logit is finite, or one is inf.
 void softmax(const float* logits, int64_t count, float* scores) {
   f32x16 most = set1(-kInfinity), total = set1(0.0f);
   for (int64_t i = 0; i < count; i += 16) most = max(most, load(logits + i));
@@ -53,7 +52,7 @@ void softmax(const float* logits, int64_t count, float* scores) {
   for (int64_t i = 0; i < count; i += 16) store(scores + i, div(load(scores + i), sum_of_all));
 }
 
-// Scores of all logits, or of those that were chosen; both may lie in the same place.
+// The scores of all logits, or of the chosen ones; may be in slot.
 void score(Scoring scoring, const float* logits, int64_t count, float* scores) {
   if (scoring == Scoring::softmax || scoring == Scoring::softmax_of_chosen) return softmax(logits, count, scores);
   if (scoring == Scoring::sqrt_softplus)
@@ -68,7 +67,7 @@ void score(Scoring scoring, const float* logits, int64_t count, float* scores) {
     }
 }
 
-// Numbers of one row of a tensor as float32; after them `padding` up to a whole vector.
+// One row of a tensor as float32, padded with `padding` to a whole vector.
 void widen(const TensorView& tensor, int64_t row, float padding, float* values) {
   const int64_t count = tensor.size(-1);
   for (int64_t i = 0; i < count; i += 16)
@@ -76,18 +75,18 @@ void widen(const TensorView& tensor, int64_t row, float padding, float* values) 
   for (int64_t i = count; i % 16; i++) values[i] = padding;
 }
 
-// Where the k largest values are: largest first, of equal ones the first first. Any k of them if some are nan.
+// Indices of the k largest values, in descending order; ties: the first first. Any k if some values are nan.
 void find_largest(const float* values, int64_t count, int64_t k, int64_t* found) {
   int64_t size = 0;
   for (int64_t i = 0; i < count; i++) {
     if (size == k && !(values[i] > values[found[k - 1]])) continue;
-    int64_t place = size < k ? size++ : k - 1;
-    for (; place > 0 && values[i] > values[found[place - 1]]; place--) found[place] = found[place - 1];
-    found[place] = i;
+    int64_t slot = size < k ? size++ : k - 1;
+    for (; slot > 0 && values[i] > values[found[slot - 1]]; slot--) found[slot] = found[slot - 1];
+    found[slot] = i;
   }
 }
 
-// Takes the choices out of all groups that are not kept.
+// Excludes the choices of all groups that are not kept.
 void keep_groups(const RouteArgs& args, const Token& token) {
   const int64_t size = args.experts() / args.groups;
   for (int64_t group = 0; group < args.groups; group++) {
@@ -113,7 +112,7 @@ float one_of(const TensorView& tensor, int64_t at) {
 
 void write_weights(const RouteArgs& args, const Token& token, const int64_t* index, float* weights) {
   const bool of_chosen = args.scoring >= Scoring::softmax_of_chosen;
-  float* const chosen = token.choices;  // which are not needed any more
+  float* const chosen = token.choices;  // the choices are no longer needed
   for (int64_t i = 0; i < args.k; i++) chosen[i] = (of_chosen ? token.logits : token.scores)[index[i]];
   for (int64_t i = args.k; i % 16; i++) chosen[i] = -kInfinity;
   if (of_chosen) score(args.scoring, chosen, args.k, chosen);
@@ -136,7 +135,7 @@ bool has_nan(const float* values, int64_t count) {
   return !ordered;
 }
 
-// The experts of a token; false where a choice is nan.
+// Chooses the experts of a token; false if a choice is nan.
 bool choose(const RouteArgs& args, int64_t row, const Token& token, int64_t* index) {
   const int64_t experts = args.experts();
   const bool of_chosen = args.scoring >= Scoring::softmax_of_chosen;

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// The row of the op sample. A task is a row of logits. top-k and top-p are found without sorting: the largest values
-// fall into 4096 bins by the first 12 bits of their order, those of the bin where the limit lies into 1024 by the next
-// 10, and again. Every sum has one order, and vectors the same bits on every instruction set: so have the answers.
+// The row of the op sample. A task is a row of logits. top-k and top-p need no sorting: a histogram of the largest
+// values has 4096 bins by the first 12 bits of their order; the bin with the limit is divided into 1024 by the next
+// 10 bits, and once more. Each sum has one order, and vectors give the same bits on every instruction set, so
+// results do too.
 #include LOWBIT_ISA_HEADER
 
 #include "ops/sample.hpp"
@@ -20,9 +21,9 @@ namespace {
 
 constexpr float kInfinity = __builtin_inff();
 constexpr int64_t kBins = 4096;
-constexpr int64_t kBlock = 512;  // of masses that are added in float32
+constexpr int64_t kBlock = 512;  // masses per float32 sum
 
-// The numbers of one row, with room for whole blocks.
+// The numbers of one row, padded to whole blocks.
 struct Row {
   float *values, *masses;
   double *bins, *blocks;
@@ -46,7 +47,7 @@ float logit_at(const TensorView& logits, int64_t at) {
   return lanes[0];
 }
 
-// Reads the logits of an id again for each time that it is there: so its penalty counts once.
+// Reads the original logit for each occurrence of an id, so that the penalty applies once.
 void penalize(const SampleArgs& args, int64_t row, float* values) {
   const int64_t vocabulary = args.logits.size(1), length = args.ids.size(1);
   const float penalty = static_cast<float>(args.repetition_penalty);
@@ -59,7 +60,7 @@ void penalize(const SampleArgs& args, int64_t row, float* values) {
   }
 }
 
-// The logits with their penalty, and -inf up to a whole block; returns the largest.
+// The logits with penalty, padded with -inf to a whole block; returns the largest.
 float read_logits(const SampleArgs& args, int64_t row, float* values) {
   const int64_t vocabulary = args.logits.size(1);
   for (int64_t i = 0; i < vocabulary; i += 16)
@@ -78,7 +79,7 @@ float read_logits(const SampleArgs& args, int64_t row, float* values) {
   return found;
 }
 
-// exp((value - most) / temperature), 0 below exp(-87); the largest has 1.
+// exp((value - most) / temperature), 0 below exp(-87), 1 for the largest.
 void find_masses(const SampleArgs& args, float most, const Row& row) {
   const double inverse = 1 / args.temperature;
   const f32x16 factor = set1(static_cast<float>(inverse > 1e30 ? 1e30 : inverse < 1e-30 ? 1e-30 : inverse));
@@ -88,20 +89,20 @@ void find_masses(const SampleArgs& args, float most, const Row& row) {
   }
 }
 
-// Numbers in the order of floats.
+// Integers in the order of the floats.
 uint32_t order_of(float value) {
   const uint32_t bits = bits_of_float(value);
   return bits >> 31 ? ~bits : bits | 0x80000000u;
 }
 float float_of_order(uint32_t order) { return float_from_bits(order >> 31 ? order & 0x7fffffffu : ~order); }
 
-// From the largest value down: the one at which a sum reaches `wanted`, and the sum above it.
+// Scanning from the largest value down: the value at which a sum reaches `wanted`, and the sum above it.
 struct Limit {
   float value;
   double above;
 };
 
-// The sum is of ones where there are no masses. Values below `least` are left out.
+// Sums masses, or counts values if there are none. Ignores values below `least`.
 Limit find_limit(const Row& row, int64_t vocabulary, const float* masses, float least, double wanted) {
   uint32_t prefix = 0;
   double above = 0;
@@ -114,7 +115,7 @@ Limit find_limit(const Row& row, int64_t vocabulary, const float* masses, float 
       if (!(row.values[i] >= least) || (shift < 20 && order >> (shift + width) != prefix)) continue;
       row.bins[order >> shift & (bins - 1)] += masses ? static_cast<double>(masses[i]) : 1.0;
     }
-    int64_t found = -1;  // the last bin that has something, where roundings leave the sum below `wanted`
+    int64_t found = -1;  // if rounding leaves the sum below `wanted`: the last non-empty bin
     for (int64_t i = bins - 1; i >= 0; i--) {
       if (row.bins[i] == 0) continue;
       if (found >= 0) above += row.bins[found];
@@ -138,7 +139,7 @@ double sum_of_blocks(const Row& row, int64_t vocabulary) {
   return all;
 }
 
-// Takes the masses of values below the limit, and those below min_p.
+// Zeroes the masses of values below the limit, and those below min_p.
 void cut(const Row& row, int64_t vocabulary, float least, double min_p) {
   const f32x16 value = set1(least), mass = set1(static_cast<float>(min_p));
   for (int64_t i = 0; i < vocabulary; i += 16) {
@@ -148,7 +149,7 @@ void cut(const Row& row, int64_t vocabulary, float least, double min_p) {
   }
 }
 
-// Of the values at the limit as many stay, from the last on, as are needed for the mass `wanted`; one at least.
+// Of the values equal to the limit keeps, from the last on, as many as the mass `wanted` needs, at least one.
 void cut_equal(const Row& row, int64_t vocabulary, const Limit& limit, double wanted) {
   double above = limit.above;
   bool first = true;
@@ -160,7 +161,7 @@ void cut_equal(const Row& row, int64_t vocabulary, const Limit& limit, double wa
   }
 }
 
-// Takes the masses that top-k, top-p and min-p take; returns the sum of the others.
+// Zeroes the masses that top-k, top-p and min-p exclude; returns the sum of the others.
 double keep(const SampleArgs& args, const Row& row) {
   const int64_t vocabulary = args.logits.size(1);
   float least = -kInfinity;
@@ -190,7 +191,7 @@ double uniform(const SampleArgs& args, int64_t row) {
   return static_cast<double>((uint64_t{random[0]} << 32 | random[1]) >> 11) * 0x1p-53;
 }
 
-// The first token up to which there is more than `wanted`; the last that has something, where roundings leave less.
+// The first token at which the cumulative mass exceeds `wanted`; if rounding prevents that, the last with a mass.
 int64_t find_token(const Row& row, int64_t vocabulary, double wanted) {
   const int64_t blocks = ceil_div(vocabulary, kBlock);
   int64_t block = -1;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The row of the op block_classes: scalar arithmetic, so one instruction set serves every machine.
+// The row of the op block_classes: scalar arithmetic, so one instruction set serves all machines.
 #include LOWBIT_ISA_HEADER
 
 #include "cpu/rows.hpp"

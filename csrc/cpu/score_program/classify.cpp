@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Block classes by interval arithmetic: the program is evaluated once per block on intervals (q in q0..q1, k in
-// k0..k1); values of q or k alone once per row or column of blocks. Blocks that intervals leave undecided are
-// evaluated, by the best row of score_program.
+// Block classes by interval arithmetic: the program is evaluated on intervals (q in q0..q1, k in k0..k1) once per
+// block; values of q or k alone once per row or column of blocks. Blocks that intervals leave undecided are evaluated
+// exactly, by the best row of score_program.
 #include "cpu/score_program/classify.hpp"
 
 #include <algorithm>
@@ -18,11 +18,11 @@ namespace {
 using namespace score;
 using enum ErrorKind;
 
-constexpr int64_t kDenseRows = 128, kDenseColumns = 128;  // evaluated at once: 64 KiB of scores
-constexpr int64_t kMaxScan = 1 << 14;                     // elements of a captured tensor that an interval may look at
+constexpr int64_t kDenseRows = 128, kDenseColumns = 128;  // scores per exact evaluation: 64 KiB
+constexpr int64_t kMaxScan = 1 << 14;                     // max elements of a captured tensor scanned for an interval
 
 struct Region {
-  int64_t b, h, q0, q1, k0, k1;  // ends included
+  int64_t b, h, q0, q1, k0, k1;  // inclusive
 };
 
 template <class Op, std::size_t... at>
@@ -50,7 +50,7 @@ double element(const TensorView& view, int64_t at) {
   }
 }
 
-// Least and largest element where the indices can be.
+// The smallest and largest element within the index intervals.
 Interval scan(const TensorView& view, const Interval* index) {
   int64_t first[TensorView::kMaxRank], count[TensorView::kMaxRank], all = 1;
   for (int d = 0; d < view.rank; d++) {
@@ -119,7 +119,7 @@ class Classifier {
 
   static uint8_t class_of(Interval mask) { return mask.low >= 1 ? 2 : mask.high <= 0 ? 0 : kUndecided; }
 
-  // The values of one rate (head: of constants too).
+  // The values of one rate (head: constants too).
   void evaluate(const Region& at, Rate rate, Interval* values) const {
     for (int n = 0; n <= output_; n++) {
       const ScoreNode& node = nodes_[n];
@@ -149,14 +149,14 @@ class Classifier {
     const Interval result = kIntervals[node.op](in.data());
     if (node.type == 'f') return rounded(result.low, result.high);
     if (node.type == 'b') return {std::max(result.low, 0.0), std::min(result.high, 1.0)};
-    return result.low >= INT32_MIN && result.high <= INT32_MAX ? result : Interval{};  // may wrap
+    return result.low >= INT32_MIN && result.high <= INT32_MAX ? result : Interval{};  // unbounded, as it may wrap
   }
-  // The machine computes in float32; rounding is monotone, so the rounded ends are its ends.
+  // The machine computes in float32; rounding is monotone, so rounding the ends gives its interval.
   static Interval rounded(double low, double high) {
     return {static_cast<double>(static_cast<float>(low)), static_cast<double>(static_cast<float>(high))};
   }
 
-  // Decides a block that intervals do not: piece by piece, until both a kept and a dropped score were seen.
+  // Decides a block that intervals do not: part by part, until both a kept and a dropped score are found.
   uint8_t search(const Region& all) {
     evaluated_.fetch_add(1, std::memory_order_relaxed);
     bool kept = false, dropped = false;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Float64 scores are for checking gradients: the machine and the row of one instruction set serve every machine.
+// Float64 scores are for gradient checks: the machine and the row of one instruction set serve all machines.
 #include LOWBIT_ISA_HEADER
 
 #include "cpu/score_program/machine.hpp"

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The machine of vm.hpp for float32; compiled once per instruction set.
+// The float32 machine of vm.hpp; compiled once per instruction set.
 #include LOWBIT_ISA_HEADER
 
 #include "cpu/score_program/machine.hpp"

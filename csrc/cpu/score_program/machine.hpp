@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The machine of vm.hpp.
+// Implementation of the machine in vm.hpp.
 #pragma once
 
 #include "core/arena.hpp"
@@ -13,7 +13,7 @@ using namespace score;
 
 constexpr int kHeadCells = 16;
 
-// Cells of one register of each rate.
+// Cells per register, for each rate.
 struct BankSizes {
   int64_t of[6];
 };
@@ -21,12 +21,12 @@ LOWBIT_INLINE BankSizes bank_sizes(int max_rows, int max_cols) {
   const int64_t rows = round_up(max_rows, 16), cols = round_up(max_cols, 16);
   return {{16, kHeadCells, rows, cols, rows + cols + 16, kStripScores}};
 }
-// From one register of a rate to the next.
+// Cells from one register of a rate to the next.
 template <class T>
 LOWBIT_INLINE int64_t bank_stride(const BankSizes& sizes, int rate) {
   return sizes.of[rate] + kRedZone / static_cast<int64_t>(sizeof(T));
 }
-// The registers of each rate; constants, 16 to a register, are one array.
+// The registers of each rate; constants, 16 per register, are one array.
 template <class T>
 void take_banks(const ScorePlan& plan, int max_rows, int max_cols, Arena& arena, T* (&banks)[6]) {
   const BankSizes sizes = bank_sizes(max_rows, max_cols);
@@ -39,7 +39,7 @@ void take_banks(const ScorePlan& plan, int max_rows, int max_cols, Arena& arena,
     }
 }
 
-// One step on one strip, with the elements that its registers have there.
+// One instruction on one strip, with the operands of its elements.
 template <class T>
 class Runner {
  public:
@@ -66,7 +66,7 @@ class Runner {
     run_strips(first, first + count);
   }
 
-  // Runs the stages before the tile, so that a later run need not.
+  // Runs the stages before the tile stage, so that later runs can skip them.
   void prepare() {
     const bool head = m_.fresh || m_.b != tile_.b || m_.h != tile_.h;
     const bool rows = head || m_.q0 != tile_.q0 || m_.rows != tile_.rows,
@@ -79,7 +79,7 @@ class Runner {
     if (m_.plan->has(Stage::diagonal) && (rows || cols)) run_line(Stage::diagonal, tile_.rows + tile_.cols - 1);
   }
 
-  // The rows of the first gather whose indices are known before the tile and grow with q and k.
+  // The rows of the first gather with indices known before the tile stage and linear in q and k.
   MemoryRows rows_of_gather() {
     stage_ = Stage::tile, r0_ = c0_ = 0;
     const int tile_stage = static_cast<int>(Stage::tile);
@@ -103,7 +103,7 @@ class Runner {
   }
 
  private:
-  // Runs a stage other than the tile, which works on one line of elements.
+  // Runs a stage other than the tile stage, on one line of elements.
   void run_line(Stage stage, int count) {
     stage_ = stage, r0_ = c0_ = 0;
     run_steps({.rows = 1, .count = count, .width = static_cast<int>(round_up(count, 16))});
@@ -133,7 +133,7 @@ class Runner {
     return m_.banks[static_cast<int>(place.rate)] + place.at * bank_stride<T>(sizes_, static_cast<int>(place.rate));
   }
 
-  // Whether a tensor can stand in for this register; the memory of the caller (below 0) is no register.
+  // Whether a view of a tensor can replace this register; caller memory (below 0) is not a register.
   static bool has_view(ScoreOperand place) { return place.rate == Rate::tile && place.at >= 0 && place.at < kViews; }
 
   Source<T> source(ScoreOperand place) const {
@@ -181,7 +181,7 @@ class Runner {
     kStripKernels<T>[step.op].of[vectors](strip);
   }
 
-  // Where the tensor itself can stand in for the register, it is not copied: a bias then costs no more than
+  // If a view of the tensor can replace the register, nothing is copied: a bias then costs no more than reading it.
   // its reading.
   void run_gather(const ScoreStep& step, const Source<T>* indices, T* out, int64_t out_stride, Extent extent) {
     const TensorView& tensor = m_.call->captured()[step.immediate];
@@ -232,7 +232,7 @@ class Runner {
   int r0_ = 0, c0_ = 0, scores_row_ = 0;
   int64_t strip_stride_ = 0;
   static constexpr int kViews = 16;
-  Source<T> views_[kViews];  // tile registers that stand for memory of a captured tensor
+  Source<T> views_[kViews];  // tile registers that are views of captured tensors
   uint32_t viewed_ = 0;
 };
 
@@ -251,7 +251,7 @@ void start(ScoreMachine<T>& machine, void* memory) {
 }  // namespace
 }  // namespace lowbit::cpu::LOWBIT_ISA_NAME
 
-// The functions of vm.hpp for one type of score.
+// The functions of vm.hpp for one score type.
 #define LOWBIT_MACHINE(T)                                                                           \
   void start_machine(ScoreMachine<T>& machine, void* memory) { start(machine, memory); }            \
   MemoryRows prepare_machine(ScoreMachine<T>& machine, const ScoreTile<T>& tile) {                  \

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Steps of a score program that touch captured tensors or add over a tile: gather, scatter_add, sum.
+// Instructions of a score program that access captured tensors or sum over a tile: gather, scatter_add, sum.
 #pragma once
 
 #include <cstring>
@@ -10,7 +10,7 @@
 namespace lowbit::cpu::LOWBIT_ISA_NAME {
 namespace {
 
-// Elements a step works on: rows x count, in vectors of `width` >= count.
+// The elements an instruction processes: rows x count, in vectors of `width` >= count.
 struct Extent {
   int rows, count, width;
 };
@@ -21,17 +21,17 @@ LOWBIT_INLINE void note_fault(const ScoreCall& call, int64_t tensor, int dim, in
   fault.tensor = static_cast<int>(tensor), fault.dim = dim, fault.index = index;
 }
 
-// The places of the elements of one row in a tensor: start + c * step (+ offsets[c]).
+// The positions of the elements of one row in a tensor: start + c * step (+ offsets[c]).
 template <class Offset>
 struct Addresses {
   bool valid = true;
   int64_t start = 0, step = 0;
   const Offset* offsets = nullptr;
 };
-constexpr int kOffsets = 256;  // elements that are looked up at once
+constexpr int kOffsets = 256;  // elements per look-up
 
-// All offsets of a tensor fit into 32 bits, of which a vector holds twice as many and AVX2 has a product: 3 of 8 ns per
-// 16 elements.
+// Whether all offsets of a tensor fit into 32 bits: a vector holds twice as many, and AVX2 can multiply them: 3 instead
+// of 8 ns per 16 elements (Zen 5).
 LOWBIT_INLINE bool has_narrow_offsets(const TensorView& tensor, const int64_t* stride) {
   int64_t extent = 0;
   for (int d = 0; d < tensor.rank; d++) {
@@ -41,10 +41,10 @@ LOWBIT_INLINE bool has_narrow_offsets(const TensorView& tensor, const int64_t* s
   return extent < INT32_MAX;
 }
 
-// Index i of a dimension of `size` counts from the end if negative, as in torch.
+// A negative index counts from the end, as in torch.
 LOWBIT_INLINE int64_t from_start(int64_t i, int64_t size) { return i < 0 ? i + size : i; }
 
-// offsets = (kAdd: +=) index * stride. True if an index is outside.
+// offsets = (kAdd: +=) index * stride. True if an index is out of range.
 template <bool kAdd, class Int, class Offset>
 bool set_offsets(const Int* index, int count, Offset size, Offset stride, Offset* offsets) {
   Offset outside = 0;
@@ -58,8 +58,8 @@ bool set_offsets(const Int* index, int count, Offset size, Offset stride, Offset
   return outside != 0;
 }
 
-// `indices` of `count` elements of row r, from column c, into a tensor of this shape and these strides; `along` as in
-// ScoreStep, `offsets` of kOffsets. A fault makes them invalid.
+// Addresses of `count` elements of row r, from column c on, by `indices` into a tensor of this shape and these strides;
+// `along` as in ScoreStep, `offsets`: scratch of kOffsets. A fault makes them invalid.
 template <class T, class Offset>
 Addresses<Offset> find_addresses(const ScoreCall& call, int64_t number, const Source<T>* indices, const int32_t* along,
                                  int dims, int64_t r, int c, int count, const int64_t* stride, Offset* offsets) {
@@ -91,8 +91,7 @@ Addresses<Offset> find_addresses(const ScoreCall& call, int64_t number, const So
   return to;
 }
 
-// Addresses of a whole strip whose indices are linear in both directions (bias[b, h, q, k]): start + r * down +
-// c * along.
+// Addresses of a whole strip with indices linear in both directions (bias[b, h, q, k]): start + r * down + c * along.
 struct Plane {
   bool valid = true;
   int64_t start = 0, down = 0, along = 0;
@@ -101,7 +100,7 @@ struct Plane {
   LOWBIT_INLINE Addresses<Offset> row(int64_t r) const { return {.start = start + r * down, .step = along}; }
 };
 
-// Not valid if an index is not linear, changes its sign or leaves its dimension: then find_addresses looks closer.
+// Invalid if an index is not linear, changes its sign or is out of range: then find_addresses handles it.
 template <class T>
 Plane find_plane(const TensorView& tensor, const Source<T>* indices, const int32_t* along, const int32_t* down,
                  int dims, Extent extent, const int64_t* stride) {
@@ -119,7 +118,7 @@ Plane find_plane(const TensorView& tensor, const Source<T>* indices, const int32
   return plane;
 }
 
-// Element types of captured tensors, as the registers hold them.
+// Conversion of captured elements to register types.
 template <class Element> LOWBIT_INLINE Element decoded(Element a) { return a; }
 struct Bfloat16 { uint16_t bits; };
 struct Float16 { uint16_t bits; };
@@ -143,7 +142,7 @@ void load_elements(const void* data, const Addresses<Offset>& at, int from, int 
     for (int c = from; c < count; c++) out[c] = static_cast<Out>(decoded(base[c * at.step]));
 }
 
-// Whole vectors of float16 by the instruction, which the compiler does not find.
+// Whole vectors of float16 by the conversion instruction, which the compiler does not find.
 template <class Offset>
 LOWBIT_INLINE int load_float16_vectors(const void* data, const Addresses<Offset>& at, int count, float* out) {
   int c = 0;
@@ -210,7 +209,7 @@ void add_elements(void* data, const Addresses<Offset>& at, int count, const T* v
     for (int c = 0; c < count; c++) base[(at.offsets ? at.offsets[c] : 0) + c * at.step] += static_cast<Sum>(value[c]);
 }
 
-// The gradient of a captured tensor is contiguous whatever the strides of the tensor are.
+// The gradient of a captured tensor is contiguous, whatever the tensor's strides.
 template <class T>
 void scatter_step(const ScoreCall& call, const ScoreStep& step, const Source<T>& value, const Source<T>* indices,
                   CapturedGradient target, Extent extent) {
@@ -232,7 +231,7 @@ void scatter_step(const ScoreCall& call, const ScoreStep& step, const Source<T>&
     }
 }
 
-// Sixteen sums side by side, then those in order.
+// Sixteen partial sums, then these in order.
 template <class T>
 LOWBIT_INLINE T sum_of(const T* value, int count) {
   T lanes[16] = {};
@@ -245,8 +244,7 @@ LOWBIT_INLINE T sum_of(const T* value, int count) {
   return sum;
 }
 
-// Adds rows x count values to `to`, which has `row_step` to go from one row to the next, and one element per column or
-// a single one.
+// Adds rows x count values to `to`, whose rows are `row_step` apart, with one element per column or a single one.
 template <class T>
 void sum_step(const Source<T>& value, T* to, int64_t row_step, bool per_column, Extent extent) {
   for (int64_t r = 0; r < extent.rows; r++) {

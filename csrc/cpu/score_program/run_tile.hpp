@@ -9,7 +9,7 @@
 namespace lowbit::cpu::LOWBIT_ISA_NAME {
 namespace {
 
-// Rows with whole vectors: those given, or a padded copy in `memory`, where the given ones are too narrow.
+// Rows of whole vectors: the given ones, or a padded copy in `memory` if those are too narrow.
 template <class T>
 struct PaddedRows {
   T* data;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The ops of score/ops.hpp over a strip: rows x width elements, width a multiple of 16. The loops are plain; the
-// compiler makes vectors of them with the flags of each instruction set. An operand has either one element for each
-// element of the strip, or one for a whole row.
+// compiler vectorizes them with the flags of each instruction set. An operand has one element per element of the strip,
+// or one per row.
 #pragma once
 
 #include <array>
@@ -13,7 +13,7 @@
 namespace lowbit::cpu::LOWBIT_ISA_NAME {
 namespace {
 
-// Elements of row r: vector: base[r * row_stride + c]; else base[r * row_stride] for every c. In cells.
+// Elements of row r: base[r * row_stride + c] for a vector, else base[r * row_stride] for every c. In cells.
 template <class T>
 struct Source {
   const T* base;
@@ -37,21 +37,21 @@ using StripKernel = void (*)(const Strip<T>&);
 #if defined(__clang__)
 #define LOWBIT_INDEPENDENT _Pragma("clang loop vectorize(assume_safety)")
 #else
-#define LOWBIT_INDEPENDENT _Pragma("GCC ivdep")  // a result may overwrite its own operand, element by element
+#define LOWBIT_INDEPENDENT _Pragma("GCC ivdep")  // a result may overwrite its own operand, elementwise
 #endif
 
-// Ops over the vector of 16, where the compiler makes poor vectors of the plain loop: a minimum that keeps nan is one
-// instruction here, five there.
+// Ops written with vectors of 16 because the compiler vectorizes the plain loop poorly: a minimum that propagates nan
+// is one instruction here, five there.
 template <class Op> struct ByHand { static constexpr bool exists = false; };
 
-// tanh(x) = x P(x^2) / Q(x^2), lowest power first, fitted with relative error 1.5e-7 up to 8, where tanh is 1 - 2^-22
-// and is left: with rounding 4.5e-7, and never above 1. One power more in P, for 2e-8 and 3.5e-7, costs a tenth more
-// time; 1 - 2 / (e^2x + 1) costs three times as much.
+// tanh(x) = x P(x^2) / Q(x^2), lowest power first, fitted with a relative error of 1.5e-7 up to 8, where tanh is 1 -
+// 2^-22 and is held: 4.5e-7 with rounding, and never above 1. One more power in P (2e-8 and 3.5e-7) takes a tenth
+// longer; 1 - 2 / (e^2x + 1) takes three times as long (AVX2, Zen 5).
 constexpr float kTanhEnd = 8, kTanhP[] = {0.99999988f, 1.2925666e-1f, 2.9510257e-3f, 1.1428442e-5f};
 constexpr float kTanhQ[] = {1, 4.6258882e-1f, 2.3815563e-2f, 2.3866943e-4f, 2.4592163e-7f};
 struct RationalTanh {
   f32x16 end, p[4], q[5];
-  // Coefficients of c tanh(b x).
+  // Coefficients for c tanh(b x).
   LOWBIT_INLINE RationalTanh(float b, float c) {
     float power = 1;
     for (int i = 0; i < 5; i++, power *= b * b) q[i] = set1(kTanhQ[i] * power);
@@ -78,7 +78,7 @@ template <> struct ByHand<score::ScaledTanh> {
 template <class Op, class T>
 constexpr bool kByHand = sizeof(T) == 4 && ByHand<Op>::exists;
 
-// An operand in a row: an element for each of the result, or one for all.
+// An operand within a row: one element per result element, or one for all.
 template <class Cell, bool vector>
 struct Operand {
   const Cell* cells;
@@ -114,13 +114,13 @@ void run_strip(const Strip<T>& strip) {
 }
 #undef LOWBIT_INDEPENDENT
 
-// A soft cap: one b and c for a row, mostly for all, whose powers go into the coefficients. Nine products where eleven
-// were: 2.5 ns per 16 scores, not 3.0.
+// A soft cap: b and c are constant per row, and usually for all rows, so their powers go into the coefficients. Nine
+// products instead of eleven: 2.5 ns per 16 scores instead of 3.0 (AVX2, Zen 5).
 [[maybe_unused]] void run_soft_cap(const Strip<float>& strip) {
   const float first_b = *strip.in[1].row<float>(0), magnitude = __builtin_fabsf(first_b);
   const bool uniform = strip.in[1].row_stride == 0 && strip.in[2].row_stride == 0;
   if (!uniform || !(magnitude > 0x1p-10f && magnitude < 0x1p10f))
-    return run_strip<score::ScaledTanh, float, 1>(strip);  // powers would leave the floats
+    return run_strip<score::ScaledTanh, float, 1>(strip);  // powers would overflow a float
   const RationalTanh scaled(first_b, *strip.in[2].row<float>(0));
   for (int64_t r = 0; r < strip.rows; r++) {
     const float* a = strip.in[0].row<float>(r);
@@ -129,8 +129,8 @@ void run_strip(const Strip<T>& strip) {
   }
 }
 
-// Per op one kernel for each set of vector operands. All operands one per row: the result is too, and has a stage of
-// its own (but for a copy).
+// One kernel per op and set of vector operands. If all operands are one per row, so is the result, which belongs to
+// another stage (except for a copy).
 template <class T>
 struct StripKernels {
   StripKernel<T> of[8];

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// AVX-512 VNNI and BF16 with AMX (Intel from Sapphire Rapids on): eight tiles of 16 rows of 64 bytes, and every 16
-// cycles a product of two of them: 16 x 16 sums of 64 products of bytes, eight times as many as vpdpbusd makes, or of
-// 32 products of bfloat16, sixteen times as many as FMAs of float32 make. Everything else is that of avx512_vnni.
+// AVX-512 VNNI and BF16 with AMX (Intel, from Sapphire Rapids on): eight tiles of 16 rows of 64 bytes. Every 16 cycles
+// a product of two tiles adds to 16 x 16 accumulators 64 products of bytes each, eight times the rate of vpdpbusd, or
+// 32 of bfloat16, sixteen times the rate of float32 FMAs. Everything else is from avx512_vnni.
 #pragma once
 
 #include <type_traits>
@@ -13,11 +13,11 @@
 namespace lowbit::cpu::LOWBIT_ISA_NAME {
 namespace {
 
-// The tile unit of this thread while one lives: rows of activations have `bytes` bytes (32 or 64), and weights bytes /
-// 4 rows of 16 columns x 4 bytes along k. The earlier configuration comes back at the end: oneDNN uses the unit too.
+// RAII: configures the tile unit of this thread. Rows of activations have `bytes` bytes (32 or 64), and weights bytes /
+// 4 rows of 16 columns x 4 bytes along k. Restores the earlier configuration at the end: oneDNN uses the unit too.
 class TileUnit : public TileNumbers {
  public:
-  static constexpr bool kSumsInRegisters = false;  // they stay in the unit
+  static constexpr bool kSumsInRegisters = false;  // accumulators stay in the tile unit
 
   LOWBIT_INLINE explicit TileUnit(int64_t bytes) {
     __asm__ volatile("sttilecfg %0" : "=m"(before_));
@@ -33,8 +33,8 @@ class TileUnit : public TileNumbers {
   TileUnit& operator=(const TileUnit&) = delete;
 
   template <int tile> LOWBIT_INLINE static void zero() { __asm__ volatile("tilezero %%tmm%c0" ::"i"(tile)); }
-  // Makes earlier stores reach memory before the loads that follow. The loads do not say so themselves: results that
-  // wait in registers would go to memory and back at each of them.
+  // Orders earlier stores before the loads that follow. The loads themselves have no memory clobber, which would spill
+  // registers at each of them.
   LOWBIT_INLINE static void before_loads() { __asm__ volatile("" ::: "memory"); }
   template <int tile> LOWBIT_INLINE static void load(const void* rows, int64_t stride) {
     __asm__ volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(rows), "r"(stride), "i"(tile));
@@ -42,11 +42,11 @@ class TileUnit : public TileNumbers {
   template <int tile, class Sum> LOWBIT_INLINE static void store(Sum (&sums)[kRows * 16]) {
     __asm__ volatile("tilestored %%tmm%c2, (%1,%3,1)" : "=m"(sums) : "r"(sums), "i"(tile), "r"(int64_t{64}));
   }
-  template <int tile> LOWBIT_INLINE static void store(float* rows, int64_t stride) {  // bytes
+  template <int tile> LOWBIT_INLINE static void store(float* rows, int64_t stride) {  // stride in bytes
     __asm__ volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(rows), "r"(stride), "i"(tile) : "memory");
   }
-  // sums += int8 activations * uint8 weights, exact in int32 as long as the sum is; or bfloat16 * bfloat16, each
-  // product exact, added in float32. Subnormal factors and sums count as zero.
+  // sums += int8 activations * uint8 weights, exact in int32 unless the sum overflows; or bfloat16 * bfloat16, each
+  // product exact, accumulated in float32. Subnormal factors and sums count as zero.
   template <class Sum, int sums, int activations, int weights> LOWBIT_INLINE static void add_products() {
     if constexpr (std::is_same_v<Sum, int32_t>)
       __asm__ volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(sums), "i"(activations), "i"(weights));

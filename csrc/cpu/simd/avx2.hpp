@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// AVX2: the integer products by maddubs and madd.
+// AVX2: integer products by maddubs and madd.
 #pragma once
 
 #include "cpu/simd/avx2_lanes.hpp"
@@ -14,7 +14,7 @@ LOWBIT_INLINE i32x16 add_pairs(i32x16 sum, i16x32 a, i16x32 b) {
 
 // Eight maddubs results are added in int16 before one madd: 8 * 2 * 15 * 127 = 30480 < 32767, exact.
 struct Dot4 : NibbleCodes {
-  struct Acc { __m256i lo, hi; };  // int16
+  struct Acc { __m256i lo, hi; };  // accumulators in int16
   using Step = int8_t;
   static constexpr int kChains = 1;
   static constexpr int kOffset = 0;
@@ -37,7 +37,7 @@ struct Dot8 {
   static constexpr int kOffset = 0;
   struct Codes { __m256i even_lo, even_hi, odd_lo, odd_hi; };
   using Acc = i32x16;
-  using Step = int16_t;  // k 0, 2, 1, 3
+  using Step = int16_t;  // in the order k 0, 2, 1, 3
   static constexpr int kChains = 1;
   LOWBIT_INLINE static Codes codes(u8x64 c) {
     const __m256i flip = _mm256_set1_epi8(-128);
@@ -58,7 +58,7 @@ struct Dot8 {
   LOWBIT_INLINE static i32x16 finish(i32x16, Acc acc) { return acc; }
 };
 
-// |code| * (x with the sign of the code): a pair is 2 * 128 * 127 at most, which int16 holds.
+// |code| * (x with the sign of the code): a pair is at most 2 * 128 * 127, which fits int16.
 struct Dot8SemiSparse {
   using Step = int8_t;
   static constexpr int kOffset = 0;
@@ -74,7 +74,7 @@ struct Dot8SemiSparse {
   LOWBIT_INLINE static i32x16 offset(i32x16 sum, u8x64) { return sum; }
 };
 
-constexpr int kDotRows = 4, kDotPanels = 1;  // 8 int16 sums, 2 codes and a broadcast in 16 registers
+constexpr int kDotRows = 4, kDotPanels = 1;  // 8 int16 accumulators, 2 codes and a broadcast in 16 registers
 
 }  // namespace
 }  // namespace lowbit::cpu::LOWBIT_ISA_NAME

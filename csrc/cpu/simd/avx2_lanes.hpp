@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The vector of 16 columns as two ymm, without its integer products. Needs AVX2, FMA, F16C. Meanings: scalar.hpp.
+// The vector of 16 columns as two ymm, without integer products. Needs AVX2, FMA, F16C. Semantics: scalar.hpp.
 #pragma once
 
 #include <immintrin.h>
@@ -22,7 +22,7 @@ LOWBIT_INLINE void store(float* p, f32x16 a) { _mm256_storeu_ps(p, a.lo), _mm256
 LOWBIT_INLINE f32x16 load_f16(const uint16_t* p) {
   return {_mm256_cvtph_ps(load_xmm(p)), _mm256_cvtph_ps(load_xmm(p + 8))};
 }
-LOWBIT_INLINE f32x16 load_bf16(const uint16_t* p) {  // unpacked with zeros, which is within lanes
+LOWBIT_INLINE f32x16 load_bf16(const uint16_t* p) {  // interleaved with zeros, which stays within lanes
   const __m256i h = _mm256_permute4x64_epi64(load_ymm(p), 0xd8), zero = _mm256_setzero_si256();
   return {_mm256_castsi256_ps(_mm256_unpacklo_epi16(zero, h)), _mm256_castsi256_ps(_mm256_unpackhi_epi16(zero, h))};
 }
@@ -30,7 +30,7 @@ LOWBIT_INLINE void store_f16(uint16_t* p, f32x16 a) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(a.lo, _MM_FROUND_TO_NEAREST_INT));
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p + 8), _mm256_cvtps_ph(a.hi, _MM_FROUND_TO_NEAREST_INT));
 }
-LOWBIT_INLINE __m256i round_to_bf16(__m256 a) {  // in the low half of each lane; not of nan
+LOWBIT_INLINE __m256i round_to_bf16(__m256 a) {  // in the low half of each lane; not for nan
   const __m256i bits = _mm256_castps_si256(a),
                 odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
   return _mm256_srli_epi32(_mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7fff)), odd), 16);
@@ -127,7 +127,7 @@ LOWBIT_INLINE f32x16 lookup8(const float* table, i32x16 index) {
   const __m256 t = _mm256_load_ps(table);
   return {_mm256_permutevar8x32_ps(t, index.lo), _mm256_permutevar8x32_ps(t, index.hi)};
 }
-LOWBIT_INLINE __m256 lookup16(__m256 low, __m256 high, __m256i index) {  // bit 3 says which half
+LOWBIT_INLINE __m256 lookup16(__m256 low, __m256 high, __m256i index) {  // bit 3 selects the half
   return _mm256_blendv_ps(_mm256_permutevar8x32_ps(low, index), _mm256_permutevar8x32_ps(high, index),
                           _mm256_castsi256_ps(_mm256_slli_epi32(index, 28)));
 }
@@ -141,7 +141,7 @@ LOWBIT_INLINE i32x16 mul_high_u16(i32x16 a, i32x16 b) {
 LOWBIT_INLINE i32x16 sub_saturating_u16(i32x16 a, i32x16 b) {
   return {_mm256_subs_epu16(a.lo, b.lo), _mm256_subs_epu16(a.hi, b.hi)};
 }
-LOWBIT_INLINE i32x16 count_down_above(i32x16 n, f32x16 a, f32x16 b) {  // as integers: on more ports than vcmpps
+LOWBIT_INLINE i32x16 count_down_above(i32x16 n, f32x16 a, f32x16 b) {  // as integers: more ports than vcmpps
   return {_mm256_add_epi32(n.lo, _mm256_cmpgt_epi32(_mm256_castps_si256(a.lo), _mm256_castps_si256(b.lo))),
           _mm256_add_epi32(n.hi, _mm256_cmpgt_epi32(_mm256_castps_si256(a.hi), _mm256_castps_si256(b.hi)))};
 }
@@ -174,8 +174,8 @@ LOWBIT_INLINE __m128i to_u8(i32x16 a) {
   return _mm_packus_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
 }
 LOWBIT_INLINE void store_u8(uint8_t* p, i32x16 a) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), to_u8(a)); }
-// No conversion: 0x4b0000cc is 2^23 + c. Its halves are put together by unpacking, which is within lanes, so the bytes
-// are dealt out before.
+// Without a conversion: 0x4b0000cc is 2^23 + c. Unpacking, which stays within lanes, inserts the upper bytes, so the
+// bytes are distributed before.
 LOWBIT_INLINE void biased_float_of_bytes(__m256i bytes, f32x16& a, f32x16& b) {
   const __m256i dealt = _mm256_permutevar8x32_epi32(bytes, _mm256_setr_epi32(0, 2, 4, 6, 1, 3, 5, 7)),
                 upper = _mm256_set1_epi16(0x4b00);
@@ -250,7 +250,7 @@ LOWBIT_INLINE Twice twice(const float* p) { return twice(_mm256_loadu_ps(p), _mm
 LOWBIT_INLINE Twice twice_f16(const uint16_t* p) {
   return twice(_mm256_cvtph_ps(load_xmm(p)), _mm256_cvtph_ps(load_xmm(p + 8)));
 }
-// Unpacking with zeros is half the work of widening and shifting, in another order.
+// Interleaving with zeros is half the work of widening and shifting, in another order.
 LOWBIT_INLINE f32x16 load_bf16_unordered(const uint16_t* p) {
   const __m256i h = load_ymm(p), zero = _mm256_setzero_si256();
   return {_mm256_castsi256_ps(_mm256_unpacklo_epi16(zero, h)), _mm256_castsi256_ps(_mm256_unpackhi_epi16(zero, h))};
@@ -287,14 +287,14 @@ LOWBIT_INLINE u8x64 load_codes(const uint8_t* p) { return {load_ymm(p), load_ymm
 LOWBIT_INLINE i32x16 words_of(u8x64 c) { return {c.lo, c.hi}; }
 template <int at>
 LOWBIT_INLINE __m256
-int8_value(__m256i codes) {  // the xor makes bytes signed; then bring the byte to the top and shift it down
+int8_value(__m256i codes) {  // xor makes bytes signed; then shift the byte to the top and down
   const __m256i s = _mm256_xor_si256(codes, _mm256_set1_epi8(-128));
   return _mm256_cvtepi32_ps(_mm256_srai_epi32(at == 3 ? s : _mm256_slli_epi32(s, 24 - 8 * at), 24));
 }
 template <int at>
 LOWBIT_INLINE f32x16 int8_value(u8x64 c) { return {int8_value<at>(c.lo), int8_value<at>(c.hi)}; }
 
-template <int at>  // of a pair of bfloat16 in one lane
+template <int at>  // position in a pair of bfloat16 in one lane
 LOWBIT_INLINE f32x16 bf16_pair_value(u8x64 c) {
   const __m256i high = _mm256_set1_epi32(static_cast<int32_t>(0xffff0000));
   return at ? f32x16{_mm256_castsi256_ps(_mm256_and_si256(c.lo, high)),
@@ -303,8 +303,8 @@ LOWBIT_INLINE f32x16 bf16_pair_value(u8x64 c) {
                      _mm256_castsi256_ps(_mm256_slli_epi32(c.hi, 16))};
 }
 
-// A nibble is converted where it stands, as n * 2^(4 at), and the activation carries 2^(-4 at): one shift less per
-// value. The topmost would be negative.
+// A nibble is converted in place, as n * 2^(4 at), and the activation carries 2^(-4 at): one shift less per value. The
+// topmost would be negative.
 constexpr int int4_shift(int at) { return at == 7 ? 0 : 4 * at; }
 template <int at>
 LOWBIT_INLINE __m256 int4_value(__m256i codes) {
@@ -326,9 +326,9 @@ struct NibbleCodes {
   }
 };
 
-// Tiles: 16 registers. 6 rows keep 12 sums.
+// Register tiles: of 16 registers, 6 rows take 12 as accumulators.
 constexpr int kFloatRows = 6, kFloatPanels = 1, kStreamRows = 4;
-constexpr bool kStreamFour = true;  // prefetch streams of int4 with float activations: panel.hpp
+constexpr bool kStreamFour = true;  // prefetch int4 with float activations as four streams: panel.hpp
 
 }  // namespace
 }  // namespace lowbit::cpu::LOWBIT_ISA_NAME

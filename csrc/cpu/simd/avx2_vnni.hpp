@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// AVX2 with VNNI: vpdpbusd and vpdpwssd on 256 bits multiply and add into int32 without saturating.
+// AVX2 with VNNI: vpdpbusd and vpdpwssd on 256 bits multiply and add into int32 without saturation.
 #pragma once
 
-#define LOWBIT_SERVED_BY avx2  // in everything but integer products
+#define LOWBIT_SERVED_BY avx2  // for everything but integer products
 #include "cpu/simd/avx2_lanes.hpp"
 
 namespace lowbit::cpu::LOWBIT_ISA_NAME {
@@ -26,7 +26,7 @@ struct Dot4 : NibbleCodes {
 };
 
 struct Dot8 : Dot4 {
-  static constexpr int kOffset = 128;  // codes stay unsigned: -128 * sum of the activations starts the sum
+  static constexpr int kOffset = 128;  // codes stay unsigned: accumulators start at -128 * sum of the activations
   LOWBIT_INLINE static Codes codes(u8x64 c) { return c; }
 };
 
@@ -44,8 +44,9 @@ struct Dot8SemiSparse {
   }
 };
 
-// 12 sums, 2 codes and a broadcast in 16 registers. dpbusd takes 5 cycles and two can start in each: with 8 sums W8A8
-// took 1.25 times as long at m = 32, W4A8 in groups of 128 1.15 times (Sapphire Rapids).
+// 12 accumulators, 2 codes and a broadcast in 16 registers. vpdpbusd has a latency of 5 cycles and a throughput
+// of two per cycle: with 8 accumulators W8A8 took 1.25 times as long at m = 32, W4A8 in groups of 128 1.15
+// times (Sapphire Rapids).
 constexpr int kDotRows = 6, kDotPanels = 1;
 
 }  // namespace

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// AVX-512 without VNNI: the integer products by maddubs and madd, as avx2.hpp.
+// AVX-512 without VNNI: integer products by maddubs and madd, as in avx2.hpp.
 #pragma once
 
 #include "cpu/simd/avx512_lanes.hpp"
@@ -13,7 +13,7 @@ LOWBIT_INLINE i32x16 add_pairs(i32x16 sum, i16x32 a, i16x32 b) {
 
 // Eight maddubs results are added in int16; int8 x int8 is widened to int16.
 struct Dot4 : NibbleCodes {
-  struct Acc { __m512i v; };  // int16
+  struct Acc { __m512i v; };  // accumulators in int16
   using Step = int8_t;
   static constexpr int kChains = 1;
   static constexpr int kOffset = 0;
@@ -31,7 +31,7 @@ struct Dot8 {
   static constexpr int kOffset = 0;
   struct Codes { __m512i even, odd; };
   using Acc = i32x16;
-  using Step = int16_t;  // k 0, 2, 1, 3
+  using Step = int16_t;  // in the order k 0, 2, 1, 3
   static constexpr int kChains = 1;
   LOWBIT_INLINE static Codes codes(u8x64 c) {
     const __m512i s = _mm512_xor_si512(c.v, _mm512_set1_epi8(-128));
@@ -47,7 +47,7 @@ struct Dot8 {
   LOWBIT_INLINE static i32x16 finish(i32x16, Acc acc) { return acc; }
 };
 
-// |code| * (x with the sign of the code): a pair is 2 * 128 * 127 at most, which int16 holds.
+// |code| * (x with the sign of the code): a pair is at most 2 * 128 * 127, which fits int16.
 struct Dot8SemiSparse {
   using Step = int8_t;
   static constexpr int kOffset = 0;

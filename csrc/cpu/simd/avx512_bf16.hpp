@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// AVX-512 BF16 where vdpbf16ps takes as long as an FMA (AMD from Zen 4 on): 32 products of bfloat16 in place of 16 of
-// float32. The loops are those of the tile unit (amx.hpp), which is here 16 rows of 16 sums in registers for the time
-// of a product. Everything else is that of avx512_vnni.
+// AVX-512 BF16 where vdpbf16ps takes as long as an FMA (AMD from Zen 4 on): 32 products of bfloat16 instead of 16 of
+// float32. The loops are those of the tile unit (amx.hpp), emulated by 16 rows of 16 accumulators in registers for the
+// duration of a product. Everything else is from avx512_vnni.
 #pragma once
 
 #include <type_traits>
@@ -13,31 +13,31 @@
 namespace lowbit::cpu::LOWBIT_ISA_NAME {
 namespace {
 
-// The tiles of this thread while one lives, with the meaning of those of amx.hpp: of activations and weights where
-// their rows lie, which a product reads there.
+// RAII: the tiles of this thread, with the interface of amx.hpp. Loading activations or weights stores the address of
+// their rows, from which a product reads them.
 class TileUnit : public TileNumbers {
  public:
-  static constexpr bool kSumsInRegisters = true;  // while tiles of one factor follow one another: add_steps
+  static constexpr bool kSumsInRegisters = true;  // for consecutive tiles of one factor: add_steps
 
   LOWBIT_INLINE explicit TileUnit(int64_t bytes) : pairs_(bytes / 4), before_(here) { here = this; }
   LOWBIT_INLINE ~TileUnit() { here = before_; }
   TileUnit(const TileUnit&) = delete;
   TileUnit& operator=(const TileUnit&) = delete;
 
-  // Sums that begin as zeros or are loaded go from there to registers, when there is a product to add.
+  // Accumulators, zero or loaded, are moved to registers when there is a product to add.
   template <int tile> LOWBIT_INLINE static void zero() { here->begin_[tile] = {kZeros, 0}; }
   LOWBIT_INLINE static void before_loads() {}
   template <int tile> LOWBIT_INLINE static void load(const void* rows, int64_t stride) {
     here->begin_[tile] = {rows, stride};
   }
   template <int tile> LOWBIT_INLINE static void store(float (&sums)[kRows * 16]) { store<tile>(sums, 64); }
-  template <int tile> LOWBIT_INLINE static void store(float* rows, int64_t stride) {  // bytes
+  template <int tile> LOWBIT_INLINE static void store(float* rows, int64_t stride) {  // stride in bytes
     for (int64_t row = 0; row < kRows; row++)
       _mm512_storeu_ps(reinterpret_cast<char*>(rows) + row * stride, begin<tile>(row));
   }
-  // kPanels tiles of sums += bfloat16 * bfloat16 of `steps` tiles one behind the other, each product exact, added in
-  // float32. Subnormal factors and sums count as zero. 16 sums stay in registers for all steps, of 8 rows where there
-  // are two panels: put back after each step, every product took a fifth longer (Zen 4).
+  // kPanels tiles of accumulators += bfloat16 * bfloat16 over `steps` consecutive tiles, each product exact,
+  // accumulated in float32. Subnormal factors and sums count as zero. 16 accumulators stay in registers over all steps
+  // (8 rows if there are two panels): storing them after each step took a fifth longer (Zen 4).
   template <int sums, int kPanels, class Weights>
   LOWBIT_INLINE static void add_steps(TileRows activations, Weights&& weights, int64_t steps) {
     constexpr int kCount = kRows / kPanels;
@@ -90,7 +90,7 @@ class TileUnit : public TileNumbers {
   using Pair [[gnu::may_alias]] = int32_t;
   alignas(64) static constexpr float kZeros[16] = {};
   alignas(64) float sums_[kActivations][kRows * 16];
-  TileRows begin_[8];  // of sums: their values before products were added
+  TileRows begin_[8];  // initial values of the accumulators
   int64_t pairs_;
   TileUnit* before_;
   static inline thread_local TileUnit* here = nullptr;

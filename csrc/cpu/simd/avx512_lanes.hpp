@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The vector of 16 columns as one zmm, without its integer products. Needs AVX-512 F, BW, DQ, VL. Meanings: scalar.hpp.
+// The vector of 16 columns as one zmm, without integer products. Needs AVX-512 F, BW, DQ, VL. Semantics: scalar.hpp.
 #pragma once
 
 #include <immintrin.h>
@@ -219,7 +219,7 @@ LOWBIT_INLINE f32x16 bf16_pair_value(u8x64 c) {
   return {_mm512_castsi512_ps(at ? _mm512_and_si512(c.v, _mm512_set1_epi32(static_cast<int32_t>(0xffff0000)))
                                  : _mm512_slli_epi32(c.v, 16))};
 }
-// The permutation looks at the low four bits of each lane only, so one shift and one table look-up make a float.
+// The permutation reads only the low four bits of each lane, so one shift and one table look-up give a float.
 constexpr int int4_shift(int) { return 0; }
 template <int at>
 LOWBIT_INLINE f32x16 int4_value(u8x64 c) {
@@ -235,9 +235,9 @@ struct NibbleCodes {
   }
 };
 
-// Tiles: 32 registers. Two panels share each broadcast activation.
+// Register tiles: of 32 registers. Two panels share each broadcast activation.
 constexpr int kDotRows = 6, kDotPanels = 2, kFloatRows = 12, kFloatPanels = 2, kStreamRows = 8;
-constexpr bool kStreamFour = false;  // prefetch streams of int4 with float activations: panel.hpp
+constexpr bool kStreamFour = false;  // prefetch int4 with float activations as four streams: panel.hpp
 
 }  // namespace
 }  // namespace lowbit::cpu::LOWBIT_ISA_NAME

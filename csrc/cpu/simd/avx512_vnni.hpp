@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// AVX-512 with VNNI: vpdpbusd multiplies unsigned codes by signed activations and adds into int32 without saturating.
+// AVX-512 with VNNI: vpdpbusd multiplies unsigned codes by signed activations and adds into int32 without saturation.
 #pragma once
 
-#define LOWBIT_SERVED_BY avx512  // in everything but integer products
+#define LOWBIT_SERVED_BY avx512  // for everything but integer products
 #include "cpu/simd/avx512_lanes.hpp"
 
 namespace lowbit::cpu::LOWBIT_ISA_NAME {
@@ -13,7 +13,7 @@ LOWBIT_INLINE i32x16 add_pairs(i32x16 sum, i16x32 a, i16x32 b) { return {_mm512_
 struct Dot4 : NibbleCodes {
   using Acc = i32x16;
   using Step = int8_t;
-  static constexpr int kChains = 4;  // vpdpbusd takes 4 to 5 cycles
+  static constexpr int kChains = 4;  // vpdpbusd has a latency of 4 to 5 cycles
   static constexpr int kOffset = 0;
   LOWBIT_INLINE static Acc start(i32x16 total) { return total; }
   LOWBIT_INLINE static Acc step(Acc acc, const Codes& c, const int8_t* a) {

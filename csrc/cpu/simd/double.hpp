@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// 16 doubles with the names of scalar.hpp, in plain C++: kernels written for a vector of columns run in float64 too, to
-// check gradients with.
+// 16 doubles with the functions of scalar.hpp, in plain C++: kernels written for a vector of columns also run in
+// float64, for gradient checks.
 #pragma once
 
 #include <cstdint>

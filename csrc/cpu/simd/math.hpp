@@ -1,17 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
-// exp, tanh, erf and the activations over the vector of 16 columns: the same steps, and so the same bits, on every
+// exp, tanh, erf and the activations over the vector of 16 columns: the same operations, and so the same bits, on every
 // instruction set. Include after a header of cpu/simd/.
 #pragma once
 
 namespace lowbit::cpu::LOWBIT_ISA_NAME {
 namespace {
 
-// For templates over the vector type in rooms that know no ISA (formats, rules): all lanes `a`, of the type of the
-// first argument.
+// For templates over the vector type in folders without an ISA (formats, rules): a vector of the first argument's type
+// with all lanes `a`.
 LOWBIT_INLINE f32x16 like(f32x16, float a) { return set1(a); }
 LOWBIT_INLINE i32x16 like(i32x16, int32_t a) { return set1(a); }
 
-// exp(x) = 2^i * e^r with |r| <= ln2 / 2; degree 6 polynomial of e^r, relative error 2e-7 over the range where the
+// exp(x) = 2^i * e^r with |r| <= ln2 / 2; a polynomial of degree 6 for e^r, relative error 2e-7 where the
 // result is normal.
 LOWBIT_INLINE f32x16 exp(f32x16 x) {
   x = max(set1(-87.0f), min(set1(88.0f), x));  // this operand order keeps nan
@@ -31,7 +31,7 @@ LOWBIT_INLINE f32x16 exp(f32x16 x) {
 
 LOWBIT_INLINE f32x16 sigmoid(f32x16 x) { return div(set1(1.0f), add(set1(1.0f), exp(sub(set1(0.0f), x)))); }
 
-// tanh(x) = x * P(x^2) / Q(x^2) for |x| < 0.625 would save an exp, but costs a select: (1 - e) / (1 + e) with e =
+// tanh(x) = x * P(x^2) / Q(x^2) for |x| < 0.625 would save an exp, but cost a select; (1 - e) / (1 + e) with e =
 // exp(-2|x|) loses relative accuracy only near 0, where every use here multiplies by x or adds 1.
 LOWBIT_INLINE f32x16 tanh(f32x16 x) {
   const f32x16 e = exp(mul(abs(x), set1(-2.0f)));
@@ -50,7 +50,7 @@ LOWBIT_INLINE f32x16 erf(f32x16 x) {
   return copysign(sub(set1(1.0f), tail), x);
 }
 
-LOWBIT_INLINE f32x16 sign(f32x16 x) {  // -1, 1, or x where it is 0 or nan
+LOWBIT_INLINE f32x16 sign(f32x16 x) {  // -1, 1, or x if it is 0 or nan
   return float_of(select(at_least(abs(x), set1(0x1p-149f)), bits_of(copysign(set1(1.0f), x)), bits_of(x)));
 }
 LOWBIT_INLINE f32x16 relu(f32x16 x) { return max(set1(0.0f), x); }  // x if x is nan

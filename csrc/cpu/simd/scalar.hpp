@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The vector of 16 columns in plain C++: any machine, and the meaning of every function that the other headers
-// give in intrinsics.
+// The vector of 16 columns in plain C++: runs on any machine, and defines the semantics of the functions that the other
+// headers implement with intrinsics.
 #pragma once
 
 #define LOWBIT_IS_SCALAR 1
@@ -58,7 +58,7 @@ LOWBIT_INLINE f32x16 copysign(f32x16 a, f32x16 b) {
   return a;
 }
 LOWBIT_INLINE f32x16 to_float(i32x16 a) { f32x16 r; LOWBIT_LANES r.lane[i] = static_cast<float>(a.lane[i]); return r; }
-LOWBIT_INLINE i32x16 to_int(f32x16 a) {  // to nearest even; INT_MIN where it does not fit, as cvtps2dq
+LOWBIT_INLINE i32x16 to_int(f32x16 a) {  // to nearest even; INT_MIN if out of range, like cvtps2dq
   i32x16 r;
   LOWBIT_LANES r.lane[i] =
       a.lane[i] >= -0x1p31f && a.lane[i] < 0x1p31f ? static_cast<int32_t>(std::nearbyintf(a.lane[i])) : INT32_MIN;
@@ -70,13 +70,13 @@ LOWBIT_INLINE f32x16 times_power_of_two(f32x16 a, i32x16 exponent) {  // exponen
 }
 
 LOWBIT_INLINE i32x16 set1(int32_t a) { i32x16 r; LOWBIT_LANES r.lane[i] = a; return r; }
-LOWBIT_INLINE i32x16 add(i32x16 a, i32x16 b) {  // wraps: four codes of a byte each may fill the sign
+LOWBIT_INLINE i32x16 add(i32x16 a, i32x16 b) {  // wraps: the fourth code of a lane may reach the sign
   LOWBIT_LANES a.lane[i] = static_cast<int32_t>(static_cast<uint32_t>(a.lane[i]) + static_cast<uint32_t>(b.lane[i]));
   return a;
 }
 LOWBIT_INLINE f32x16 sqrt(f32x16 a) { LOWBIT_LANES a.lane[i] = std::sqrt(a.lane[i]); return a; }
 
-// Operations on bits, for the codes of an optimizer's state and for random numbers. A mask is -1 or 0 in every lane.
+// Bit operations, for the codes of optimizer states and for random numbers. A mask is -1 or 0 in every lane.
 LOWBIT_INLINE i32x16 bits_of(f32x16 a) { i32x16 r; std::memcpy(&r, &a, 64); return r; }
 LOWBIT_INLINE f32x16 float_of(i32x16 a) { f32x16 r; std::memcpy(&r, &a, 64); return r; }
 LOWBIT_INLINE i32x16 sub(i32x16 a, i32x16 b) { LOWBIT_LANES a.lane[i] -= b.lane[i]; return a; }
@@ -104,7 +104,7 @@ template <int count>
 LOWBIT_INLINE i32x16 shift_right(i32x16 a) {
   LOWBIT_LANES a.lane[i] = static_cast<int32_t>(static_cast<uint32_t>(a.lane[i]) >> count);
   return a;
-}  // zeros come in
+}  // shifts zeros in
 LOWBIT_INLINE i32x16 shift_right(i32x16 a, i32x16 count) {
   LOWBIT_LANES a.lane[i] = static_cast<uint32_t>(count.lane[i]) < 32
                                ? static_cast<int32_t>(static_cast<uint32_t>(a.lane[i]) >> count.lane[i])
@@ -115,12 +115,12 @@ LOWBIT_INLINE i32x16 at_least(f32x16 a, f32x16 b) {
   i32x16 r;
   LOWBIT_LANES r.lane[i] = -(a.lane[i] >= b.lane[i]);
   return r;
-}  // mask; nan: 0
+}  // mask; false for nan
 LOWBIT_INLINE bool all_at_most(f32x16 a, f32x16 b) {
   bool all = true;
   LOWBIT_LANES all &= a.lane[i] <= b.lane[i];
   return all;
-}  // false if a lane is nan
+}  // false if any lane is nan
 LOWBIT_INLINE i32x16 select(i32x16 mask, i32x16 a, i32x16 b) {
   LOWBIT_LANES a.lane[i] = mask.lane[i] ? a.lane[i] : b.lane[i];
   return a;
@@ -135,14 +135,14 @@ LOWBIT_INLINE f32x16 lookup16(const float* table, i32x16 index) {  // 16 entries
   LOWBIT_LANES r.lane[i] = table[index.lane[i] & 15];
   return r;
 }
-// The upper halves' product, in the upper half; the lower half of b is 0.
+// The product of the upper halves, in the upper half; the lower half of b is 0.
 LOWBIT_INLINE i32x16 mul_high_u16(i32x16 a, i32x16 b) {
   LOWBIT_LANES a.lane[i] = static_cast<int32_t>(
       ((static_cast<uint32_t>(a.lane[i]) >> 16) * (static_cast<uint32_t>(b.lane[i]) >> 16)) & 0xffff0000u);
   return a;
 }
 LOWBIT_INLINE i32x16
-sub_saturating_u16(i32x16 a, i32x16 b) {  // upper halves, not below 0; the lower half of a is 0, and stays it
+sub_saturating_u16(i32x16 a, i32x16 b) {  // upper halves, not below 0; the lower half of a is 0, and stays 0
   LOWBIT_LANES {
     const uint32_t left = static_cast<uint32_t>(a.lane[i]) >> 16, right = static_cast<uint32_t>(b.lane[i]) >> 16;
     a.lane[i] = static_cast<int32_t>((left > right ? left - right : 0) << 16);
@@ -177,9 +177,8 @@ LOWBIT_INLINE void store_i32(int32_t* p, i32x16 a) { std::memcpy(p, &a, 64); }
 LOWBIT_INLINE void store_u8(uint8_t* p, i32x16 a) {
   LOWBIT_LANES p[i] = static_cast<uint8_t>(a.lane[i] < 0 ? 0 : a.lane[i] > 255 ? 255 : a.lane[i]);
 }
-// 32 codes of 8 bits, or of 4, two to a byte, the first in the high nibble. Read as the floats 2^23 + code;
-// written as the lanes plus an offset, saturated to what 8 bits hold, with 4 bits only from below. Lanes and sums
-// fit into 16 bits.
+// 32 codes of 8 bits, or of 4, two per byte, the first in the high nibble. Loads give the floats 2^23 + code; stores
+// take lanes plus an offset, saturated to 8 bits, with 4 bits only from below. Lanes and sums fit 16 bits.
 LOWBIT_INLINE void load_32_u8(const uint8_t* p, f32x16& a, f32x16& b) {
   LOWBIT_LANES a.lane[i] = 0x1p23f + p[i], b.lane[i] = 0x1p23f + p[16 + i];
 }
@@ -214,7 +213,7 @@ LOWBIT_INLINE void transpose_16x16(const float* from, int64_t from_stride, float
 }
 LOWBIT_INLINE float largest(f32x16 a) { float m = a.lane[0]; LOWBIT_LANES m = a.lane[i] > m ? a.lane[i] : m; return m; }
 
-// 16 pairs of int16, as which the codes of keys and values are multiplied.
+// 16 pairs of int16, for products with the codes of keys and values.
 struct i16x32 { int16_t lane[32]; };
 LOWBIT_INLINE i16x32 load_i16(const int16_t* p) { i16x32 r; std::memcpy(&r, p, 64); return r; }
 LOWBIT_INLINE i16x32 load_pair(const int16_t* p) {
@@ -224,7 +223,7 @@ LOWBIT_INLINE i16x32 load_pair(const int16_t* p) {
 }
 LOWBIT_INLINE void store_i16(int16_t* p, i32x16 a) {
   LOWBIT_LANES p[i] = static_cast<int16_t>(a.lane[i]);
-}  // values fit
+}  // values must fit
 LOWBIT_INLINE i16x32 zip_i8(const int8_t* a, const int8_t* b) {  // a[0] b[0] a[1] b[1] ...: 16 of each
   i16x32 r;
   LOWBIT_LANES r.lane[2 * i] = a[i], r.lane[2 * i + 1] = b[i];
@@ -241,10 +240,10 @@ LOWBIT_INLINE i32x16 add_pairs(i32x16 sum, i16x32 a, i16x32 b) {
   LOWBIT_LANES sum.lane[i] += a.lane[2 * i] * b.lane[2 * i] + a.lane[2 * i + 1] * b.lane[2 * i + 1];
   return sum;
 }
-// Loaded once and kept, where a compiler would rather load it again in every instruction that uses it.
+// Loaded once and kept in a register, where a compiler would reload it for every use.
 LOWBIT_INLINE f32x16 in_register(f32x16 a) { return a; }
 LOWBIT_INLINE i16x32 in_register(i16x32 a) { return a; }
-// Two rows of queries share a vector, one in each half, so that each element of a key is wanted in both.
+// Two rows of queries share a vector, one in each half, so each element of a key is needed in both halves.
 struct Twice { f32x16 a, b; };  // 16 elements: a has eight of them in each half, b the others
 LOWBIT_INLINE Twice twice(const float* p) {
   Twice r;
@@ -256,13 +255,13 @@ LOWBIT_INLINE Twice twice_f16(const uint16_t* p) {
   LOWBIT_LANES r.a.lane[i] = float_from_float16(p[i % 8]), r.b.lane[i] = float_from_float16(p[8 + i % 8]);
   return r;
 }
-LOWBIT_INLINE Twice twice_bf16(const uint16_t* p) {  // a: 0..3 and 8..11, b: 4..7 and 12..15, as unpacking gives them
+LOWBIT_INLINE Twice twice_bf16(const uint16_t* p) {  // a: 0..3 and 8..11, b: 4..7 and 12..15, as unpacked
   Twice r;
   LOWBIT_LANES r.a.lane[i] = float_from_bfloat16(p[i % 4 + i % 8 / 4 * 8]),
                r.b.lane[i] = float_from_bfloat16(p[4 + i % 4 + i % 8 / 4 * 8]);
   return r;
 }
-// 16 bfloat16 in the order that is cheapest to make, and that order undone.
+// 16 bfloat16 in the cheapest order, and the inverse of that order.
 LOWBIT_INLINE f32x16 load_bf16_unordered(const uint16_t* p) { return load_bf16(p); }
 LOWBIT_INLINE f32x16 ordered_bf16(f32x16 a) { return a; }
 LOWBIT_INLINE i16x32 twice_i8(const int8_t* p) {
@@ -278,7 +277,7 @@ LOWBIT_INLINE TwiceCodes twice_i4(const uint8_t* p) {  // low and high nibbles o
     r.high.lane[i] = static_cast<int16_t>((p[i % 16] >> 4) - 8);
   return r;
 }
-// Sums of the halves of a, b, c, d: [half][which], added in the order that shuffles give: the same bits everywhere.
+// Sums of the halves of a, b, c, d: [half][which], added in shuffle order: the same bits everywhere.
 struct f32x8 { float lane[8]; };
 LOWBIT_INLINE f32x8 load8(const float* p) { f32x8 r; for (int i = 0; i < 8; i++) r.lane[i] = p[i]; return r; }
 LOWBIT_INLINE f32x8 repeat_two(const float* p) { f32x8 r; for (int i = 0; i < 8; i++) r.lane[i] = p[i % 2]; return r; }
@@ -336,13 +335,13 @@ LOWBIT_INLINE f32x16 int4_value(u8x64 codes) {  // even: low nibble of byte at /
   return r;
 }
 
-// Unsigned codes of int4: 8 rows of 4 k are added up before total().
+// Unsigned codes of int4: 8 rows of 4 k are accumulated before total().
 struct Dot4 {
   using Codes = u8x64;
   using Acc = i32x16;
   using Step = int8_t;  // element of the packed activations; 4 per step
-  static constexpr int kChains = 1;  // independent sums that hide the latency of step()
-  static constexpr int kOffset = 0;  // int32 sums start at -kOffset * sum(a)
+  static constexpr int kChains = 1;  // independent accumulators, to hide the latency of step()
+  static constexpr int kOffset = 0;  // int32 accumulators start at -kOffset * sum(a)
   LOWBIT_INLINE static Codes low(u8x64 c) { for (auto& b : c.lane) b &= 15; return c; }
   LOWBIT_INLINE static Codes high(u8x64 c) { for (auto& b : c.lane) b >>= 4; return c; }
   LOWBIT_INLINE static Acc start(i32x16 total) { return total; }
@@ -353,15 +352,15 @@ struct Dot4 {
   LOWBIT_INLINE static i32x16 finish(i32x16, Acc acc) { return acc; }
 };
 
-// Codes of int8: unsigned here, so that the sums must start at -128 * sum(a) to be those of code - 128.
+// Codes of int8: unsigned here, so accumulators start at -128 * sum(a), as for products of code - 128.
 struct Dot8 : Dot4 {
   static constexpr int kOffset = 128;
   LOWBIT_INLINE static Codes codes(u8x64 c) { return c; }
 };
 
-// Codes of 2:4 weights, signed, of two in each four k: 4 of 8 k to a step. A byte of places says by which of the step's
-// 8 activations a code is multiplied. Those are int8 + kOffset, unsigned where that is 128; offset() sums what is too
-// much by that.
+// Codes of 2:4 weights, signed, two in each four k: 4 of 8 k per step. A byte of `places` selects, of the step's 8
+// activations, the one that a code is multiplied by. Activations are int8 + kOffset, unsigned if that is 128; offset()
+// sums the excess.
 struct Dot8SemiSparse {
   using Step = int8_t;
   static constexpr int kOffset = 0;
@@ -374,7 +373,7 @@ struct Dot8SemiSparse {
 };
 
 constexpr int kDotRows = 2, kDotPanels = 1, kFloatRows = 2, kFloatPanels = 1, kStreamRows = 1;
-constexpr bool kStreamFour = false;  // prefetch streams of int4 with float activations: panel.hpp
+constexpr bool kStreamFour = false;  // prefetch int4 with float activations as four streams: panel.hpp
 
 #undef LOWBIT_LANES
 

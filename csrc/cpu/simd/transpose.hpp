@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The work that AVX2 and AVX-512 do alike, in ymm and xmm: loads; sums of lanes; to[j][i] = from[i][j] of 16 x 16
-// floats (two unpacks and a permute per vector of 8).
+// Code shared by AVX2 and AVX-512, in ymm and xmm: loads; sums of lanes; to[j][i] = from[i][j] of 16 x 16 floats (two
+// unpacks and a permute per vector of 8).
 #pragma once
 
 #include <immintrin.h>
@@ -26,7 +26,7 @@ LOWBIT_INLINE float sum(__m256 a) {
 }
 
 LOWBIT_INLINE void transpose_8x8(const float* from, int64_t from_stride, float* to, int64_t to_stride) {
-  __m256 half[8], quarter[8];  // rows i and i + 4 share a register, so that no lane has to cross later
+  __m256 half[8], quarter[8];  // rows i and i + 4 share a register, so that no lane is crossed later
 #pragma GCC unroll 8
   for (int i = 0; i < 8; i++) {
     const float* row = from + i % 4 * from_stride + i / 4 * 4;
@@ -55,7 +55,7 @@ LOWBIT_INLINE f32x8 repeat_two(const float* p) {
 }
 LOWBIT_INLINE f32x8 repeat_four(const float* p) { return {_mm256_broadcast_ps(reinterpret_cast<const __m128*>(p))}; }
 LOWBIT_INLINE f32x8 mul(f32x8 a, f32x8 b) { return {_mm256_mul_ps(a.v, b.v)}; }
-LOWBIT_INLINE __m256 sums_in_lanes(__m256 a, __m256 b, __m256 c, __m256 d) {  // of each 128 bits: [a b c d]
+LOWBIT_INLINE __m256 sums_in_lanes(__m256 a, __m256 b, __m256 c, __m256 d) {  // in each 128 bits: [a b c d]
   const __m256 ab = _mm256_add_ps(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b)),
                cd = _mm256_add_ps(_mm256_unpacklo_ps(c, d), _mm256_unpackhi_ps(c, d));
   return _mm256_add_ps(_mm256_shuffle_ps(ab, cd, 0x44), _mm256_shuffle_ps(ab, cd, 0xee));

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The functions that the header of an instruction set must have, as concepts that it asks at its end: the compiler then
-// names the missing function, and not a kernel that uses it. scalar.hpp has their meaning.
+// The functions that the header of an instruction set must provide, as concepts checked at its end: the compiler then
+// names the missing function instead of a kernel that uses it. Semantics: scalar.hpp.
 #pragma once
 
 #include <concepts>
@@ -56,7 +56,8 @@ concept IntLanes = Arithmetic<Ints, int32_t> && requires(Ints a, Floats f) {
   { negate_where_negative(a, f) } -> std::same_as<Ints>;
 };
 
-// Pointers are to parameters (Float, Half ..): then a missing function makes the concept false, and not ill-formed.
+// Pointers are to template parameters (Float, Half ..): a missing function then makes the concept false
+// rather than ill-formed.
 template <class Floats, class Ints, class Float = float, class Half = uint16_t, class Int = int32_t,
           class Byte = uint8_t, class Signed = int8_t>
 concept LanesInMemory = requires(Floats a, Ints i, Float* f, Half* h, Int* n, Byte* b, Signed* s) {
@@ -93,7 +94,7 @@ concept CodesOfWeights = requires(Codes c, Byte* b) {
   { int4_shift(sizeof(Byte)) } -> std::same_as<int>;
 };
 
-// The functions by which attention over a cache reads keys and values.
+// The functions with which attention over a cache reads keys and values.
 template <class Pairs, class Ints, class Half = int16_t, class Byte = uint8_t, class Signed = int8_t>
 concept PairLanes = requires(Pairs p, Ints i, Half* h, Byte* b, Signed* s) {
   { load_i16(h) } -> std::same_as<Pairs>;
@@ -125,7 +126,7 @@ concept HalvesOfVectors = requires(Floats a, Ints i, Eight e, Float* f, Half* h)
   store_four_rows(f, int64_t{}, e);
 };
 
-// Unsigned codes times signed activations, four k to a step, exactly.
+// Unsigned codes times signed activations, four k per step, exact.
 template <class Dot, class Ints>
 concept IntegerDot = requires(typename Dot::Codes c, typename Dot::Acc acc, const typename Dot::Step* a, Ints total) {
   { Dot::start(total) } -> std::same_as<typename Dot::Acc>;

@@ -1,26 +1,26 @@
 // SPDX-License-Identifier: Apache-2.0
-// Backward, from q, k, v, grad_out, lse and D = sum of grad_out * out - grad_lse, per tile of scores:
-//   p = exp(s - lse), times a factor (unit) that makes them add up to 1 where lse is large (a mask of finfo.min)
+// The backward, from q, k, v, grad_out, lse and D = sum of grad_out * out - grad_lse, per tile of scores:
+//   p = exp(s - lse), times a factor (unit) that makes them add up to 1 if lse is large (a mask of finfo.min)
 //   dp = dropout(grad_out v^T);  ds = p (dp - D), through score_mod back to the raw scores
 //   grad_v += dropout(p)^T grad_out;  grad_k += scale * ds^T q;  grad_q += scale * ds k
-// Two passes, nothing is added by two CTAs: one keeps a tile of keys and values, and queries and grad_out pass, for the
-// heads of a group one after the other; the other keeps queries and grad_out, and keys and values pass. The rows of
-// scores are the side that stays, so that scores are the left factor of the next product as they are.
+// Two passes, without additions across CTAs: in one a CTA keeps a tile of keys and values and loops over queries and
+// grad_out, for the heads of a group in turn; in the other it keeps queries and grad_out and loops over keys and
+// values. Scores have a row for each row that stays, so that they are the left factor of the next product as computed.
 #pragma once
 
 #include "cuda/attention/pass.cuh"
 
 namespace lowbit::cuda {
 
-// kCaptured: a pass only for the gradients of captured tensors, to which Mods::gradient adds.
+// kCaptured: a pass only for the gradients of captured tensors, which Mods::gradient accumulates.
 template <DType dtype, int kE, int kEv, class Mods, bool kKeysStay, bool kCaptured>
 struct Backward {
   static constexpr BackwardShape kShape = backward_shape(kE, kEv, Mods::kGathers);
   static constexpr int kRows = kShape.kStaying, kScores = kShape.passing / 8;
-  static constexpr int kPairs = (kE / 16 + kShape.parts - 1) / kShape.parts,  // of 16 columns that a CTA makes
+  static constexpr int kPairs = (kE / 16 + kShape.parts - 1) / kShape.parts,  // pairs of 16 columns per CTA
                        kValuePairs = (kEv / 16 + kShape.parts - 1) / kShape.parts;
   static constexpr int kStride = kE + kRowPad, kValueStride = kEv + kRowPad;
-  // Rows that stay in registers too.
+  // Rows that are also kept in registers.
   static constexpr bool kKeeps = !kKeysStay && Mods::kGathers == Gathers::none && kE + kEv <= 256;
 
   struct Passing {
@@ -52,7 +52,7 @@ struct Backward {
     pass.staying_left().copy_to(shared.left), pass.staying_right().copy_to(shared.right);
   }
 
-  // Finds the sum of the probabilities of each row of large lse, for queries that stay: before its first use.
+  // Computes the sum of probabilities of each row with a large lse, for queries that stay, before its first use.
   LOWBIT_INLINE void find_units() const {
     const int q0 = pass.stays.begin(call.q_tiles), rows = pass.stays.size(call.q_tiles);
     const int64_t head = (static_cast<int64_t>(pass.b) * call.heads + pass.first_head) * call.q_tiles.length + q0;
@@ -67,7 +67,7 @@ struct Backward {
     for (Visit visit{pass.first_head, {}, {}}; pass.find_next(visit); visit.step.next(call.kv_tiles)) {
       copy(visit, shared.passing[0]);
       wait_for_copies();
-      __syncthreads();  // keys are there
+      __syncthreads();  // keys have arrived
       float s[1][kScores][4];
       clear(s);
       multiply_rows<dtype, kE>(s, left.rows, shared.passing[0].left.data);
@@ -77,7 +77,7 @@ struct Backward {
       for (int n = 0; n < kScores; n++)
 #pragma unroll
         for (int i = 0; i < 4; i++) total[i / 2] += power_of_2((s[0][n][i] - lse[i / 2]) * kLog2e);
-      __syncthreads();  // every thread is done with them
+      __syncthreads();  // all threads are done with them
     }
 #pragma unroll
     for (int half = 0; half < 2; half++) {
@@ -101,7 +101,7 @@ struct Backward {
     for (int stage = 0, first = 1; more; stage = (stage + 1) % kShape.stages, first = 0) {
       now = next;
       wait_for_copies();
-      __syncthreads();  // the tile is there, and every thread is done with the one before
+      __syncthreads();  // the tile has arrived, and all threads are done with the one before
       Passing& passing = shared.passing[stage];
       const typename PassOf::StatisticsOfLanes statistics{call.statistics[pass.row_of_lane(now.at)]};
       float s[1][kScores][4], dp[1][kScores][4];
@@ -119,7 +119,7 @@ struct Backward {
         multiply_onto<dtype, kStride>(grad, dp, passing.left.data + part * kPairs * 16, pairs);
     }
   }
-  LOWBIT_INLINE int smaller_pairs(int all, int most) const {  // of this part
+  LOWBIT_INLINE int smaller_pairs(int all, int most) const {  // pairs in this part
     return static_cast<int>(smaller(most, all - part * most));
   }
 
@@ -142,7 +142,7 @@ LOWBIT_INLINE void attention_backward(const AttentionCall& call) {
   check_fault<Mods>(call);
 }
 
-// The first part of the pass of queries, for a pass of another kernel.
+// The first part of the pass over queries, for a pass of another kernel.
 template <DType dtype, int kE, int kEv, class Mods>
 LOWBIT_INLINE void attention_units(const AttentionCall& call) {
   using B = Backward<dtype, kE, kEv, Mods, false, false>;

@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Backward on compute capability 9.0, by products of warpgroups: the passes of backward.cuh. A CTA has 128 rows that
-// stay, 64 a warpgroup, in shared memory, where they are first factors; one more warpgroup copies those and then
-// tiles of the rows that pass to a ring. While one warpgroup differentiates its scores, the tensor cores have
-// products of the other.
+// The backward on compute capability 9.0, with warpgroup products: the passes of backward.cuh. A CTA keeps 128 rows, 64
+// per warpgroup, in shared memory as first factors; a producer warpgroup copies these, then tiles of the other side to
+// a ring. While one warpgroup differentiates its scores, the tensor cores run the products of the other.
 #pragma once
 
 #include "cuda/attention/backward.cuh"
@@ -26,7 +25,7 @@ struct WgmmaBackward {
   struct Shared {
     Sides<kShape.kStaying> staying;
     Sides<kPassing> ring[kStages];
-    alignas(16) RowStatistics statistics[kStages][kPassing];  // of queries that pass
+    alignas(16) RowStatistics statistics[kStages][kPassing];  // statistics of the queries that pass
     RingBarriers<kStages> barriers;
   };
   static_assert(sizeof(Shared) == kShape.bytes());
@@ -35,7 +34,7 @@ struct WgmmaBackward {
   Shared& shared;
   PassOf pass;
 
-  // The tiles that pass, and the stage of the next.
+  // The tiles that pass, and the stage of the next one.
   struct Passing {
     typename PassOf::Visit visit;
     RingPlace<kStages> place{};
@@ -55,7 +54,7 @@ struct WgmmaBackward {
   LOWBIT_INLINE void copy_all() const {
     Passing tile = first();
     if (!tile.more) return;
-    // Threads arrive at the first stage when these copies are there too.
+    // The first stage is complete when these copies have arrived too.
     pass.staying_left().copy_to(shared.staying.left), pass.staying_right().copy_to(shared.staying.right);
     for (; tile.more; go_on(tile)) {
       wait_for(shared.barriers.empty[tile.place.stage], tile.place.phase ^ 1);
@@ -95,12 +94,12 @@ struct WgmmaBackward {
       multiply_by_lines_of_k<dtype, kPanelStep>(c[0], a[k], passing.at(k * 16, 0), k > 0 || adds);
   }
 
-  LOWBIT_INLINE auto statistics_of_staying(const TilePlace& at) const {
-    if constexpr (kKeysStay) return 0;  // those of queries that pass are in the ring
+  LOWBIT_INLINE auto statistics_of_staying(const TilePosition& at) const {
+    if constexpr (kKeysStay) return 0;  // for queries that pass they are in the ring
     else return typename PassOf::KeptStatistics{call.statistics[pass.row_of_lane(at)]};
   }
   template <class Statistics>
-  LOWBIT_INLINE void differentiate(const TilePlace& at, const Statistics& statistics, Scores& s, Scores& dp) const {
+  LOWBIT_INLINE void differentiate(const TilePosition& at, const Statistics& statistics, Scores& s, Scores& dp) const {
     if (at.cut) pass.template differentiate<true>(at, statistics, s, dp);
     else pass.template differentiate<false>(at, statistics, s, dp);
   }
@@ -117,7 +116,7 @@ struct WgmmaBackward {
     const auto kept = statistics_of_staying(tile.visit.at);
     begin_scores(tile, s, dp);
     for (bool adds = false;; adds = true) {
-      const TilePlace now = tile.visit.at;
+      const TilePosition now = tile.visit.at;
       const int stage = tile.place.stage;
       go_on(tile);
       wait_for_products<0>();
@@ -157,7 +156,7 @@ LOWBIT_INLINE void attention_backward_wgmma(const WgmmaAttentionCall& call) {
     set_registers<true, 232>();
     backward.run();
   }
-  check_fault<Mods>(call);  // not in a branch: one with a trap gets no more registers from ptxas
+  check_fault<Mods>(call);  // outside a branch: ptxas gives no more registers to one with a trap
 }
 
 }  // namespace lowbit::cuda

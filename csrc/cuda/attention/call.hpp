@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The mods as the kernels of attention get them, the same text for host and device, and the sizes of their tiles.
+// Arguments of the attention kernels for mods, the same text for host and device, and tile sizes.
 #pragma once
 
 #include "cuda/device/limits.hpp"
@@ -10,17 +10,17 @@ namespace lowbit::cuda {
 using namespace gpu;
 
 constexpr int kAttentionWarps = kAttentionThreads / 32;
-constexpr int kMostCaptured = 16, kMostLayout = 96;  // tensors of a mod; their sizes and strides together
-constexpr int kRowPad = 8;  // behind each row in shared memory: eight rows lie in different banks
+constexpr int kMaxCaptured = 16, kMaxLayout = 96;  // tensors per mod; max total of their sizes and strides
+constexpr int kRowPad = 8;  // padding of each row in shared memory, so that eight rows fall into different banks
 
-// Which mods read captured tensors by query or key: the more is on its way, the fewer scores a lane has at once.
+// Which mods gather from captured tensors by query or key: the more loads in flight, the fewer scores per lane.
 enum class Gathers : uint8_t { none, by_mask, by_score };
 
-// The shape of the forward: a warp has 16 row_tiles queries, as much as 255 registers hold: the sums of the result, and
-// a tile of scores. A second tile of keys and values is on its way.
+// Tile sizes of the forward: a warp has 16 row_tiles queries, as many as fit in 255 registers with the accumulators of
+// the result and a tile of scores. A second tile of keys and values is in flight.
 struct ForwardShape {
   int e, ev, row_tiles, kv_tile;
-  bool keeps_q;  // in registers
+  bool keeps_q;  // queries stay in registers
   static constexpr int kStages = 2, kThreads = kAttentionThreads;
   static constexpr bool kPersists = false;
   constexpr int q_tile() const { return 16 * row_tiles * kAttentionWarps; }
@@ -39,13 +39,13 @@ constexpr ForwardShape forward_shape(int e, int ev, Gathers gathers) {
 constexpr int whole_kib(int64_t bytes) { return static_cast<int>(round_up(bytes, 1024)); }
 constexpr int bytes_of_lines(int rows, int e, int ev) { return 128 * rows * ((e + 63) / 64 + (ev + 63) / 64); }
 
-// The shape of the forward by warpgroups (forward_wgmma.cuh): each has 64 queries, in registers, with scores of a tile
-// of keys, 232 registers in all. One more warpgroup copies tiles of keys and values. To look at a position and a window
-// takes the registers of 64 keys: beside 128 of them 156 bytes spilled.
+// Tile sizes of the forward by warpgroups (forward_wgmma.cuh): each has 64 queries, in registers, and scores of a tile
+// of keys, 232 registers in all. A producer warpgroup copies tiles of keys and values. Position and window take the
+// registers of 64 keys: with 128 keys, 156 bytes spilled.
 struct WgmmaForwardShape {
   int e, ev, kv_tile, stages;
   static constexpr int kWarpgroups = 2, kThreads = 128 * (kWarpgroups + 1);
-  static constexpr bool kPersists = true;  // a CTA for each multiprocessor, whose ring goes on from task to task
+  static constexpr bool kPersists = true;  // one CTA per multiprocessor, whose ring continues from task to task
   static constexpr int q_tile() { return 64 * kWarpgroups; }
   constexpr int stage_bytes() const { return bytes_of_lines(kv_tile, e, ev) + 16; }  // and two barriers
   constexpr int bytes() const { return whole_kib(stages * stage_bytes()); }
@@ -53,13 +53,13 @@ struct WgmmaForwardShape {
 constexpr WgmmaForwardShape wgmma_forward_shape(int e, int ev, Gathers gathers, bool has_position) {
   const bool few = has_position || gathers == Gathers::by_mask;
   WgmmaForwardShape shape{e, ev, gathers == Gathers::by_score ? 32 : few ? 64 : 128, 0};
-  const int room = kMostSharedOfHopper / shape.stage_bytes();
+  const int room = kMaxSharedOnHopper / shape.stage_bytes();
   shape.stages = room < 4 ? room : 4;
   return shape;
 }
 
-// The shape of the backward: 64 rows stay, and tiles of `passing` rows of the other side pass. Head dims above 128 are
-// made by `parts` CTAs.
+// Tile sizes of the backward: 64 rows stay, and tiles of `passing` rows of the other side pass. Head dims above 128 are
+// divided among `parts` CTAs.
 struct BackwardShape {
   int e, ev, passing, stages, parts;
   static constexpr int kStaying = 16 * kAttentionWarps, kThreads = kAttentionThreads;
@@ -70,8 +70,8 @@ constexpr BackwardShape backward_shape(int e, int ev, Gathers gathers) {
   return {e, ev, most <= 128 && gathers != Gathers::by_score ? 32 : 16, 2, most <= 128 ? 1 : 2};
 }
 
-// The shape of the backward by warpgroups (backward_wgmma.cuh): rows that stay in shared memory, 64 a warpgroup, and a
-// ring of rows that pass; queries with their statistics.
+// Tile sizes of the backward by warpgroups (backward_wgmma.cuh): rows that stay in shared memory, 64 per warpgroup, and
+// a ring of rows that pass; queries with their statistics.
 struct WgmmaBackwardShape {
   int e, ev, passing, stages;
   static constexpr int kWarpgroups = 2, kThreads = 128 * (kWarpgroups + 1), kStaying = 64 * kWarpgroups;
@@ -80,28 +80,28 @@ struct WgmmaBackwardShape {
   constexpr int stage_bytes() const { return bytes_of(passing) + 8 * passing + 16; }  // and two barriers
   constexpr int bytes() const { return whole_kib(bytes_of(kStaying) + stages * stage_bytes()); }
 };
-// Keys that stay have two gradients in registers; queries that stay leave room for scores of twice as many keys.
+// Keys that stay have two gradients in registers; queries that stay leave enough for scores of twice as many keys.
 constexpr WgmmaBackwardShape wgmma_backward_shape(int e, int ev, Gathers gathers, bool keys_stay) {
   return {e, ev, keys_stay || gathers != Gathers::none ? 32 : 64, 4};
 }
 
-// The captured tensors of a mod, then per tensor sizes and strides.
+// The captured tensors of a mod, then the sizes and strides of each.
 struct CapturedCall {
-  static constexpr int kGradients = kMostCaptured;
-  const void* tensors[kMostCaptured];
-  int64_t layout[kMostLayout];
+  static constexpr int kGradients = kMaxCaptured;
+  const void* tensors[kMaxCaptured];
+  int64_t layout[kMaxLayout];
 };
 
 using AttentionCall = AttentionCallOf<CapturedCall>;
 
 constexpr int kWgmmaAttentionThreads = WgmmaForwardShape::kThreads;
 struct WgmmaPromptCall : AttentionCall {
-  static constexpr int kCtas = 1;  // of a multiprocessor
+  static constexpr int kCtas = 1;  // CTAs per multiprocessor
   static constexpr bool kHasPosition = true;
 };
 struct WgmmaAttentionCall : WgmmaPromptCall {
   static constexpr bool kHasPosition = false;
-  static constexpr int32_t position = 0, window = 0;  // of all its calls
+  static constexpr int32_t position = 0, window = 0;  // 0 in all of its calls
 };
 
 }  // namespace lowbit::cuda

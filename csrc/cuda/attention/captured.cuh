@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-// Gradients of the tensors that score_mod captured, by atomics and yet the same bits every time: integers are added, of
-// which any order gives the same sum. A first pass over the scores finds the largest value that is added to a tensor.
-// `high` has the bits that it and the number of scores leave of 62, and `low` as many more below: a float32 within 2^60
-// of the largest keeps all its bits. Values that are not finite are added as float32, where any order is right, too.
+// Gradients of tensors captured by score_mod, by atomics and yet with the same bits every time: integers are added,
+// whose sum does not depend on order. A first pass over the scores finds the largest value added to a tensor. `high`
+// has the bits that it and the number of scores leave of 62, and `low` as many more below: a float32 within 2^60 of the
+// largest keeps all its bits. Values that are not finite are added as float32, where any order is right, too.
 #pragma once
 
 #include "cuda/attention/scores.cuh"
 
 namespace lowbit::cuda {
 
-// Stands for the memory where a gradient is added up (d<n> of score/print.hpp).
+// An accumulator of a gradient, for d<n> of score/print.hpp.
 struct Sums {
   const AttentionCall& call;
   int tensor;
@@ -22,7 +22,7 @@ struct Sums {
 LOWBIT_INLINE double power_of_2_double(int exponent) {
   return __longlong_as_double(static_cast<long long>(exponent + 1023) << 52);
 }
-LOWBIT_INLINE int exponent_above(uint32_t bits) { return static_cast<int>(bits >> 23) - 126; }  // of a float's bits
+LOWBIT_INLINE int exponent_above(uint32_t bits) { return static_cast<int>(bits >> 23) - 126; }  // next power of two
 
 LOWBIT_INLINE void add_to(const Sums& to, float value) {
   if (value == 0) return;
@@ -46,17 +46,17 @@ LOWBIT_INLINE void add_to(const Sums& to, float value) {
   if (low) atomicAdd(&sum->low, static_cast<unsigned long long>(low));
 }
 
-// A CTA takes 128 elements of one tensor after the other.
+// A CTA processes 128 elements of each tensor in turn.
 template <class Each>
 LOWBIT_INLINE void for_each_captured(const AttentionCall& call, Each each) {
-  for (int tensor = 0; tensor < kMostCaptured; tensor++) {
+  for (int tensor = 0; tensor < kMaxCaptured; tensor++) {
     const int64_t at = static_cast<int64_t>(blockIdx.x) * kAttentionThreads + threadIdx.x;
     if (call.gradients[tensor].sums && at < call.gradients[tensor].count) each(tensor, call.gradients[tensor], at);
   }
 }
 
 LOWBIT_INLINE void captured_start(const AttentionCall& call) {
-  if (blockIdx.x == 0 && threadIdx.x < kMostCaptured) call.largest[threadIdx.x] = 0;
+  if (blockIdx.x == 0 && threadIdx.x < kMaxCaptured) call.largest[threadIdx.x] = 0;
   for_each_captured(call, [&](int, const CapturedGradientCall& gradient, int64_t at) {
     for (int64_t copy = 0; copy < gradient.copies; copy++) gradient.sums[copy * gradient.count + at] = {0, 0, 0.0f};
   });

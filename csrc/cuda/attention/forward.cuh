@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Forward: a CTA has a tile of queries of one head and passes over the keys that it may see with a running softmax. The
-// keys and values of the next tile are on their way meanwhile.
+// The forward: a CTA has a tile of queries of one head, with a running softmax over the keys that it may see. Meanwhile
+// the next tile of keys and values is copied.
 #pragma once
 
 #include "cuda/attention/softmax.cuh"
@@ -27,24 +27,24 @@ struct Forward {
   LeftRows<dtype, kE, kM, kShape.keeps_q> q;
   RunningSoftmax<dtype, kEv, kM, kScores, Mods> softmax;
 
-  LOWBIT_INLINE bool find_next(int b, int h, const TileStep& q_step, TileStep& step, TilePlace& at) const {
+  LOWBIT_INLINE bool find_next(int b, int h, const TileStep& q_step, TileStep& step, TilePosition& at) const {
     return find_next_tile<Mods, kShape.q_tile(), kShape.kv_tile>(call, b, h, q_step, step, at);
   }
 
-  LOWBIT_INLINE void copy(const TilePlace& at, typename Shared::Passing& to) const {
+  LOWBIT_INLINE void copy(const TilePosition& at, typename Shared::Passing& to) const {
     to.keys.copy(keys + at.k0 * call.k.row, call.k.row, at.cols);
     to.values.copy(values + at.k0 * call.v.row, call.v.row, at.cols);
   }
 
   LOWBIT_INLINE void run(int b, int h, const TileStep& q_step) {
     TileStep step = first_keys<kShape.kv_tile>(call, q_step);
-    TilePlace now, next;
+    TilePosition now, next;
     bool more = find_next(b, h, q_step, step, next);
     if (more) copy(next, shared.passing[0]);
     for (int stage = 0, first = 1; more; stage = (stage + 1) % kShape.kStages, first = 0) {
       now = next;
       wait_for_copies();
-      __syncthreads();  // the tile is there, and every thread is done with the one before
+      __syncthreads();  // the tile has arrived, and all threads are done with the one before
       if (first) q.load();
       float s[kM][kScores][4], largest[kM][2];
       q.multiply(s, shared.passing[stage].keys.data);

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// The forward on the host, for the rows of ops that lead to it.
+// Host code of the forward, for all rows of ops that use it.
 #pragma once
 
 #include "ops/attention.hpp"
 
 namespace lowbit::cuda {
 
-// Of the B times Hq heads those from first_head on; a position and a window as DecodeArgs has them.
+// The range of the B * Hq heads from first_head on; position and window as in DecodeArgs.
 struct ForwardPart {
   int64_t position = 0, window = 0;
   int64_t first_head = 0, heads = 0;

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// Forward on compute capability 9.0, by products of warpgroups. A CTA has 128 queries of one head at a time, 64 a
-// warpgroup, whose scores are dealt out as those of mma.sync, so that mods and the softmax are the same. One more
-// warpgroup copies tiles of keys and values to a ring in shared memory, as lines; warpgroups wait for its stages and
-// not for each other. The products of a tile of queries and keys, and those of the probabilities of the tile before and
-// its values, are asked for together: while the softmax of one tile is made, the tensor cores have values to multiply,
-// and all of the other warpgroup.
+// The forward on compute capability 9.0, with warpgroup products. A CTA has 128 queries of one head at a time, 64 per
+// warpgroup; scores are laid out as by mma.sync, so that mods and the softmax are the same code. A producer warpgroup
+// copies tiles of keys and values to a ring in shared memory, as lines; warpgroups wait for its stages, not for each
+// other. The product of queries and keys of one tile and that of probabilities and values of the tile before are issued
+// together: during the softmax of one tile, the tensor cores multiply the values of the other, and run the products of
+// the other warpgroup.
 #pragma once
 
 #include "cuda/attention/matrices.cuh"
@@ -36,11 +36,11 @@ struct WgmmaForward {
   TileStep q_step;
   int q0, rows;
 
-  // The tiles of keys that a warp passes, and the stage of the next.
+  // The tiles of keys that a warp passes, and the stage of the next one.
   struct Passing {
     RingPlace<kStages>& place;
     TileStep step;
-    TilePlace at{};
+    TilePosition at{};
     bool more = false;
   };
   LOWBIT_INLINE Passing first(RingPlace<kStages>& place) const {
@@ -71,7 +71,7 @@ struct WgmmaForward {
   using Queries = uint32_t[kE / 16][4];
   using Powers = uint32_t[kKvTile / 16][4];
 
-  // Queries as the first factor; rows behind the last are the last again, and are not stored.
+  // Queries as the first factor; rows past the end repeat the last one, and are not stored.
   LOWBIT_INLINE void load(Queries& q) const {
     const uint16_t* from = head_rows(call.q, b, h) + q0 * call.q.row + lane_of_warp() % 4 * 2;
 #pragma unroll
@@ -107,8 +107,8 @@ struct WgmmaForward {
     commit_products();
   }
 
-  // Products of queries and keys to powers; whether the result so far has to shrink.
-  LOWBIT_INLINE bool make_powers(const TilePlace& at, Softmax& softmax, float (&s)[1][kScores][4],
+  // Turns products of queries and keys into powers; returns whether the result so far must be rescaled.
+  LOWBIT_INLINE bool make_powers(const TilePosition& at, Softmax& softmax, float (&s)[1][kScores][4],
                                  float (&shrink)[2]) const {
     hold(s[0]);
     softmax.modify_scores(at, s);
@@ -128,7 +128,7 @@ struct WgmmaForward {
     float shrink[2] = {1, 1};
     wait_for_tile(tile);
     begin_scores(tile, q, s);
-    TilePlace now = tile.at;
+    TilePosition now = tile.at;
     int stage = tile.place.stage;
     go_on(tile);
     wait_for_products<0>();
@@ -146,7 +146,7 @@ struct WgmmaForward {
       shrink[0] = shrink[1] = 1;
       const bool moves = make_powers(now, softmax, s, shrink);
       hold(s[0]);
-      if (tile.more) wait_for_tile(tile);  // ptxas moves no powers over this loop, else over the next wait
+      if (tile.more) wait_for_tile(tile);  // ptxas moves no powers across this loop, or else across the next wait
       wait_for_products<0>();
       hold(softmax.out[0]);
       if (lane_of_warp() == 0) arrive(shared.barriers.empty[before]);
@@ -191,7 +191,7 @@ LOWBIT_INLINE void attention_forward_wgmma(const Call& call) {
       softmax.finish(forward.b, forward.h, forward.q0, forward.q0 + forward.rows);
     });
   }
-  check_fault<Mods>(call);  // not in a branch: one with a trap gets no more registers from ptxas
+  check_fault<Mods>(call);  // outside a branch: ptxas gives no more registers to one with a trap
 }
 
 }  // namespace lowbit::cuda

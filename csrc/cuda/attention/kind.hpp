@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// How the kernels of an attention call are specialised, and their sources.
+// Specialisations of the attention kernels, and their sources.
 #pragma once
 
 #include "cuda/attention/call.hpp"
@@ -22,7 +22,7 @@ struct AttentionKind {
   int e, ev;
   const ScoreCall *score = nullptr, *mask = nullptr;
   DType bias = DType::other;  // dtype of the call's mask
-  bool dropout = false, scales = false;  // scales: by a number <= 0, which cannot go into the exponent
+  bool dropout = false, scales = false;  // scales: multiplies by a scale <= 0, which cannot be folded into the exponent
 
   bool folds() const { return !score && (bias == DType::other || bias == DType::boolean) && !scales; }
   Gathers gathers() const;
@@ -36,7 +36,7 @@ struct AttentionKind {
   SourceKey key(AttentionKernel kernel) const;
 };
 
-bool gathers(const ScoreCall* mod, Stage from);  // in a stage from this one on; null: no
+bool gathers(const ScoreCall* mod, Stage from);  // whether it gathers in this stage or a later one; null: no
 AttentionKind kind_of(const AttentionForwardArgs& args);
 LOWBIT_API Source attention_source(const AttentionKind& kind, AttentionKernel kernel);
 

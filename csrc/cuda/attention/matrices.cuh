@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows in shared memory as factors of products of warpgroups (device/wgmma.cuh), and the ring that they pass through.
+// Rows in shared memory as factors of warpgroup products (device/wgmma.cuh), and the ring that they pass through.
 #pragma once
 
 #include "cuda/attention/tile.cuh"
@@ -8,15 +8,15 @@
 
 namespace lowbit::cuda {
 
-// Eight lanes copy 128 bytes of a row to 128 bytes that lie together. As matrices of 8 rows x 16 bytes, the forward of
-// head dim 128 stood at 290 TFLOP/s on an H200, and L2 at 85 % of the requests that it can take (device/tiles.cuh); so
-// it takes 600.
+// Eight lanes copy 128 contiguous bytes of a row to 128 contiguous bytes. With matrices of 8 rows x 16 bytes instead,
+// the forward with head dim 128 was limited to 290 TFLOP/s on an H200 by L2, at 85 % of its request rate
+// (device/tiles.cuh); this way it reaches 600.
 template <int kRows, int kColumns>
 struct SharedLines {
   static constexpr int kPanels = (kColumns + 63) / 64, kPanelStep = kRows * 128;
   alignas(1024) uint16_t data[kPanels][kRows][8][8];
 
-  // By a warpgroup: `rows` of them, zeros behind.
+  // By a warpgroup: `rows` rows, then zeros.
   LOWBIT_INLINE void copy(const uint16_t* from, int64_t stride, int rows) {
     const int first = warp_of_cta() % 4 * 4 + lane_of_warp() / 8, piece = lane_of_warp() % 8;
     from += first * stride + piece * 8;
@@ -30,10 +30,10 @@ struct SharedLines {
   LOWBIT_INLINE const void* at(int row, int column) const { return data[column / 64][row][column % 64 / 8]; }
 };
 
-// Barriers of the stages of a ring, which a warpgroup fills and `warps` read.
+// Barriers of the stages of a ring, which a warpgroup fills and `warps` warps read.
 template <int kStages>
 struct RingBarriers {
-  Barrier full[kStages], empty[kStages];  // of a stage: all is there; all warps are done with it
+  Barrier full[kStages], empty[kStages];  // per stage: its data has arrived; all warps are done with it
 
   LOWBIT_INLINE void set_up_all(int warps) {  // by all threads, before __syncthreads
     if (threadIdx.x >= kStages) return;
@@ -49,7 +49,7 @@ struct RingPlace {
   }
 };
 
-// Scores to the first factor of a product.
+// Converts scores to the first factor of a product.
 template <DType dtype, int kScores>
 LOWBIT_INLINE void round_scores(const float (&s)[1][kScores][4], uint32_t (&a)[kScores / 2][4]) {
 #pragma unroll

@@ -6,7 +6,7 @@
 namespace lowbit::cuda {
 namespace {
 
-// A function of Mods that makes the printed struct of one head, with its captured tensors, which the call has.
+// Prints a function of Mods that makes the printed struct of one head, with the captured tensors from the call.
 std::string making(const ScoreCall& mod, std::string_view name, std::string_view printed, Gradient of) {
   const std::string_view captured = mod.program().is_mask ? "call.mask" : "call.score";
   std::string text = concat("  template <class Call>\n  LOWBIT_INLINE static auto ", name,
@@ -38,7 +38,7 @@ bool fits(const ScoreCall* mod) {
   if (!mod) return true;
   int numbers = 0;
   for (int i = 0; i < mod->captured_count(); i++) numbers += 2 * mod->captured()[i].rank;
-  return mod->captured_count() <= kMostCaptured && numbers <= kMostLayout;
+  return mod->captured_count() <= kMaxCaptured && numbers <= kMaxLayout;
 }
 
 std::string mods_text(const ScoreCall* score, const ScoreCall* mask, Gradient gradient, std::string_view constants) {

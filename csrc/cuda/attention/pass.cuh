@@ -9,15 +9,15 @@ namespace lowbit::cuda {
 template <DType dtype, int kStaying, int kPassing, class Mods, bool kKeysStay, class Call = AttentionCall>
 struct Pass {
   static constexpr int kScores = kPassing / 8;
-  // Probabilities are multiplied by it before they are rounded, since many are below the normal numbers of float16, of
-  // which 2^-14 is the least. They may be up to 4, where lse lacks bits of the scores.
+  // Probabilities are multiplied by it before rounding, since many are below 2^-14, the smallest normal number of
+  // float16. They may be up to 4, where lse lacks bits of the scores.
   static constexpr float kProbabilityFactor = dtype == DType::float16 ? 0x1p14f : 1.0f;
 
-  // A position of the pass: a tile of scores, and for keys the head of the group that its queries are of.
+  // A position of the pass: a tile of scores, and for keys the head of the group that its queries belong to.
   struct Visit {
     int h;
     TileStep step;
-    TilePlace at;
+    TilePosition at;
   };
 
   const Call& call;
@@ -78,12 +78,12 @@ struct Pass {
     return false;
   }
 
-  // A number of each query of this lane's scores.
+  // A number for each query of this lane's scores.
   struct OfScores {
     static constexpr int kCount = kKeysStay ? 2 * kScores : 2;
     float numbers[kCount];
 
-    LOWBIT_INLINE static int query(int j) {  // whose number it is, of those of a tile that pass, or of a warp
+    LOWBIT_INLINE static int query(int j) {  // index among the queries of a tile that passes, or of a warp
       return kKeysStay ? j / 2 * 8 + j % 2 + first_column() : j * 8 + first_row();
     }
     LOWBIT_INLINE float operator()(int n, int i) const { return numbers[kKeysStay ? 2 * n + i % 2 : i / 2]; }
@@ -96,19 +96,19 @@ struct Pass {
     for (int j = 0; j < OfScores::kCount; j++) all.numbers[j] = __shfl_sync(kWarp, number, OfScores::query(j));
     return all;
   }
-  LOWBIT_INLINE int64_t row(const TilePlace& at, int query) const {  // of all queries; behind the last the last again
+  LOWBIT_INLINE int64_t row(const TilePosition& at, int query) const {  // index among all queries, at most the last
     return (static_cast<int64_t>(b) * call.heads + at.h) * call.q_tiles.length + at.q0 +
            (query < at.rows ? query : at.rows - 1);
   }
-  LOWBIT_INLINE int64_t row_of_lane(const TilePlace& at) const {
+  LOWBIT_INLINE int64_t row_of_lane(const TilePosition& at) const {
     return row(at, (kKeysStay ? 0 : warp_of_cta() * 16) + query_of_lane());
   }
 
-  // Statistics of the queries of this lane's scores: one query's, shared by the lanes of a warp; those of all, in
-  // registers; or in shared memory, from where they are read when they are needed.
+  // Statistics of the queries of this lane's scores: of one query each, shared by the lanes of a warp; of all of them,
+  // in registers; or in shared memory, read on use.
   struct StatisticsOfLanes {
     RowStatistics own;
-    LOWBIT_INLINE bool has_rest() const { return own.has_rest(); }  // of the query of this lane
+    LOWBIT_INLINE bool has_rest() const { return own.has_rest(); }  // for the query of this lane
     LOWBIT_INLINE OfScores lse() const { return share(own.lse); }
     LOWBIT_INLINE OfScores delta() const { return share(own.delta); }
   };
@@ -132,10 +132,10 @@ struct Pass {
     }
   };
 
-  // Raw products s and gradients dp of probabilities to probabilities, times kProbabilityFactor or 0 where they are
+  // Turns raw products s and gradients dp of probabilities into probabilities, times kProbabilityFactor or 0 if
   // dropped, and gradients of raw scores.
   template <bool kCut, class Of>
-  LOWBIT_INLINE void differentiate(const TilePlace& at, const Of& statistics, float (&s)[1][kScores][4],
+  LOWBIT_INLINE void differentiate(const TilePosition& at, const Of& statistics, float (&s)[1][kScores][4],
                                    float (&dp)[1][kScores][4]) const {
     float p[1][kScores][4], kept[1][kScores][4];
     const auto for_each = [](auto each) {
@@ -180,7 +180,7 @@ struct Pass {
                             from[0][n][i] * scale, from[0][n][i + 1] * scale);
     }
   }
-  // The gradients of what stays, of so many columns in all: those from the first on that this CTA has.
+  // The gradients of the rows that stay: of all those columns, the ones that this CTA has.
   template <int kColumns, int kValueColumns>
   LOWBIT_INLINE void store(const float (&grad)[1][kColumns][4], int columns,
                            const float (&grad_values)[1][kValueColumns][4], int value_columns, int first = 0,
@@ -193,7 +193,7 @@ struct Pass {
   }
 };
 
-// The heads and the rows that stay with a CTA: under causality the first keys and the last queries have most to do.
+// The heads and rows of a CTA: under causality the first keys and the last queries have most work, and come first.
 template <class P, bool kKeysStay, class Call>
 LOWBIT_INLINE P pass_of(const Call& call, int task) {
   const Tiling& tiling = kKeysStay ? call.kv_tiles : call.q_tiles;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The steps of attention before its tiles: classes of the blocks that a block mask lists, a row of them to a CTA; for
-// the backward, D of every row; and after its tiles, the gradient of the sink.
+// Kernels around the tiles of attention. Before: classes of the blocks listed by a block mask, a row of them per CTA;
+// for the backward, D of every row. After: the gradient of the sink.
 #pragma once
 
 #include "cuda/attention/scores.cuh"
@@ -12,7 +12,7 @@ LOWBIT_INLINE void attention_prepare(const AttentionCall& call) {
   if (call.classes) make_classes(call, [] { __syncthreads(); });
 }
 
-// D = sum of grad_out * out - grad_lse, a warp for each row; grad_out in 16 bits where it is float32.
+// D = sum of grad_out * out - grad_lse, one warp per row; also grad_out in 16 bits if it is float32.
 template <DType dtype, int kEv>
 LOWBIT_INLINE void row_statistics(const AttentionCall& call) {
   const int64_t length = call.q_tiles.length,
@@ -40,7 +40,7 @@ LOWBIT_INLINE void row_statistics(const AttentionCall& call) {
                          sum - (call.grad_lse ? call.grad_lse[at] : 0.0f)};
 }
 
-// A CTA for each head, in an order of its own.
+// One CTA per head; the order of the sum is fixed.
 LOWBIT_INLINE void sink_gradient(const AttentionCall& call) {
   LOWBIT_SHARED(double, sums, [kAttentionThreads]);
   double sum = sink_gradient_of_thread<double>(call, [](float a) { return expf(a); });

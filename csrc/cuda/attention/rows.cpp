@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows of the ops attention_forward and attention_backward. Nothing is read on the host: block lists and indices of
-// mods are checked on the device, where one that is out of range ends the launch with an error.
+// Rows of the ops attention_forward and attention_backward. The host reads no data: block lists and indices of mods are
+// checked on the device, where one out of range ends the launch with an error.
 #include <cmath>
 
 #include "cuda/attention/forward.hpp"
@@ -14,7 +14,7 @@
 namespace lowbit::cuda {
 namespace {
 
-// The memory that a call needs besides its tensors.
+// The workspace of a call.
 struct WorkspaceLayout {
   int64_t fault = 16, classes = 0, statistics = 0, unit = 0, grad_out = 0, captured = 0;  // bytes
   int64_t at_statistics() const { return fault + round_up(classes, 16); }
@@ -32,7 +32,7 @@ AttentionCall call_of(const AttentionForwardArgs& args, const Workspace& workspa
   return call;
 }
 
-// The program of one of the kernels of a call.
+// The program with one kernel of a call.
 struct Launcher {
   const Place& place;
   const AttentionKind& kind;
@@ -92,23 +92,23 @@ AttentionCall backward_call(const AttentionBackwardArgs& args, const Workspace& 
   return call;
 }
 
-// CTAs that add to one address wait for each other.
+// CTAs that add to the same address wait for each other.
 int64_t copies_of(const TensorView& gradient) { return gradient.numel() <= 1024 ? 64 : 1; }
 
 int64_t captured_bytes(const AttentionBackwardArgs& args) {
   if (!args.wants_captured()) return 0;
-  int64_t bytes = kMostCaptured * 4;
+  int64_t bytes = kMaxCaptured * 4;
   for (const TensorView& gradient : args.grad_captured)
     if (gradient) bytes += copies_of(gradient) * gradient.numel() * static_cast<int64_t>(sizeof(ExactSum));
   return bytes;
 }
 
-// A pass to find the largest value, one to add them all.
+// One pass to find the largest value, one to add them all.
 void differentiate_captured(const AttentionBackwardArgs& args, const AttentionKind& kind, AttentionCall call,
                             char* memory) {
   const AttentionForwardArgs& forward = args.forward;
   call.largest = reinterpret_cast<uint32_t*>(memory);
-  auto* sums = reinterpret_cast<ExactSum*>(memory + kMostCaptured * 4);
+  auto* sums = reinterpret_cast<ExactSum*>(memory + kMaxCaptured * 4);
   int64_t most = 0;
   for (std::size_t i = 0; i < args.grad_captured.size(); i++) {
     const TensorView& gradient = args.grad_captured[i];
@@ -119,7 +119,7 @@ void differentiate_captured(const AttentionBackwardArgs& args, const AttentionKi
   const int64_t ctas = forward.batch() * forward.heads() * call.q_tiles.count;
   const double steps = static_cast<double>(forward.score_mod->program().backward.steps.size()),
                adds = static_cast<double>(forward.batch() * forward.heads() * forward.q_length()) *
-                      static_cast<double>(forward.kv_length()) * steps;  // to one element, at most
+                      static_cast<double>(forward.kv_length()) * steps;  // max terms per element
   call.sum_bits = 61 - (adds > 1 ? std::ilogb(adds) : 0);
   const Launcher launch{args.place, kind, call};
   launch(AttentionKernel::captured_ends, "captured_start", larger(1, ceil_div(most, kAttentionThreads)));
@@ -181,7 +181,7 @@ void run_backward_wgmma(const AttentionBackwardArgs& args) {
   launch_backward(args, kind, passes);
 }
 
-bool fits_head_dim(int64_t e) { return e % 16 == 0 && e <= kMostHeadDim; }
+bool fits_head_dim(int64_t e) { return e % 16 == 0 && e <= kMaxHeadDim; }
 
 // Rows are copied 16 bytes at a time.
 bool is_aligned(const TensorView& tensor) { return has_aligned_rows(tensor, 16); }

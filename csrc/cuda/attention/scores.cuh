@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Scores of a tile, from the products of queries and keys to the softmax: score_mod, mask_mod, a mask, causality. A
-// lane has those of a fragment of mma.sync, whose rows are queries, or keys where keys stay with the CTA. The kernels
-// are made for Mods (mods.cuh), which says three things more:
-//   kFolds    scores are hidden or products times a scale > 0, which goes into the exponent: no score_mod or float mask
+// lane has those of a fragment of mma.sync, whose rows are queries, or keys if keys stay with the CTA. Kernels are
+// instantiated with Mods (mods.cuh), which also has:
+//   kFolds    scores are hidden, or products times a scale > 0 folded into the exponent: no score_mod or float mask
 //   kDropout
 //   kBias     dtype of the call's mask
 //   kGathers
@@ -27,18 +27,18 @@ LOWBIT_INLINE float bias_of(const Call& call, int b, int h, int q, int k) {
   else return float_of_half(static_cast<const uint16_t*>(call.bias)[at]);
 }
 
-// The factor of dropout for a probability.
-LOWBIT_INLINE float dropout_factor(const AttentionCall& call, const TilePlace& at, int q, int k) {
+// The dropout factor of a probability.
+LOWBIT_INLINE float dropout_factor(const AttentionCall& call, const TilePosition& at, int q, int k) {
   return dropout_draw(*call.seed, at.b * call.heads + at.h, q, k) < call.dropped ? 0.0f : call.kept;
 }
 
-// Of a lane, without those of its warp and its n-th 8 columns.
+// This lane's first row, relative to its warp; below, its first column within each 8.
 LOWBIT_INLINE int first_row() { return lane_of_warp() / 4; }
 LOWBIT_INLINE int first_column() { return lane_of_warp() % 4 * 2; }
 
-// each(score, q, k) for the scores of this lane.
+// Calls each(score, q, k) for the scores of this lane.
 template <bool kKeysStay, int kM, int kScores, class Each>
-LOWBIT_INLINE void for_each_score(const TilePlace& at, float (&s)[kM][kScores][4], Each each) {
+LOWBIT_INLINE void for_each_score(const TilePosition& at, float (&s)[kM][kScores][4], Each each) {
 #pragma unroll
   for (int m = 0; m < kM; m++)
 #pragma unroll
@@ -51,10 +51,10 @@ LOWBIT_INLINE void for_each_score(const TilePlace& at, float (&s)[kM][kScores][4
       }
 }
 
-// each(mod, m, n, i, q, k, ..) with the values that the mod has of the query, the key and the diagonal of score
-// s[m][n][i], each of them computed once. In a tile that is cut a mod is asked about queries and keys that exist.
+// Calls each(mod, m, n, i, q, k, ..) with the mod's values for the query, the key and the diagonal of score s[m][n][i],
+// each computed once. In a tile that is cut, mods get only queries and keys that exist.
 template <bool kKeysStay, bool kCut, int kM, int kScores, class Mod, class Each>
-LOWBIT_INLINE void for_each_with(const Mod& mod, const TilePlace& at, Each each) {
+LOWBIT_INLINE void for_each_with(const Mod& mod, const TilePosition& at, Each each) {
   constexpr int kRows = 2 * kM;
   const int row0 = warp_of_cta() * kM * 16 + first_row(), last_q = at.q0 + at.rows - 1, last_k = at.k0 + at.cols - 1;
   const auto q_of = [&](int r, int column) {
@@ -93,9 +93,9 @@ LOWBIT_INLINE void for_each_with(const Mod& mod, const TilePlace& at, Each each)
 
 // Scores of queries and keys that do not exist, or that causality or the window hides, become -inf.
 template <bool kKeysStay, class Call, int kM, int kScores>
-LOWBIT_INLINE void hide(const Call& call, const TilePlace& at, float (&s)[kM][kScores][4]) {
+LOWBIT_INLINE void hide(const Call& call, const TilePosition& at, float (&s)[kM][kScores][4]) {
   const int rows = kKeysStay ? at.cols : at.rows, columns = kKeysStay ? at.rows : at.cols;
-  const int diagonal = kKeysStay ? at.k0 - at.q0 : at.q0 - at.k0;  // the column of row 0
+  const int diagonal = kKeysStay ? at.k0 - at.q0 : at.q0 - at.k0;  // column of the diagonal in row 0
 #pragma unroll
   for (int m = 0; m < kM; m++)
 #pragma unroll
@@ -118,20 +118,20 @@ LOWBIT_INLINE void hide(const Call& call, const TilePlace& at, float (&s)[kM][kS
     });
 }
 
-// Whether the queries and keys of scores are asked for, also where there are none.
+// Whether mods read queries and keys of scores, even past the ends.
 template <class Mods>
 LOWBIT_INLINE constexpr bool asks() { return Mods::kScore || Mods::kMask || Mods::kBias != DType::other; }
 
 template <bool kKeysStay, bool kCut, int kM, int kScores, class Mod>
-LOWBIT_INLINE void modify_by(const Mod& mod, const TilePlace& at, float (&s)[kM][kScores][4]) {
+LOWBIT_INLINE void modify_by(const Mod& mod, const TilePosition& at, float (&s)[kM][kScores][4]) {
   for_each_with<kKeysStay, kCut, kM, kScores>(mod, at, [&](int m, int n, int i, int q, int k, const auto&... values) {
     s[m][n][i] = mod.of_score(s[m][n][i], q, k, values...);
   });
 }
 
-// Scores, where Mods folds perhaps without the scale, to those of the softmax.
+// Turns scores (unscaled if Mods folds) into those of the softmax.
 template <class Mods, bool kKeysStay, bool kCut, class Call, int kM, int kScores>
-LOWBIT_INLINE void modify(const Call& call, const TilePlace& at, float (&s)[kM][kScores][4]) {
+LOWBIT_INLINE void modify(const Call& call, const TilePosition& at, float (&s)[kM][kScores][4]) {
   if constexpr (Mods::kScore) modify_by<kKeysStay, kCut>(Mods::score(call, at.b, at.h), at, s);
   if constexpr (Mods::kMask)
     if (at.partial) modify_by<kKeysStay, kCut>(Mods::mask(call, at.b, at.h), at, s);
@@ -144,8 +144,8 @@ LOWBIT_INLINE void modify(const Call& call, const TilePlace& at, float (&s)[kM][
   if constexpr (kCut) hide<kKeysStay>(call, at, s);
 }
 
-// The factor of a difference of scores in the exponent of 2. Differences, since large scores times log2(e) would be off
-// by more than 1.
+// The factor of a difference of scores in the exponent of 2. Applied to differences, since large scores times log2(e)
+// could be off by more than 1.
 template <class Mods>
 LOWBIT_INLINE float exponent_factor(const AttentionCall& call) { return Mods::kFolds ? call.scale * kLog2e : kLog2e; }
 

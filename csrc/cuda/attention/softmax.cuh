@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// The running softmax of the forward: what a CTA's queries have of the tiles of keys so far, and how a next tile is
-// added. A warp has 16 kM queries; scores, probabilities and sums of the result stay in registers.
+// The running softmax of the forward: the state of a CTA's queries over the tiles of keys so far, and its update with
+// the next tile. A warp has 16 kM queries; scores, probabilities and accumulators stay in registers.
 #pragma once
 
 #include "cuda/attention/scores.cuh"
 
 namespace lowbit::cuda {
 
-// A tile of keys that is at most eight before the window of these queries, of a call without a block mask, as those
-// with a window are. Its number as a quotient spilled 8 bytes (NVRTC 13.5, sm_90a, head dims of 128).
+// A tile of keys at most eight tiles before the window of these queries, for a call without a block mask, as all with a
+// window are. An exact quotient spilled 8 bytes (NVRTC 13.5, sm_90a, head dims of 128).
 template <int kKvTile, class Call>
 LOWBIT_INLINE TileStep first_keys(const Call& call, const TileStep& q_step) {
   constexpr int kAtOnce = 8;
@@ -21,7 +21,7 @@ LOWBIT_INLINE TileStep first_keys(const Call& call, const TileStep& q_step) {
 // The next tile of keys from `step` on that some query of a tile sees; false after the last.
 template <class Mods, int kQTile, int kKvTile, class Call>
 LOWBIT_INLINE bool find_next_tile(const Call& call, int b, int h, const TileStep& q_step, TileStep& step,
-                                  TilePlace& at) {
+                                  TilePosition& at) {
   while (step.index < static_cast<int>(call.kv_tiles.count)) {
     if (find_tile(call, b, h, q_step, step, at)) {
       at.cut |= at.cols < kKvTile || (asks<Mods>() && at.rows < kQTile);
@@ -39,20 +39,20 @@ struct RunningSoftmax {
 
   const Call& call;
   float factor;  // exponent_factor
-  // Of each row: the score that powers are relative to, and the sum of those that this lane saw.
+  // Per row: the score that powers are relative to, and the sum of this lane's powers.
   float out[kM][kColumns][4], base[kM][2], total[kM][2];
 
   LOWBIT_INLINE int row() const { return warp_of_cta() * kM * 16 + lane_of_warp() / 4; }  // the first of this lane
 
   LOWBIT_INLINE void start() { clear(out), start_rows(); }
-  LOWBIT_INLINE void start_rows() {  // out stays as it is
+  LOWBIT_INLINE void start_rows() {  // leaves out unchanged
 #pragma unroll
     for (int m = 0; m < kM; m++)
 #pragma unroll
       for (int i = 0; i < 2; i++) base[m][i] = minus_infinity(), total[m][i] = 0;
   }
 
-  // The base of every row becomes its largest score so far. follow(m, half, by): what was relative to the one before.
+  // Sets the base of each row to its largest score so far. follow(m, half, by): rescales by the change.
   template <class Follow>
   LOWBIT_INLINE void rebase(const float (&largest)[kM][2], Follow follow) {
 #pragma unroll
@@ -72,10 +72,10 @@ struct RunningSoftmax {
     for (int n = 0; n < kColumns; n++) out[m][n][2 * half] *= by, out[m][n][2 * half + 1] *= by;
   }
 
-  // Whether bases have to move before the powers of these scores. A base stays until a power exceeds the room for it,
-  // which is seldom.
+  // Whether bases must be raised before the powers of these scores are taken. A base stays until a power exceeds a
+  // limit, which is rare.
   LOWBIT_INLINE bool exceeds(const float (&s)[kM][kScores][4], float (&largest)[kM][2]) const {
-    const float room = call.max_scores ? -1.0f : 8.0f;  // of an exponent of 2; -1: bases are the largest scores
+    const float room = call.max_scores ? -1.0f : 8.0f;  // in powers of 2; -1: bases are always the largest scores
     bool any = false;
 #pragma unroll
     for (int m = 0; m < kM; m++)
@@ -90,7 +90,7 @@ struct RunningSoftmax {
     return __any_sync(kWarp, any);
   }
 
-  // Scores to powers of e, and their sums.
+  // Turns scores into powers of e, and sums them.
   LOWBIT_INLINE void powers(float (&s)[kM][kScores][4]) {
 #pragma unroll
     for (int m = 0; m < kM; m++)
@@ -107,16 +107,16 @@ struct RunningSoftmax {
       }
   }
 
-  // The factor of what stays comes at the end: powers may be 2^8, and float16 ends at 2^16.
-  LOWBIT_INLINE void drop(const TilePlace& at, float (&s)[kM][kScores][4]) const {
+  // The factor of kept probabilities is applied at the end: powers may be 2^8, and float16 ends at 2^16.
+  LOWBIT_INLINE void drop(const TilePosition& at, float (&s)[kM][kScores][4]) const {
     if constexpr (Mods::kDropout)
       for_each_score<false>(at, s, [&](float& p, int q, int k) {
         if (dropout_factor(call, at, q, k) == 0) p = 0;
       });
   }
 
-  // Products of queries and keys to the scores of the softmax.
-  LOWBIT_INLINE void modify_scores(const TilePlace& at, float (&s)[kM][kScores][4]) const {
+  // Turns products of queries and keys into the scores of the softmax.
+  LOWBIT_INLINE void modify_scores(const TilePosition& at, float (&s)[kM][kScores][4]) const {
     if constexpr (!Mods::kFolds)
       for_each_score<false>(at, s, [&](float& score, int, int) { score *= call.scale; });
     if (at.cut) modify<Mods, false, true>(call, at, s);

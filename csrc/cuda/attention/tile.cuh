@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Steps on tiles, for forward and backward: rows to shared memory, products of tiles.
+// Tile operations of forward and backward: copies of rows to shared memory, products of tiles.
 #pragma once
 
 #include "cuda/attention/call.hpp"
@@ -14,7 +14,7 @@ struct SharedRows {
   static constexpr int kStride = kColumns + kRowPad;
   alignas(16) uint16_t data[kRows * kStride];
 
-  // `rows` of them, zeros behind.
+  // `rows` rows, then zeros.
   LOWBIT_INLINE void copy(const uint16_t* from, int64_t stride, int rows) {
     constexpr int kPieces = kColumns / 8, kAtOnce = kAttentionThreads / kPieces;  // rows
     if constexpr (kAttentionThreads % kPieces == 0 && kRows % kAtOnce == 0) {
@@ -28,7 +28,7 @@ struct SharedRows {
         row += kAtOnce, from += kAtOnce * stride;
       }
     } else {
-#pragma unroll 1  // addresses of all pieces would stay in registers
+#pragma unroll 1  // unrolled, the addresses of all pieces would stay in registers
       for (int first = 0; first < kRows * kPieces; first += kAttentionThreads) {
         const int at = first + static_cast<int>(threadIdx.x), row = at / kPieces, piece = at % kPieces;
         if (kRows * kPieces % kAttentionThreads && at >= kRows * kPieces) break;
@@ -57,7 +57,7 @@ LOWBIT_INLINE void load_rows(uint32_t (&a)[4], const uint16_t* rows, int k) {
   load_matrices(a, rows + lane % 16 * kStride + k + lane / 16 * 8);
 }
 
-// c += a b^T for one step of 16 k; a: of kM times 16 rows, b: 16 kPairs rows in shared memory.
+// c += a b^T for one step of 16 k; a: kM times 16 rows, b: 16 kPairs rows in shared memory.
 template <DType dtype, int kStride, int kM, int kColumns>
 LOWBIT_INLINE void multiply_step(float (&c)[kM][kColumns][4], const uint32_t (&a)[kM][4], const uint16_t* b, int k) {
   const int lane = lane_of_warp();
@@ -73,9 +73,9 @@ LOWBIT_INLINE void multiply_step(float (&c)[kM][kColumns][4], const uint32_t (&a
   }
 }
 
-// c = a b^T, both in shared memory, over kK columns; a: the first row of this warp. With one tile of rows two steps at
-// a time: NVRTC 13.0 hoists the loads of all, and the backward of head dim 128 spilled 84 bytes and took 232 registers
-// instead of 155.
+// c = a b^T, both in shared memory, over kK columns; a: the first row of this warp. With one tile of rows, two steps at
+// a time: otherwise NVRTC 13.0 hoists all loads, and the backward with head dim 128 spilled 84 bytes and took 232
+// registers instead of 155.
 template <DType dtype, int kK, int kM, int kColumns>
 LOWBIT_INLINE void multiply_rows(float (&c)[kM][kColumns][4], const uint16_t* a, const uint16_t* b) {
   constexpr int kStride = kK + kRowPad, kUnroll = kM == 1 ? 2 : kK / 16;
@@ -88,7 +88,7 @@ LOWBIT_INLINE void multiply_rows(float (&c)[kM][kColumns][4], const uint16_t* a,
   }
 }
 
-// Rows of a warp in shared memory as the left factor. Where kKeeps they are read once.
+// Rows of a warp in shared memory as the left factor; read once if kKeeps.
 template <DType dtype, int kK, int kM, bool kKeeps>
 struct LeftRows {
   const uint16_t* rows;
@@ -111,7 +111,7 @@ struct LeftRows {
   }
 };
 
-// c += a b; a: scores in registers, b: rows in shared memory, from a column on; `pairs` of 16 columns are there.
+// c += a b; a: scores in registers, b: rows in shared memory, from a column on, with `pairs` pairs of 16 columns.
 template <DType dtype, int kStride, int kM, int kScores, int kColumns>
 LOWBIT_INLINE void multiply_onto(float (&c)[kM][kColumns][4], const float (&a)[kM][kScores][4], const uint16_t* b,
                                  int pairs) {
@@ -142,7 +142,7 @@ LOWBIT_INLINE const uint16_t* head_rows(const HeadRows& rows, int b, int h) {
   return static_cast<const uint16_t*>(rows.data) + b * rows.batch + h * rows.head;
 }
 
-// Two neighbouring elements of a row of out or a gradient.
+// Two adjacent elements of a row of out or a gradient.
 template <DType dtype>
 LOWBIT_INLINE void store_pair(const HeadRows& rows, DType stored, int b, int h, int row, int column, float low,
                               float high) {

@@ -17,13 +17,14 @@ using Description = struct DescriptionOfCublasLt*;
 using Layout = struct LayoutOfCublasLt*;
 using Preference = struct PreferenceOfCublasLt*;
 
-// Numbers of cublasLt.h, cublas_api.h and library_types.h (13.5; the same in 12), which tests compare with the headers.
+// Numbers from cublasLt.h, cublas_api.h and library_types.h (13.5; the same in 12), which tests compare
+// with the headers.
 enum { kTransposeA = 3 };                      // CUBLASLT_MATMUL_DESC_TRANSA
-enum { kMostWorkspace = 1, kReductions = 3 };  // CUBLASLT_MATMUL_PREF_, likewise
+enum { kMaxWorkspace = 1, kReductions = 3 };  // CUBLASLT_MATMUL_PREF_, likewise
 enum { kAlignmentOfA = 5, kAlignmentOfB = 6, kAlignmentOfC = 7, kAlignmentOfD = 8 };
 enum { kTransposed = 1, kSumsInFloat32 = 68, kSumsInInt32 = 72 };
 enum { kReal32 = 0, kReal16 = 2, kInteger8 = 3, kInteger32 = 10, kRealBfloat16 = 14 };
-constexpr uint32_t kReducedIn32Bits = 2;  // the parts of a split k: not in place, whose order is free, not in 16 bits
+constexpr uint32_t kReducedIn32Bits = 2;  // split-k sums: not in 16 bits, nor in place, in any order
 
 struct Heuristic {
   std::array<uint64_t, 8> algorithm;
@@ -66,7 +67,7 @@ void ensure_cublas(int status, std::string_view what) {
   check(status == 0, ErrorKind::runtime, what, " failed: status ", status, " of cuBLAS");
 }
 
-// cuBLAS counts along columns: its A is w as [k, n], transposed; its B is x as [k, m]; its D is y as [n, m].
+// cuBLAS is column-major: its A is w as [k, n], transposed; its B is x as [k, m]; its D is y as [n, m].
 class Described {
  public:
   explicit Described(const DenseProduct& matmul) {
@@ -129,7 +130,7 @@ MatmulAlgorithm find(const Place& place, const DenseProduct& matmul) {
                   "cublasLtMatmulPreferenceSetAttribute");
   };
   const auto [of_w, of_x, of_y] = alignments(matmul);
-  set(kMostWorkspace, kMatmulWorkspace), set(kReductions, kReducedIn32Bits), set(kAlignmentOfA, of_w);
+  set(kMaxWorkspace, kMatmulWorkspace), set(kReductions, kReducedIn32Bits), set(kAlignmentOfA, of_w);
   set(kAlignmentOfB, of_x), set(kAlignmentOfC, of_y), set(kAlignmentOfD, of_y);
   Heuristic found{};
   int count = 0;
@@ -144,7 +145,7 @@ MatmulAlgorithm find(const Place& place, const DenseProduct& matmul) {
 struct Algorithms {
   using Key = std::tuple<int16_t, int64_t, int64_t, int64_t, int64_t, DType, bool, std::array<uint32_t, 3>>;
   mutable std::mutex mutex;
-  mutable std::map<Key, MatmulAlgorithm> found;  // whose nodes never move
+  mutable std::map<Key, MatmulAlgorithm> found;  // nodes never move
 };
 
 }  // namespace

@@ -13,7 +13,7 @@
 namespace lowbit::cuda {
 namespace {
 
-// Plans for a device that a text describes, and their images: 9.8; 9.8 to 9.18 were not tried.
+// Plans for a device described by a text, and their images: 9.8; 9.8 to 9.18 are untested.
 constexpr std::size_t kOldest = 90800;
 
 #define LOWBIT_CUDNN(X)                            \
@@ -53,7 +53,7 @@ std::string why_missing() {
   }
 }
 
-// Never destroyed: a child that was forked, and a process that ends, have no device to destroy them on.
+// Never destroyed: a forked child, or a process at exit, has no device to destroy them on.
 struct Handles {
   mutable std::mutex mutex;
   mutable std::map<int16_t, std::vector<CudnnHandle>> free;

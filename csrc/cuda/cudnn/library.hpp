@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The library of cuDNN, if there is one, and its handles. Its functions are declared by us; graphs
-// are cudnn-frontend's.
+// The cuDNN library, if there is one, and its handles. Its functions are declared here; graphs are cudnn-frontend's.
 #pragma once
 
 #include <string>
@@ -10,14 +9,14 @@
 
 namespace lowbit::cuda {
 
-// Why no plan can be made: not in this build, not on this machine, too old, or a release with known faults. "": it can.
-// Opens the library at the first call.
+// Why no plan can be made: not in this build, not on this machine, too old, or a release with known faults; else "".
+// The first call opens the library.
 LOWBIT_API const std::string& cudnn_missing();
 
 LOWBIT_API std::size_t cudnn_version();  // 91900 is 9.19.0; an Error if there is none
 
-// A handle of the place's device that no other thread uses, with the place's stream, while this lives. Needs the
-// device's context to be the current one. Handles cost 100 ms and are kept, for as long as the process lives.
+// RAII: a handle of the place's device with the place's stream, used by no other thread meanwhile. Requires the
+// device's context to be current. Handles cost 100 ms and are kept until the process ends.
 class HandleFor {
  public:
   explicit HandleFor(const Place& place);

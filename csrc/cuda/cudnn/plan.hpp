@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Plans of cuDNN for attention: a plan is made for one shape in 0.4 to 1.1 s (cuDNN 9.19, one core of a Zen 4), is read
-// back in 2 ms, and runs as often as one likes. Only frontend/plan.cpp knows cudnn-frontend; a build without its
-// headers has frontend/missing.cpp in its place.
+// Plans of cuDNN for attention: a plan is made for one shape in 0.4 to 1.1 s (cuDNN 9.19, one core of a Zen 4), loaded
+// in 2 ms, and run any number of times. Only frontend/plan.cpp includes cudnn-frontend; a build without its headers has
+// frontend/missing.cpp instead.
 #pragma once
 
 #include <array>
@@ -17,13 +17,13 @@ namespace lowbit::cuda {
 
 using CudnnHandle = struct HandleOfCudnn*;
 
-// Everything that a plan depends on besides cuDNN and the device. Strides in elements, of batch, head and position; the
+// Everything that a plan depends on besides cuDNN and the device. Strides of batch, head and position, in elements; the
 // last dimension is dense. lse is contiguous.
 struct AttentionShape {
   enum Tensor { q, k, v, out, grad_out, grad_q, grad_k, grad_v, kTensors };
 
   int64_t batch = 0, heads = 0, kv_heads = 0, q_length = 0, kv_length = 0, e = 0, ev = 0;
-  std::array<std::array<int64_t, 3>, kTensors> stride{};  // of gradients: of a backward alone
+  std::array<std::array<int64_t, 3>, kTensors> stride{};  // those of gradients are for a backward alone
   float scale = 1;
   DType dtype = DType::bfloat16;
   bool causal = false, backward = false;
@@ -37,8 +37,8 @@ struct AttentionShape {
   }
 };
 
-// The device that a plan is for: that of a handle, or without one a device that a text describes, as cuDNN writes it
-// (CUDNN_ATTR_DEVICEPROP_JSON_REPRESENTATION), so that plans are made where no GPU is.
+// The device of a plan: that of a handle, or one described by a text in cuDNN's format
+// (CUDNN_ATTR_DEVICEPROP_JSON_REPRESENTATION), so that plans can be made without a GPU.
 struct CudnnDevice {
   CudnnHandle handle = nullptr;
   std::string description = {};
@@ -46,22 +46,22 @@ struct CudnnDevice {
 };
 
 struct Plan {
-  std::shared_ptr<const void> graph;  // none: refused says why, in cuDNN's words
+  std::shared_ptr<const void> graph;  // null: see `refused`, in cuDNN's words
   std::string refused = {};
   int64_t workspace = 0;  // bytes
 };
 
-// The most workspace that a plan may ask for: the bytes of float32 gradients of q, k and v, of every head, and 256 MiB
-// for other needs of a device (split keys of a long row).
-LOWBIT_API int64_t most_workspace(const AttentionShape& shape);
+// Max workspace of a plan: float32 gradients of q, k and v for every head, and 256 MiB for other needs of a device
+// (split keys of a long row).
+LOWBIT_API int64_t max_workspace(const AttentionShape& shape);
 
 LOWBIT_API bool has_cudnn_frontend();
 LOWBIT_API Plan make_plan(const AttentionShape& shape, const CudnnDevice& device);
 LOWBIT_API std::string image_of(const Plan& plan);
-// Refused: the image is of something else, or damaged.
+// Refused: the image belongs to something else, or is damaged.
 LOWBIT_API Plan read_plan(const std::string& image, const CudnnDevice& device);
 
-// q, k, v, out, lse, and for a backward grad_out, grad_q, grad_k, grad_v.
+// In the order q, k, v, out, lse, and for a backward grad_out, grad_q, grad_k, grad_v.
 void run_plan(const Plan& plan, CudnnHandle handle, std::span<void*> tensors, void* workspace);
 
 }  // namespace lowbit::cuda

@@ -15,12 +15,12 @@
 namespace lowbit::cuda {
 namespace {
 
-constexpr std::size_t kMostPlans = 4096;  // 0.1 MB each, and their code on the device
+constexpr std::size_t kMaxPlans = 4096;  // 0.1 MB each, plus their code on the device
 
 struct Plans {
   mutable std::mutex mutex;
-  mutable std::map<std::pair<int16_t, AttentionShape>, Plan> made;  // whose nodes never move
-  Plan too_many{.graph = nullptr, .refused = concat("this process has ", kMostPlans, " plans of cuDNN already")};
+  mutable std::map<std::pair<int16_t, AttentionShape>, Plan> made;  // nodes never move
+  Plan too_many{.graph = nullptr, .refused = concat("this process has ", kMaxPlans, " plans of cuDNN already")};
   Plan captured{.graph = nullptr,
                 .refused = "there is no plan of cuDNN for these sizes yet, and none is made while a stream is captured "
                            "in a CUDA graph: call the same once before (lowbit.warmup)"};
@@ -35,7 +35,7 @@ std::string text_of(const AttentionShape& shape) {
   return text;
 }
 
-// Prints one line on stderr, as the compilation of a kernel does.
+// Prints one line on stderr, like the compilation of a kernel.
 Plan make_and_keep(const AttentionShape& shape, const CudnnDevice& device, const std::string& path) {
   const auto started = std::chrono::steady_clock::now();
   Plan plan = make_plan(shape, device);
@@ -55,14 +55,14 @@ Plan read_or_make(const AttentionShape& shape, const Place& place) {
   const std::string path =
       cached_plan_path(concat("attention ", cudnn_version(), " ", text_of(shape)),
                        concat(architecture(place.device), "-", multiprocessors(place.device)));
-  if (const auto image = read_cached(path))  // of another build of cuDNN, or damaged: made anew
+  if (const auto image = read_cached(path))  // from another build of cuDNN, or damaged: made again
     if (Plan plan = read_plan(*image, device); plan.graph) return plan;
   return make_and_keep(shape, device, path);
 }
 
 }  // namespace
 
-int64_t most_workspace(const AttentionShape& shape) {
+int64_t max_workspace(const AttentionShape& shape) {
   const int64_t of_q = shape.q_length * shape.e, of_keys = shape.kv_length * (shape.e + shape.ev);
   return (int64_t{256} << 20) + 4 * shape.batch * shape.heads * (of_q + of_keys);
 }
@@ -74,7 +74,7 @@ const Plan& plan_for(const AttentionShape& shape, const Place& place) {
   const std::pair wanted(place.device.index, shape);
   if (const auto found = plans.made.find(wanted); found != plans.made.end()) return found->second;
   if (is_captured(place)) return plans.captured;
-  if (plans.made.size() >= kMostPlans) return plans.too_many;
+  if (plans.made.size() >= kMaxPlans) return plans.too_many;
   return plans.made.try_emplace(wanted, read_or_make(shape, place)).first->second;
 }
 

@@ -7,8 +7,8 @@
 
 namespace lowbit::cuda {
 
-// Kept for as long as the process lives, also one that cuDNN refuses: a CUDA graph may hold the kernels of it. Without
-// the device's context, which it makes the current one to make a plan.
+// Kept until the process ends, even if refused by cuDNN: a CUDA graph may hold its kernels. Does not require the
+// device's context, which it makes current to make a plan.
 const Plan& plan_for(const AttentionShape& shape, const Place& place);
 
 }  // namespace lowbit::cuda

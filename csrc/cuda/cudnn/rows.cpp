@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows of attention that are cuDNN's: bfloat16 and float16, no mask but causality. Calls in which it would break a
-// promise of the ops stay with our own rows: rows of scores that a mask hides whole (their result has to be 0, and
-// cuDNN's was not seen on a GPU yet), dropout (the random numbers are the op's), programs.
+// cuDNN's rows of attention: bfloat16 and float16, no mask but causality. Our own rows serve the calls in which cuDNN
+// would break a promise of the ops: rows of scores hidden entirely by a mask (their result must be 0; cuDNN's is not
+// known yet), dropout (the op defines the random numbers), programs.
 #include "cuda/backend.hpp"
 #include "cuda/cudnn/library.hpp"
 #include "cuda/cudnn/plan_cache.hpp"
@@ -10,11 +10,11 @@
 namespace lowbit::cuda {
 namespace {
 
-// A plan is for one pair of lengths. With few queries, as in decoding, each call has another number of keys, and would
-// wait half a second for its plan.
-constexpr int64_t kFewestQueries = 64;
+// A plan is for one pair of lengths. With few queries, as in decoding, each call has a different number of keys, and
+// would wait half a second for its plan.
+constexpr int64_t kMinQueries = 64;
 
-// A dimension of 1 has the stride that a dense tensor would have, whatever the caller's is: one plan for all of them.
+// A dimension of 1 gets the stride of a dense tensor, whatever the caller's is: one plan for all of them.
 std::array<int64_t, 3> strides_of(const TensorView& view) {
   std::array<int64_t, 3> strides{view.stride[0], view.stride[1], view.stride[2]};
   for (int i = 0; i < 3; i++) {
@@ -46,7 +46,7 @@ AttentionShape shape_of(const AttentionBackwardArgs& args) {
   return shape;
 }
 
-bool is_aligned(const TensorView& view) {  // its loads are of 16 bytes
+bool is_aligned(const TensorView& view) {  // loads are of 16 bytes
   for (int i = 0; i < 3; i++)
     if (view.shape[i] != 1 && (view.stride[i] % 8 != 0 || view.stride[i] == 0)) return false;
   return reinterpret_cast<uintptr_t>(view.data) % 16 == 0;
@@ -62,7 +62,7 @@ std::string_view refuses_scores(const AttentionForwardArgs& args) {
   if (args.max_scores) return "largest scores are wanted";
   if (args.out.dtype != args.q.dtype) return "a float32 result";
   if (!args.lse) return "no lse";
-  if (args.q_length() < kFewestQueries) return "fewer than 64 queries";
+  if (args.q_length() < kMinQueries) return "fewer than 64 queries";
   if (args.kv_length() == 0) return "no keys";
   if (!is_aligned(args.q) || !is_aligned(args.k) || !is_aligned(args.v) || !is_aligned(args.out))
     return "strides that are not multiples of 16 bytes, or an address that is not";

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Keys and values as they are in the cache, in shared memory, and as fragments for the tensor cores: codes are 64ths in
-// bfloat16, exactly, and their scales are 64 times as large.
+// Keys and values from the cache, in shared memory and as fragments for the tensor cores: codes are 64ths in bfloat16,
+// exactly, and their scales are 64 times as large.
 //
-// Of a group of 32 columns lane (g, t) takes 8 of key g, in two steps of 16 k. Values are transposed 16 bits at a time:
-// the lane gets, of two neighbouring tokens, a float, two int8 codes or four int4 codes.
+// Lane (g, t) takes 8 columns, out of a group of 32, of key g, in two steps of 16 k. Values are transposed in units of
+// 16 bits: the lane gets, for two adjacent tokens, a float, two int8 codes or four int4 codes.
 #pragma once
 
 #include "cuda/decode/rotate.cuh"
@@ -12,7 +12,7 @@
 
 namespace lowbit::cuda {
 
-// The dtype of a product's factors.
+// The dtype of the factors of a product.
 template <DType kCache>
 constexpr DType kProduct = kCache == DType::float16 ? DType::float16 : DType::bfloat16;
 
@@ -20,7 +20,7 @@ LOWBIT_INLINE void int8_to_bf16(uint32_t codes, uint32_t& even, uint32_t& odd) {
   const uint32_t bytes = codes ^ 0x80808080u;
   even = units_to_bf16<128>(bytes & 0x00ff00ffu), odd = units_to_bf16<128>(__byte_perm(bytes, 0, 0x4341));
 }
-// Of 0 .. 15 for -8 .. 7: the lower four bits of bytes 0 and 2, 1 and 3; then the upper four.
+// Nibbles 0 .. 15 for -8 .. 7: the lower nibbles of bytes 0 and 2, 1 and 3; then the upper ones.
 LOWBIT_INLINE void int4_to_bf16(uint32_t codes, uint32_t& low_even, uint32_t& low_odd, uint32_t& high_even,
                                 uint32_t& high_odd) {
   const auto low = [](uint32_t word) { return units_to_bf16<8>(word & 0x000f000fu); };
@@ -28,12 +28,12 @@ LOWBIT_INLINE void int4_to_bf16(uint32_t codes, uint32_t& low_even, uint32_t& lo
   low_even = low(codes), low_odd = low(codes >> 8), high_even = high(codes), high_odd = high(codes >> 8);
 }
 
-// A pair of floats as parts of 16 bits that add up to it.
+// A pair of floats as 16-bit parts that add up to it.
 template <DType dtype, int kParts>
 LOWBIT_INLINE void cut_pair(float low, float high, uint32_t (&part)[kParts]) {
   if constexpr (kParts == 1) {
     part[0] = pair_of<dtype>(low, high);
-  } else if constexpr (dtype == DType::bfloat16) {  // the first cut: what is finite stays so
+  } else if constexpr (dtype == DType::bfloat16) {  // the first part is truncated: finite values stay finite
     const float first = upper_part(low), second = upper_part(high);
     part[0] = upper_halves(first, second), part[1] = pair_of_bf16(low - first, high - second);
   } else {
@@ -42,15 +42,15 @@ LOWBIT_INLINE void cut_pair(float low, float high, uint32_t (&part)[kParts]) {
   }
 }
 
-// Keys or values on their way to a warp: the tiles that it takes, one after the other, copied by 16 bytes; zeros behind
-// the last token and the last column. Their scales wait in registers, as they are stored.
+// Keys or values in flight to a warp: its tiles in turn, copied by 16 bytes, with zeros past the last token and the
+// last column. Scales stay in registers, as stored.
 template <DecodeShape kShape, bool kOfValues>
 struct RowsAhead {
   static constexpr int kTokens = kShape.tokens(), kStride = kOfValues ? kShape.v_row_bytes() : kShape.row_bytes();
   static constexpr int kElement = kShape.codes() ? 1 : 2, kScales = kOfValues ? kShape.v_scales() : kShape.scales();
   static constexpr int kPieces = (kOfValues ? kShape.v_groups : kShape.groups) * kShape.group_bytes() / 16;
   static constexpr int kScaleLanes = kScales ? kScales : 1;
-  static constexpr int kEach = 32 / kPieces, kScaleEach = 32 / kScaleLanes;  // tokens that all lanes take at once
+  static constexpr int kEach = 32 / kPieces, kScaleEach = 32 / kScaleLanes;  // tokens per copy by all lanes
   static constexpr int kHeld = kScales ? (kTokens + kScaleEach - 1) / kScaleEach : 0;
 
   const CacheRows& rows;
@@ -58,7 +58,7 @@ struct RowsAhead {
   int64_t scale_from;
   uint32_t held[kHeld + 1];
 
-  // The first token of this lane, and its piece of each; and of scales.
+  // The first token of this lane, and its piece of each; the same for scales.
   LOWBIT_INLINE static int token() { return lane_of_warp() / kPieces; }
   LOWBIT_INLINE static int piece() { return lane_of_warp() % kPieces; }
   LOWBIT_INLINE static int scale_token() { return lane_of_warp() / kScaleLanes; }
@@ -70,7 +70,7 @@ struct RowsAhead {
     scale_from = b * rows.scale_batch + head * rows.scale_head + (first + scale_token()) * rows.scale_row + scale();
   }
 
-  // Begins to copy a tile, of which `tokens` are there, and goes on to the one behind those of the other warps.
+  // Starts copying a tile with `tokens` tokens, and advances past the tiles of the other warps.
   LOWBIT_INLINE void copy(char* to, int tokens) {
     const char* row = from;
     to += token() * kStride + piece() * 16;
@@ -96,7 +96,7 @@ struct RowsAhead {
 
  private:
   LOWBIT_INLINE bool has_float32() const { return rows.scale_dtype == DType::float32; }
-  // Nothing is done with what is loaded: a lane would wait for it.
+  // The loaded values are not used here: a lane would wait for them.
   LOWBIT_INLINE void hold_scales(int tokens) {
     const auto load = [&](const auto* from) {
 #pragma unroll
@@ -108,7 +108,7 @@ struct RowsAhead {
   }
 };
 
-// The place of a column of a group of keys: lane t, a step, and one of four halves of the lane's two words.
+// The position of a column in a group of keys: lane t, a step, and one of four halves of the lane's two words.
 struct KeySlot {
   int t, step, half;
 };
@@ -120,7 +120,7 @@ LOWBIT_INLINE KeySlot key_slot(int column) {
   else return {column / 8, column % 8 / 4, i};
 }
 
-// The words of both steps of a key's group: [step][word].
+// The words for both steps of a key's group: [step][word].
 template <DType kCache>
 LOWBIT_INLINE void load_key(uint32_t (&words)[2][2], const char* group, int t) {
   if constexpr (kCache == DType::uint8) {
@@ -135,14 +135,14 @@ LOWBIT_INLINE void load_key(uint32_t (&words)[2][2], const char* group, int t) {
   }
 }
 
-// The column, in its group of values, of the i-th of lane (g, t)'s four.
+// The column, within its group of values, of the i-th of lane (g, t)'s four.
 template <DType kCache>
 LOWBIT_INLINE int value_column(int g, int i) {
   if constexpr (kCache == DType::uint8 || kCache == DType::int8) return 2 * g + i % 2 + i / 2 * 16;
   else return 8 * i + g;
 }
 
-// A group of values as the left factor of its columns, 16 at a time: [step of 16 tokens][columns].
+// A group of values as the left factor, by 16 columns: [step of 16 tokens][columns].
 template <DType kCache, int kSteps, int kStride>
 LOWBIT_INLINE void load_values(uint32_t (&a)[kSteps][2][4], const char* values, int group) {
   constexpr int kGroupBytes = kCache == DType::uint8 ? 16 : kCache == DType::int8 ? 32 : 64;
@@ -152,7 +152,7 @@ LOWBIT_INLINE void load_values(uint32_t (&a)[kSteps][2][4], const char* values, 
                     static_cast<uint32_t>(group * kGroupBytes + bytes));
   };
   if constexpr (kCache == DType::uint8) {
-    uint32_t words[4];  // of 8 tokens each; of 16 tokens twice the same
+    uint32_t words[4];  // 8 tokens each; with 16 tokens per tile, repeated
     transposed(words, lane % (16 * kSteps), 0, 0);
 #pragma unroll
     for (int i = 0; i < 2 * kSteps; i++) {

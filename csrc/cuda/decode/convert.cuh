@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows of keys and values to codes and back, a warp for each, with the bits of the CPU's rows.
+// Conversion of rows of keys and values to codes and back, one warp per row, with the bits of the CPU's rows.
 #pragma once
 
 #include "cuda/decode/rotate.cuh"
@@ -25,7 +25,7 @@ struct SumOfFloats {
   LOWBIT_INLINE float operator()(float a, float b) const { return a + b; }
 };
 
-// The element of largest magnitude, with its sign; nan if some element is nan or inf.
+// The element of largest magnitude, with its sign; nan if any element is nan or inf.
 template <int kCount>
 LOWBIT_INLINE float extreme(const float* x) {
   float high = 0, low = 0, poison = 0;
@@ -36,7 +36,7 @@ LOWBIT_INLINE float extreme(const float* x) {
   return (high >= low ? high : -low) + poison;
 }
 
-// Stores the scale as its dtype has it, and returns that.
+// Stores the scale, rounded to its dtype, and returns the rounded value.
 LOWBIT_INLINE float store_scale(const KvConvertCall& call, int64_t at, float value) {
   if (lane_of_warp() == 0) store_from_float(call.scale.data, call.scale_dtype, at, value);
   return call.scale_dtype == DType::float32 ? value : float_from_float16(float16_from_float(value));
@@ -64,7 +64,7 @@ LOWBIT_INLINE void kv_quantize(const KvConvertCall& call) {
       codes[g * 32 + lane] = static_cast<uint8_t>(code_of(x[g], scale, -127.0f, 127.0f));
   } else {
 #pragma unroll
-    for (int g = 0; g < kGroups; g++) {  // the extreme becomes -8, the one level that has no opposite
+    for (int g = 0; g < kGroups; g++) {  // the extreme becomes -8, the level without an opposite
       const float scale = store_scale(call, at.in(call.scale) + g, __fdiv_rn(extreme<1>(x + g), -8.0f));
       const int code = code_of(x[g], scale, -8.0f, 7.0f) + 8, upper = __shfl_xor_sync(kWarp, code, 16);
       if (lane < 16) codes[g * 16 + lane] = static_cast<uint8_t>(code | upper << 4);

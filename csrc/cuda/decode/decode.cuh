@@ -1,10 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Flash-decoding (Dao and others, 2023): a CTA takes a split of the keys of one kv head and all queries that share
-// it, up to 16 rows; a second kernel adds the splits in their order, if there is more than one. Each warp has
-// tiles of tokens of its own, which it copies ahead, and waits for no other warp until the end. Queries are the
-// rows of its first product, so that the probabilities lie as the second one takes them: as columns, beside values
-// that are transposed when they are loaded. Every code is decoded once for 16 rows. Scales meet scores and
-// probabilities, not codes.
+// Flash-decoding (Dao and others, 2023): a CTA takes a split of the keys of one kv head and all queries that share it,
+// up to 16 rows; if there are several splits, a second kernel combines them in order. Each warp has its own tiles of
+// tokens, which it copies ahead, and waits for no other warp until the end. Queries are the rows of its first product,
+// so that probabilities are laid out as the second one takes them, as columns beside values that are transposed on
+// loading. Every code is decoded once for 16 rows. Scales are applied to scores and probabilities instead of codes.
 #pragma once
 
 #include "cuda/attention/mods.cuh"
@@ -21,7 +20,7 @@ LOWBIT_INLINE float bias_of(const DecodeCall& call, int64_t b, int64_t h, int64_
   return load_as_float(call.bias, call.bias_dtype, at);
 }
 
-// a / b, where b often is 1: a division is 25 instructions.
+// a / b, where b is often 1: a division takes 25 instructions.
 LOWBIT_INLINE int quotient(int a, int b) { return b == 1 ? a : a / b; }
 
 template <DType kCache, int kGroups, int kVGroups, int kParts, int kTiles, class Mods>
@@ -30,7 +29,7 @@ struct Decode {
   static constexpr DType kDtype = kProduct<kCache>;
   static constexpr int kTokens = kShape.tokens(), kSteps = kTokens / 16;
   static constexpr int kScales = kShape.scales(), kVScales = kShape.v_scales();
-  // A product has 16 rows of queries: two tiles; or both parts of one; or half of them are not used.
+  // A product has 16 rows of queries: two tiles; both parts of one tile; or one tile, with the other half unused.
   static constexpr int kRowTiles = (kTiles + 1) / 2;
   static constexpr int kQueryParts = kTiles == 1 ? 1 : kParts;
   struct WarpTiles {
@@ -44,7 +43,7 @@ struct Decode {
       WarpTiles tiles[kDecodeWarps];
       uint4 sums[kDecodeWarps][kShape.sum_units()][32];
     };
-    float factor[kShape.rows()], shrink[kShape.rows()];  // of scores; of sums
+    float factor[kShape.rows()], shrink[kShape.rows()];  // factor of scores; factor of accumulators
     alignas(16) float largest[kShape.rows()][kDecodeWarps], total[kShape.rows()][kDecodeWarps];
   };
   static constexpr bool kAsksNothing = !Mods::kScore && !Mods::kMask;
@@ -52,12 +51,12 @@ struct Decode {
 
   const DecodeCall& call;
   Shared& shared;
-  int b, kv_head, row0, rows;  // rows of the kv head, that are there
-  float largest[kTiles], total[kTiles];  // of row lane / 4 of each tile; the total of this lane's tokens
-  float out[kVGroups][2][kTiles][4];     // [group][half of it][tile of rows]: columns by rows
+  int b, kv_head, row0, rows;  // rows of the kv head that exist
+  float largest[kTiles], total[kTiles];  // per row lane / 4 of each tile; total of this lane's tokens
+  float out[kVGroups][2][kTiles][4];     // [group][half][tile of rows]: columns by rows
 
   LOWBIT_INLINE WarpTiles& mine() const { return shared.tiles[warp_of_cta()]; }
-  // The first and the last query of this CTA, which may be of several heads.
+  // The first and the last query of this CTA, possibly of several heads.
   LOWBIT_INLINE int first_query() const { return is_of_one_head() ? query_of(row0).l : 0; }
   LOWBIT_INLINE int last_query() const { return is_of_one_head() ? query_of(row0 + rows - 1).l : call.length - 1; }
   LOWBIT_INLINE bool is_of_one_head() const { return query_of(row0).h == query_of(row0 + rows - 1).h; }
@@ -71,8 +70,8 @@ struct Decode {
     return {kv_head * call.group + of_group, row - of_group * call.length};
   }
 
-  // Divides a row by a power of 2 that brings its largest near 1, and returns that: its products with codes, which are
-  // larger than keys, stay finite.
+  // Divides a row by a power of 2 that brings its largest near 1, and returns that power: its products with codes,
+  // which are larger than keys, stay finite.
   LOWBIT_INLINE static float power_below(float (&x)[kGroups]) {
     int32_t bits = 0;
 #pragma unroll
@@ -83,7 +82,7 @@ struct Decode {
     return __int_as_float(bounded << 23);
   }
 
-  // Rows that are not there keep what the memory held: their results go nowhere.
+  // Missing rows keep the old contents of memory: their results are not stored.
   LOWBIT_INLINE void load_queries() {
     auto* halves = reinterpret_cast<uint16_t*>(shared.query);
     const KeySlot slot = key_slot<kCache>(lane_of_warp());
@@ -109,7 +108,7 @@ struct Decode {
     }
   }
 
-  // Two neighbouring tokens' scales, of those that this lane has results of.
+  // The scales of two adjacent tokens that this lane has results for.
   template <int kRows>
   LOWBIT_INLINE static void load_scales(float (&two)[2], const float (&scale)[kRows][kShape.scale_stride()], int group,
                                         int n) {
@@ -118,7 +117,7 @@ struct Decode {
     two[0] = __uint_as_float(words.x), two[1] = __uint_as_float(words.y);
   }
 
-  // Products of all rows with the keys of a tile, with their scales.
+  // Products of all rows with the keys of a tile, scaled.
   LOWBIT_INLINE void multiply_keys(Scores& s) const {
     constexpr int kUnroll = kShape.codes() ? 2 : kGroups;  // codes of all groups would not fit into 128 registers
     const int lane = lane_of_warp();
@@ -172,7 +171,7 @@ struct Decode {
     return call.bias ? s + bias_of(call, b, query.h, query.l, k) : s;
   }
 
-  // body(score, token) for those of a tile of rows that this lane has.
+  // Calls body(score, token) for this lane's scores of a tile of rows.
   template <class Body>
   LOWBIT_INLINE static void for_each_score(Scores& s, int tile, Body body) {
 #pragma unroll
@@ -182,7 +181,7 @@ struct Decode {
         body(s[tile / 2][n][tile % 2 * 2 + i], n * 8 + lane_of_warp() % 4 * 2 + i);
   }
 
-  // Products to scores. is_plain: no row asks anything about one of these tokens.
+  // Turns products into scores. is_plain: no row needs a check for any of these tokens.
   LOWBIT_INLINE void make_scores(Scores& s, int64_t from, int tokens, bool is_plain) const {
 #pragma unroll
     for (int tile = 0; tile < kTiles; tile++) {
@@ -197,7 +196,7 @@ struct Decode {
     }
   }
 
-  // Scores to powers of e in relation to the largest so far, and the sums of the result with them.
+  // Turns scores into powers of e relative to the largest so far, and rescales the accumulators.
   LOWBIT_INLINE void softmax(Scores& s) {
 #pragma unroll
     for (int tile = 0; tile < kTiles; tile++) {
@@ -207,7 +206,7 @@ struct Decode {
       const float base = top == minus_infinity() ? 0.0f : top, shrink = power_of_2((largest[tile] - base) * kLog2e);
       for_each_score(s, tile, [&](float& score, int) { sum += score = power_of_2((score - base) * kLog2e); });
       total[tile] = total[tile] * shrink + sum, largest[tile] = top;
-      const int row = lane_of_warp() % 4 * 8;  // the lane that has row 2t of the tile
+      const int row = lane_of_warp() % 4 * 8;  // the lane with row 2t of the tile
       const float of_columns[2] = {__shfl_sync(kWarp, shrink, row), __shfl_sync(kWarp, shrink, row + 4)};
 #pragma unroll
       for (int g = 0; g < kVGroups; g++)
@@ -218,7 +217,7 @@ struct Decode {
     }
   }
 
-  // Probabilities of 16 tokens, with the scales of a group of values, as the right factor: [tile][part].
+  // Probabilities of 16 tokens, times the scales of a group of values, as the right factor: [tile][part].
   using Weights = uint32_t[kTiles][2][2];
   LOWBIT_INLINE void make_weights(Weights& weights, const Scores& s, int group, int step) const {
 #pragma unroll
@@ -255,8 +254,8 @@ struct Decode {
     }
   }
 
-  // Keys from `first` to `end` that these queries see. The products wait for all lanes of the warp: after them what
-  // they have read may be overwritten.
+  // The keys from `first` to `end` seen by these queries. Products synchronize the lanes of the warp: after them, the
+  // memory that they read may be overwritten.
   LOWBIT_INLINE void run(int64_t first, int64_t end) {
     const KeyRange seen = call.seen(call.end, first_query(), last_query()),
                    by_all = call.seen_by_all(call.end, first_query(), last_query());
@@ -270,42 +269,42 @@ struct Decode {
     RowsAhead<kShape, true> values(call.v, b, kv_head, first + from);
     keys.copy(mine().keys, tokens_from(from)), values.copy(mine().values, tokens_from(from));
     load_queries();
-    __syncthreads();  // queries are there
+    __syncthreads();  // queries have arrived
     for (; from < keys_of_cta; from += kDecodeWarps * kTokens) {
       const int next = tokens_from(from + kDecodeWarps * kTokens);
       Scores s;
       wait_for_groups<1>();
       keys.store_scales(mine().k_scale[0]);
-      __syncwarp();  // keys are there
+      __syncwarp();  // keys have arrived
       multiply_keys(s);
       keys.copy(mine().keys, next);
       make_scores(s, first + from, tokens_from(from), from >= plain_first && from + kTokens <= plain_end);
       softmax(s);
       wait_for_groups<1>();
       values.store_scales(mine().v_scale[0]);
-      __syncwarp();  // values are there
+      __syncwarp();  // values have arrived
       multiply_values(s);
       values.copy(mine().values, next);
     }
   }
 
-  // Row 0 of this CTA among those of all heads.
+  // Index of row 0 of this CTA among the rows of all heads.
   LOWBIT_INLINE int64_t first_row() const {
     return (static_cast<int64_t>(b) * call.kv_heads + kv_head) * call.group * call.length + row0;
   }
 
-  // Of the keys of this CTA the largest score of a row.
+  // The largest score of a row over the keys of this CTA.
   LOWBIT_INLINE float row_largest(int r) const {
     const uint4 of = *reinterpret_cast<const uint4*>(shared.largest[r]);
     return fmaxf(fmaxf(__uint_as_float(of.x), __uint_as_float(of.y)),
                  fmaxf(__uint_as_float(of.z), __uint_as_float(of.w)));
   }
 
-  // Of the only split: what `combine` would do with one, without memory for it (a prompt of 32k tokens and 32 heads
-  // had 32 GiB of partial results).
+  // For a single split: does the work of `combine` without memory for partial results (32 GiB for a prompt of 32k
+  // tokens and 32 heads).
   LOWBIT_INLINE void finish_row(int r, int split) {
     const float top = row_largest(r);
-    float total = 0;  // of powers in relation to the largest
+    float total = 0;  // sum of powers relative to the largest
 #pragma unroll
     for (int w = 0; w < kDecodeWarps; w++)
       total += power_of_2((shared.largest[r][w] - softmax_base(top)) * kLog2e) * shared.total[r][w];
@@ -320,7 +319,7 @@ struct Decode {
     all.store_lse(call, first_row() + r, sum);
   }
 
-  // The sums of all warps: units warp, warp + 4 ... are of the same rows, 2t and 2t + 1 of a tile.
+  // Accumulators of all warps: units warp, warp + 4 ... have the same rows, 2t and 2t + 1 of a tile.
   LOWBIT_INLINE void store_sums(int split) const {
     static_assert(kDecodeWarps % kTiles == 0);
     constexpr int kUnits = kShape.sum_units(), kEach = (kUnits + kDecodeWarps - 1) / kDecodeWarps;
@@ -335,7 +334,7 @@ struct Decode {
         sums[j][0] += __uint_as_float(of.x), sums[j][1] += __uint_as_float(of.y);
         sums[j][2] += __uint_as_float(of.z), sums[j][3] += __uint_as_float(of.w);
       }
-    // body(sum, row, column)
+    // calls body(sum, row, column)
     const auto for_each_sum = [&](auto body) {
 #pragma unroll
       for (int i = 0; i < 2; i++)
@@ -343,7 +342,7 @@ struct Decode {
         for (int j = 0; j < kEach; j++)
 #pragma unroll
           for (int half = 0; half < 2; half++) {
-            const int unit = j * kDecodeWarps / kTiles + warp / kTiles;  // of a tile
+            const int unit = j * kDecodeWarps / kTiles + warp / kTiles;  // unit within a tile
             if (r0 + i < rows && unit < 2 * kVGroups)
               body(sums[j][2 * half + i], r0 + i, unit / 2 * 32 + value_column<kCache>(g, unit % 2 * 2 + half));
           }
@@ -361,7 +360,7 @@ struct Decode {
     }
   }
 
-  // Adds the sums of the warps. A part of a row that saw no key counts for nothing, even if it is nan.
+  // Adds the accumulators of the warps. A part of a row that saw no key is ignored, even if it is nan.
   LOWBIT_INLINE void finish(int split) {
     const int lane = lane_of_warp(), g = lane / 4, t = lane % 4, warp = warp_of_cta();
 #pragma unroll
@@ -370,7 +369,7 @@ struct Decode {
       sum += __shfl_xor_sync(kWarp, sum, 1), sum += __shfl_xor_sync(kWarp, sum, 2);
       if (t == 0) shared.largest[tile * 8 + g][warp] = largest[tile], shared.total[tile * 8 + g][warp] = sum;
     }
-    __syncthreads();  // totals are there, and every warp is done with its tiles
+    __syncthreads();  // totals have arrived, and all warps are done with their tiles
     if (static_cast<int>(threadIdx.x) < rows) finish_row(static_cast<int>(threadIdx.x), split);
 #pragma unroll
     for (int tile = 0; tile < kTiles; tile++) {
@@ -392,7 +391,7 @@ struct Decode {
         shared.sums[warp][j * kTiles + tile][lane] = {sum[0], sum[1], sum[2], sum[3]};
       }
     }
-    __syncthreads();  // sums are there
+    __syncthreads();  // accumulators have arrived
     store_sums(split);
   }
 };

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// How the kernels of a decode call are specialised, and their sources.
+// Specialisations of the decode kernels, and their sources.
 #pragma once
 
 #include "cuda/decode/call.hpp"
@@ -21,6 +21,6 @@ struct DecodeKind {
 DecodeKind kind_of(const DecodeArgs& args);
 LOWBIT_API Source decode_source(const DecodeKind& kind);
 LOWBIT_API Source combine_source();
-LOWBIT_API Source kv_convert_source(KvFormat format, int groups);  // both directions
+LOWBIT_API Source kv_convert_source(KvFormat format, int groups);  // for both directions
 
 }  // namespace lowbit::cuda

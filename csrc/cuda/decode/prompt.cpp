@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows of the op decode for a prompt, by the tiles of attention: the kernel of few queries would read the cache again
-// for each 8 or 16 rows of a kv head. Of a cache of codes, keys and values that some query sees are decoded to the
-// queries' 16 bits first, with their rotation undone; floats are read where they are.
+// Rows of the op decode for a prompt, with the tiles of attention: the kernel for few queries would read the cache once
+// per 8 or 16 rows of a kv head. From a cache of codes, the keys and values that some query sees are first decoded to
+// the queries' 16 bits, with their rotation undone; floats are read in place.
 #include "cuda/decode/prompt.hpp"
 
 #include "cuda/attention/forward.hpp"
@@ -13,18 +13,18 @@
 
 namespace lowbit::cuda {
 
-// 64 heads of 32k keys of 128 columns: more at a time would not fill a GPU better.
-int64_t most_decoded_bytes = int64_t{1} << 30;
+// 64 heads of 32k keys of 128 columns: more would not fill a GPU better.
+int64_t max_decoded_bytes = int64_t{1} << 30;
 
 namespace {
 
-// A tile of attention has 64 or 128 queries of one head. Of fewer queries, as a step with speculation has them, it is
-// mostly empty, and the codes are read a few times only.
-constexpr int64_t kMostOfStep = 64;
-constexpr int64_t kFarthest = int64_t{1} << 30;  // tiles count in 32 bits
+// A tile of attention has 64 or 128 queries of one head. With fewer queries, as in speculative decoding, it is mostly
+// empty, and the codes are read only a few times.
+constexpr int64_t kMaxPerStep = 64;
+constexpr int64_t kFarthest = int64_t{1} << 30;  // tiles have 32-bit indices
 
-// Rows [B, Hkv, keys, columns] of floats, one head after the other. Of them only some heads may be there: memory is of
-// `first_head` and those behind it.
+// Rows [B, Hkv, keys, columns] of floats, head after head. There may be memory for only some heads,
+// from `first_head` on.
 TensorView decoded_rows(const DecodeArgs& args, int64_t keys, int64_t columns, void* memory, int64_t first_head) {
   const int64_t of_head = keys * columns;
   TensorView rows{.data = static_cast<uint16_t*>(memory) - first_head * of_head, .dtype = args.q.dtype,
@@ -40,7 +40,7 @@ AttentionForwardArgs forward_args(const DecodeArgs& args, const TensorView& k, c
           .mask_mod = args.mask_mod};
 }
 
-// The same with keys numbered from `first` less, of which those before 0 are not there, or from as many more.
+// The same with keys renumbered by -first; those with negative numbers do not exist.
 TensorView numbered_from(TensorView rows, int64_t first) {
   rows.data = static_cast<char*>(rows.data) - first * rows.stride[2] * static_cast<int64_t>(size_of(rows.dtype));
   rows.shape[2] += first;
@@ -66,7 +66,7 @@ void run_codes(const DecodeArgs& args) {
   const int64_t tile = kind_of(forward_args(args, args.k, args.v)).forward().kv_tile,
                 first_key = seen.first / tile * tile, keys = seen.end - first_key;  // tiles are read whole
   const int64_t all = args.batch() * args.kv_heads(), bytes = 2 * keys * (e + ev),
-                most = larger(1, smaller(all, most_decoded_bytes / larger(1, bytes)));
+                most = larger(1, smaller(all, max_decoded_bytes / larger(1, bytes)));
   const Workspace workspace("decode", args.place, most * bytes);
   for (int64_t first = 0; first < all; first += most) {
     const int64_t heads = smaller(most, all - first);
@@ -85,7 +85,7 @@ void run_codes(const DecodeArgs& args) {
 template <DType kCache>
 std::string_view refuses_prompt(const DecodeArgs& args) {
   if (args.k.dtype != kCache) return "keys and values of another type";
-  if (args.q_length() <= kMostOfStep) return "64 queries or less";
+  if (args.q_length() <= kMaxPerStep) return "64 queries or less";
   if (larger(args.kv_length(), args.position + args.q_length()) > kFarthest || args.position < -kFarthest)
     return "keys or positions beyond 2^30";
   if ((args.causal || args.window > 0) && (gathers(args.score_mod, Stage::row) || gathers(args.mask_mod, Stage::row)))

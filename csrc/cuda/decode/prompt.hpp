@@ -7,7 +7,7 @@
 
 namespace lowbit::cuda {
 
-// The most bytes of decoded keys and values that a call has at a time, unless one head needs more; tests set less.
-LOWBIT_API extern int64_t most_decoded_bytes;
+// Max bytes of decoded keys and values at a time, unless one head needs more; tests set less.
+LOWBIT_API extern int64_t max_decoded_bytes;
 
 }  // namespace lowbit::cuda

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A row of keys or a query in the registers of a warp: lane l holds columns l, 32 + l, 64 + l ...
+// Rotation of a row of keys or a query in the registers of a warp: lane l holds columns l, 32 + l, 64 + l ...
 #pragma once
 
 #include "cuda/attention/tile.cuh"
@@ -34,7 +34,7 @@ LOWBIT_INLINE void rotate_groups(float (&x)[kGroups]) {
       }
 }
 
-// Rotates by a normalized Hadamard matrix, in the order of the CPU's rows, which gives their bits.
+// Rotates by a normalized Hadamard matrix, in the order of the CPU's rows, and so with the same bits.
 template <int kGroups>
 LOWBIT_INLINE void rotate(float (&x)[kGroups]) {
   constexpr int kSize = static_cast<int>(kv_rotation(kGroups * 32));
@@ -45,7 +45,7 @@ LOWBIT_INLINE void rotate(float (&x)[kGroups]) {
     float sum = 0;
 #pragma unroll
     for (int j = 0; j < 16; j++) {
-      int odd = j & lane;  // how many bits of both are set
+      int odd = j & lane;  // number of bits set in both
       odd ^= odd >> 2, odd ^= odd >> 1;
       sum = __fmaf_rn(__shfl_sync(kWarp, x[g], j, 16), odd & 1 ? -1.0f : 1.0f, sum);
     }
@@ -56,7 +56,7 @@ LOWBIT_INLINE void rotate(float (&x)[kGroups]) {
   rotate_groups(x);
 }
 
-// The same but for the last bits, in a third of the instructions.
+// The same except for the last bits, in a third of the instructions.
 template <int kGroups>
 LOWBIT_INLINE void rotate_query(float (&x)[kGroups]) {
   const float norm = __fdiv_rn(1.0f, __fsqrt_rn(static_cast<float>(kv_rotation(kGroups * 32))));

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows of the op decode, and of attention with few queries. Nothing is read on the host or waited for.
+// Rows of the op decode, and of attention with few queries. The host reads no data and waits for nothing.
 #include "cuda/attention/mods.hpp"
 #include "cuda/backend.hpp"
 #include "cuda/decode/kind.hpp"
@@ -19,16 +19,16 @@ CacheRows cache_of(const TensorView& tensor, const TensorView& scale) {
   return rows;
 }
 
-// The keys that some query sees, in splits that do not depend on the number of heads: a result has the same bits
-// in any batch. Many queries fill a GPU without splits. Longer splits cost less for each key, as long as one sequence
-// fills a GPU too: 8 heads are 128 CTAs from 2k keys on (H200, 4k keys: batch 16 took 63 us in splits of 128 and 47 in
+// Divides the keys that some query sees into splits that do not depend on the number of heads: a result has the same
+// bits in any batch. Many queries fill a GPU without splits. Longer splits cost less per key, as long as one sequence
+// still fills a GPU: 8 heads are 128 CTAs from 2k keys on (H200, 4k keys, batch 16: 63 us with splits of 128, 47 with
 // splits of 256).
 void split_keys(int64_t kv_length, DecodeCall& call) {
   const KeyRange seen = call.seen(kv_length, 0, call.length - 1);
-  const int64_t keys = seen.end - seen.first, most = larger(1, kMostSplits / larger(1, call.row_blocks));
+  const int64_t keys = seen.end - seen.first, most = larger(1, kMaxSplits / larger(1, call.row_blocks));
   call.first = seen.first, call.end = seen.end;
-  const int64_t least = keys > 16 * kLeastSplit ? 2 * kLeastSplit : kLeastSplit;
-  call.split = larger(least, round_up(ceil_div(keys, most), kLeastSplit));
+  const int64_t least = keys > 16 * kMinSplit ? 2 * kMinSplit : kMinSplit;
+  call.split = larger(least, round_up(ceil_div(keys, most), kMinSplit));
   call.splits = static_cast<int32_t>(larger(1, ceil_div(keys, call.split)));
 }
 
@@ -78,7 +78,7 @@ std::string_view refuses_decode(const DecodeArgs& args) {
   if (args.k.dtype != kCache) return "keys and values of another type";
   if (!fits(args.score_mod) || !fits(args.mask_mod)) return kCapturesTooMuch;
   const int64_t e = args.q.size(3), ev = args.out.size(3);
-  if (e > kMostHeadDim || ev > kMostHeadDim) return "a head dimension above 256";
+  if (e > kMaxHeadDim || ev > kMaxHeadDim) return "a head dimension above 256";
   if (args.format() == KvFormat::floating) {
     if (args.q.dtype != kCache) return "q has another dtype than keys and values";
     if (e % 8 || ev % 8) return "head dimensions of 16-bit floats must be multiples of 8";
@@ -88,8 +88,8 @@ std::string_view refuses_decode(const DecodeArgs& args) {
   return "";
 }
 
-// One CTA for each tile of queries, as the tiles of attention have it, leaves most of a GPU idle with one query: 32
-// heads are 32 of 132 multiprocessors of an H100, and each reads all keys of its head.
+// One CTA per tile of queries, as in attention, leaves most of a GPU idle with one query: 32 heads occupy 32 of the 132
+// multiprocessors of an H100, and each reads all keys of its head.
 DecodeArgs decode_args(const AttentionForwardArgs& args) {
   return {.place = args.place, .q = args.q, .k = args.k, .v = args.v, .k_scale = {}, .v_scale = {}, .out = args.out,
           .lse = args.lse, .mask = args.mask, .sink = args.sink, .scale = args.scale, .causal = args.causal,
@@ -100,7 +100,7 @@ void run_attention(const AttentionForwardArgs& args) { run_decode(decode_args(ar
 template <DType kDtype>
 std::string_view refuses_attention(const AttentionForwardArgs& args) {
   if (args.group() * args.q_length() > 32) return "more than 32 queries of a head of keys";
-  if (args.kv_length() <= 2 * kLeastSplit) return "256 keys or less, which are not worth a split";
+  if (args.kv_length() <= 2 * kMinSplit) return "256 keys or less, which are not worth a split";
   if (args.dropout_p > 0) return "dropout";
   if (args.lists.kv_num_blocks) return "a block mask";
   if (args.max_scores) return "largest scores are wanted";

@@ -13,8 +13,8 @@ std::string_view name_of_cache(DType cache) {
 
 }  // namespace
 
-// Codes are exact in bfloat16; queries that are not take two parts. A lane holds 64 sums: of two tiles of rows with 128
-// columns, of one with 256.
+// Codes are exact in bfloat16; other queries take two parts. A lane holds 64 accumulators: two tiles of rows with 128
+// columns, or one with 256.
 DecodeKind kind_of(const DecodeArgs& args) {
   const int64_t rows = args.group() * args.q_length();
   const auto groups_of = [](const TensorView& of) { return static_cast<int>(kv_padded(of.size(3)) / kKvGroup); };
@@ -58,7 +58,7 @@ Source kv_convert_source(KvFormat format, int groups) {
                  kernel_text("kv_dequantize", "kDecodeThreads", "KvConvertCall", "kv_dequantize" + of))};
 }
 
-// A step of bfloat16 queries, of head dims of 128, over each cache, and a prompt.
+// A step with bfloat16 queries and head dims of 128 over each cache format, and a prompt.
 void add_decode_sources(std::vector<Source>& all) {
   all.push_back(combine_source());
   for (const KvFormat format : {KvFormat::int8, KvFormat::int4}) all.push_back(kv_convert_source(format, 4));

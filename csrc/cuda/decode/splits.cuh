@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Splits of the keys, of each of which the largest score, the sum and the weighted values of a row are there,
-// to its result.
+// Combines splits of the keys, each with the largest score, the sum and the weighted values of a row, into the result.
 #pragma once
 
 #include "cuda/decode/rotate.cuh"
@@ -17,10 +16,10 @@ struct FloatTotal {
 
 LOWBIT_INLINE float minus_infinity() { return -__builtin_inff(); }
 
-// Scores become powers in relation to it: the largest, if there is one.
+// The reference of powers: the largest score, if there is one.
 LOWBIT_INLINE float softmax_base(float largest) { return largest == minus_infinity() ? 0.0f : largest; }
 
-// The softmax of a row from the parts that it was made in: each is multiplied by its factor and divided by the sum.
+// The softmax of a row from its parts: each is multiplied by its factor and divided by the sum.
 struct Softmax {
   float base, of_sink;
   LOWBIT_INLINE Softmax(const DecodeCall& call, int64_t h, float largest) {
@@ -34,12 +33,12 @@ struct Softmax {
 };
 LOWBIT_INLINE float inverse(float sum) { return sum == 0.0f ? 0.0f : __fdiv_rn(1.0f, sum); }
 
-// out = sum over splits of exp(largest - top) * partial / sum over splits of exp(largest - top) * total; a CTA for each
-// row. A lane has the factor of a split. A warp adds every fourth split, four columns a lane, and no load of a partial
-// result waits for another one. Then the sums of the warps are added.
+// out = sum over splits of exp(largest - top) * partial / sum over splits of exp(largest - top) * total; one CTA per
+// row. A lane has the factor of a split. A warp adds every fourth split, four columns per lane, and no load of a
+// partial result waits for another. Then the sums of the warps are added.
 LOWBIT_INLINE void combine(const DecodeCall& call) {
-  static_assert(kMostSplits <= 32);
-  LOWBIT_SHARED(float, sums, [kDecodeWarps][kMostHeadDim]);
+  static_assert(kMaxSplits <= 32);
+  LOWBIT_SHARED(float, sums, [kDecodeWarps][kMaxHeadDim]);
   const int row = static_cast<int>(blockIdx.x), lane = lane_of_warp(), warp = warp_of_cta();
   const int l = row % call.length, h = row / call.length % call.heads, b = row / call.length / call.heads;
   const int64_t first = static_cast<int64_t>(row) * call.splits, padded = kv_padded(call.v_columns);
@@ -50,7 +49,7 @@ LOWBIT_INLINE void combine(const DecodeCall& call) {
               by = inverse(sum);
   for (int from = 0; from < padded; from += 128) {
     const int column = from + 4 * lane;
-    constexpr int kEach = kMostSplits / kDecodeWarps;
+    constexpr int kEach = kMaxSplits / kDecodeWarps;
     float of_column[4] = {};
     uint4 parts[kEach];
 #pragma unroll

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Copies of many bytes by a unit of their own, and barriers in shared memory that know of them, from compute capability
-// 9.0 on. Tests give each instruction a meaning on the host.
+// Bulk copies by the copy engine, and barriers in shared memory that track them, from compute capability 9.0 on. Tests
+// implement each instruction on the host.
 //
-// A barrier has phases 0, 1, 0 ... One is over when as many threads have arrived as the barrier counts, and the bytes
-// that they said to expect are there.
+// A barrier has phases 0, 1, 0 ... A phase is over once as many threads have arrived as the barrier counts, and the
+// bytes that they announced have arrived.
 #pragma once
 
 #include "cuda/device/tiles.cuh"
@@ -17,7 +17,7 @@ struct alignas(8) Barrier {
 #ifdef __CUDACC_RTC__
 namespace lowbit::cuda {
 
-// By one thread, before others are told of it behind __syncthreads.
+// Called by one thread; __syncthreads makes it visible to others.
 LOWBIT_INLINE void set_up(Barrier& barrier, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(shared_address(&barrier)), "r"(arrivals) : "memory");
 }
@@ -30,16 +30,16 @@ LOWBIT_INLINE void arrive_expecting(Barrier& barrier, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
                :: "r"(shared_address(&barrier)), "r"(bytes) : "memory");
 }
-// Arrives when all copies (copy_async) that this thread has begun are there.
+// Arrives once all copies (copy_async) started by this thread are complete.
 LOWBIT_INLINE void arrive_with_copies(Barrier& barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" :: "r"(shared_address(&barrier)) : "memory");
 }
-// Both begin at multiples of 16 bytes, and so many are copied.
+// Addresses and size are multiples of 16 bytes.
 LOWBIT_INLINE void copy_bulk(void* to, const void* from, int bytes, Barrier& barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
                :: "r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(&barrier)) : "memory");
 }
-// Waits for the end of a phase, the last one or this; of a new barrier phase 1 is over.
+// Waits for the end of a phase, the previous or the current one; phase 1 of a new barrier is over.
 LOWBIT_INLINE void wait_for(const Barrier& barrier, int phase) {
   asm volatile("{.reg .pred over; again: mbarrier.try_wait.parity.shared::cta.b64 over, [%0], %1; @!over bra again;}"
                :: "r"(shared_address(&barrier)), "r"(phase) : "memory");

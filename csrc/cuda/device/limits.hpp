@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// Shared memory of a CTA, in bytes.
+// Max shared memory of a CTA, in bytes.
 #pragma once
 
 namespace lowbit::cuda {
 
-constexpr int kMostShared = 99 << 10;            // on every GPU from 8.0 on
-constexpr int kMostSharedOfHopper = 227 << 10;  // on compute capability 9.0
+constexpr int kMaxShared = 99 << 10;            // every GPU from 8.0 on
+constexpr int kMaxSharedOnHopper = 227 << 10;  // compute capability 9.0
 
 }  // namespace lowbit::cuda

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// The words that the device sources of csrc/gpu take from a device, for CUDA: NVRTC gets this text first
-// (runtime/nvrtc.cpp). Tests give each word a meaning on the host.
+// CUDA's definitions of the macros and functions that the device sources of csrc/gpu need: NVRTC gets this text first
+// (runtime/nvrtc.cpp). Tests implement them on the host.
 //
-// A kernel takes one struct, which lies in constant memory; the driver finds it by its name. Two CTAs of 256 threads or
-// more fit on a multiprocessor, 128 registers a thread, or as many as the struct says (kCtas). The threads of a CTA
-// share LOWBIT_SHARED(int32_t, sums, [8]); LOWBIT_DYNAMIC_SHARED(Type, shared) is the memory that a launch asks for,
-// where that is more than 48 KB.
+// A kernel takes one struct, in constant memory; the driver finds it by its name. At least two CTAs of 256 threads fit
+// on a multiprocessor, with 128 registers per thread, or as many as the struct says (kCtas). The threads of a CTA share
+// LOWBIT_SHARED(int32_t, sums, [8]); LOWBIT_DYNAMIC_SHARED(Type, shared) is the memory requested by the launch, for
+// more than 48 KB.
 #pragma once
 
 #include "core/bits.hpp"
@@ -27,13 +27,13 @@ constexpr int ctas_of() {
   else return 2;
 }
 
-LOWBIT_INLINE float float_of_half(uint32_t bits) {  // of the lower half
+LOWBIT_INLINE float float_of_half(uint32_t bits) {  // the lower half
   float a;
   asm("{.reg .f16 h; .reg .b16 u; mov.b32 {h, u}, %1; cvt.f32.f16 %0, h;}" : "=f"(a) : "r"(bits));
   return a;
 }
 
-// Two floats, rounded to nearest even, side by side.
+// Two floats, rounded to nearest even, packed.
 LOWBIT_INLINE uint32_t pair_of_bf16(float low, float high) {
   uint32_t pair;
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
@@ -45,7 +45,7 @@ LOWBIT_INLINE uint32_t pair_of_f16(float low, float high) {
   return pair;
 }
 
-// Ends the launch with an error, which the next wait for the device reports: an argument in its memory is wrong.
+// Ends the launch with an error, which the next synchronization reports: an argument in device memory is invalid.
 LOWBIT_INLINE void fail() { asm volatile("trap;"); }
 
 }  // namespace lowbit::gpu

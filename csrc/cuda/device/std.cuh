@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The part of the C++ library that the headers of formats, rules and core use. NVRTC has no such library: it gets this
-// text under the names of the standard headers.
+// The part of the C++ library used by the headers of formats, rules and core. NVRTC has none: it gets this text under
+// the names of the standard headers.
 #pragma once
 
 #include "gpu/device/std.cuh"
@@ -23,8 +23,8 @@ inline double fmin(double a, double b) { return ::fmin(a, b); }
 inline double fmax(double a, double b) { return ::fmax(a, b); }
 inline double sqrt(double a) { return ::sqrt(a); }
 
-// Powers of counts of steps by squaring: 34 products for a step of 100,000, where CUDA's pow is some 200 operations
-// in double.
+// Powers of step counts by squaring: 34 products for step 100,000, where CUDA's pow takes some 200
+// operations in double.
 inline double pow(double base, double exponent) {
   if (!(exponent >= 0 && exponent < 0x1p53)) return ::pow(base, exponent);
   auto left = static_cast<uint64_t>(exponent);

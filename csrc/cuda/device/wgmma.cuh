@@ -1,17 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
-// Products of a warpgroup, 4 warps, on compute capability 9.0. Tests give each instruction a meaning on the host.
+// Products of a warpgroup, 4 warps, on compute capability 9.0. Tests implement each instruction on the host.
 //
-// A warp has 16 rows of the first factor in registers, as mma.cuh deals them out, or they lie in shared memory as
-// those of the second. Sums of 8 columns each are dealt out as c of mma.cuh. Rows of the second factor are columns of
-// the result, and k goes along them; or, of 16-bit floats, rows are k, and columns of the result go along them. It lies
-// in shared memory in one of two ways:
-//   matrices  of 8 rows x 16 bytes, 128 bytes each: those of the same rows are beside each other, and the next 8 rows
+// The first factor is in registers, 16 rows per warp in the layout of mma.cuh, or in shared memory like the second.
+// Accumulators of 8 columns each have the layout of c in mma.cuh. Rows of the second factor are columns of the result,
+// with k along them; or, for 16-bit floats, rows are k, with columns of the result along them. It is in shared memory
+// in one of two layouts:
+//   matrices  of 8 rows x 16 bytes, 128 bytes each: those of the same rows are adjacent, and the next 8 rows
 //             kRowsStep bytes further
-//   lines     of 128 bytes, one for a row of 64 16-bit floats, beginning at multiples of 1024: piece i of 16 bytes of
-//             line r lies at i ^ r % 8. The next 64 columns of all rows are kPanelStep bytes further.
+//   lines     of 128 bytes, one per row of 64 16-bit floats, beginning at multiples of 1024: 16-byte piece i of
+//             line r is at position i ^ r % 8. The next 64 columns of all rows are kPanelStep bytes further.
 //
-// A product runs on while its warps go on. Until they have waited for it, its sums and the registers of its first
-// factor are not to be touched, nor is the shared memory that it reads.
+// A product is asynchronous. Until its warps have waited for it, they must not touch its accumulators, the registers of
+// its first factor, or the shared memory that it reads.
 #pragma once
 
 #include "cuda/device/tiles.cuh"
@@ -19,7 +19,7 @@
 #ifdef __CUDACC_RTC__
 namespace lowbit::cuda {
 
-// Registers that this thread has written are there for its next product.
+// Makes registers written by this thread visible to its next product.
 LOWBIT_INLINE void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 // Products since the last call become a group. Waits for all groups but the last kPending.
 LOWBIT_INLINE void commit_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
@@ -28,18 +28,18 @@ LOWBIT_INLINE void wait_for_products() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(kPending) : "memory");
 }
 
-// Shared memory that copies of other threads have filled is there for the products of this one, which reads it by
-// another way than loads; behind the wait for the copies.
+// Makes shared memory filled by copies of other threads visible to this one's products, which read it through another
+// proxy than loads; to be called after the wait for the copies.
 LOWBIT_INLINE void show_to_products() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// Gives registers of this warpgroup to others, or takes more: kCount a thread, a multiple of 8.
+// Gives registers of this warpgroup to others, or takes more: kCount per thread, a multiple of 8.
 template <bool kMore, int kCount>
 LOWBIT_INLINE void set_registers() {
   if constexpr (kMore) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(kCount));
   else asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(kCount));
 }
 
-// Sums do not move across this place in the program.
+// A compiler barrier for accumulators.
 template <class Sum, int kCount>
 LOWBIT_INLINE void hold(Sum (&c)[kCount][4]) {
 #pragma unroll
@@ -50,7 +50,7 @@ LOWBIT_INLINE void hold(Sum (&c)[kCount][4]) {
       else asm volatile("" : "+r"(sum) :: "memory");
 }
 
-// Sums that a product will overwrite: what they were is of no use any more.
+// Accumulators that a product will overwrite: their values are undefined.
 template <int kCount>
 LOWBIT_INLINE void fresh(float (&c)[kCount][4]) {
 #pragma unroll
@@ -59,7 +59,7 @@ LOWBIT_INLINE void fresh(float (&c)[kCount][4]) {
     for (float& sum : of) asm volatile("" : "=f"(sum));
 }
 
-// kAlongK: from 16 bytes, or 8 rows, of k to the next; kAlongColumns: from 8 columns to the next.
+// kAlongK: bytes from 16 bytes, or 8 rows, of k to the next; kAlongColumns: from 8 columns to the next.
 template <int kAlongK, int kAlongColumns>
 LOWBIT_INLINE uint64_t matrices_at(const void* p) {
   return (shared_address(p) & 0x3ffff) >> 4 | uint64_t{kAlongK >> 4} << 16 | uint64_t{kAlongColumns >> 4} << 32;
@@ -89,7 +89,7 @@ LOWBIT_INLINE uint64_t lines_at(const void* p) {
   "%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
 #define LOWBIT_FLOAT_SUM(c) "+f"(c)
 #define LOWBIT_WHOLE_SUM(c) "+r"(c)
-// rest: what comes behind the second factor.
+// rest: the operands after the second factor.
 #define LOWBIT_WGMMA(columns, types, SUM, first, b_name, adds_name, rest)                                         \
   asm volatile("{.reg .pred p; setp.ne.b32 p, " adds_name ", 0; wgmma.mma_async.sync.aligned.m64n" #columns types \
                " {" LOWBIT_NAMES_##columns "}, {" first "}, " b_name ", p" rest ";}"                              \
@@ -101,8 +101,8 @@ LOWBIT_INLINE uint64_t lines_at(const void* p) {
   else if constexpr (kCount == 16) LOWBIT_WGMMA(128, types, SUM, "%64,%65,%66,%67", "%68", "%69", rest); \
   else LOWBIT_WGMMA(256, types, SUM, "%128,%129,%130,%131", "%132", "%133", rest)
 
-// c += a b of 16-bit floats, or c = a b, unless it adds: 64 rows of a warpgroup, 8 kCount columns, 16 k. (Zeros that
-// other instructions write to c would make the compiler wait for each product.)
+// c += a b for 16-bit floats, or c = a b unless it adds: 64 rows per warpgroup, 8 kCount columns, 16 k. (If other
+// instructions wrote zeros to c, the compiler would wait for each product.)
 template <DType dtype, bool kRowsAreK, int kCount>
 LOWBIT_INLINE void multiply_floats(float (&c)[kCount][4], const uint32_t (&a)[4], uint64_t b, bool adds) {
   static_assert(kCount == 4 || kCount == 8 || kCount == 16 || kCount == 32);
@@ -128,11 +128,11 @@ LOWBIT_INLINE void multiply_by_lines(float (&c)[kCount][4], const uint32_t (&a)[
 template <DType dtype, int kPanelStep, int kCount>
 LOWBIT_INLINE void multiply_by_lines_of_k(float (&c)[kCount][4], const uint32_t (&a)[4], const void* second,
                                           bool adds) {
-  static_assert(kCount > 4);  // a line at least
+  static_assert(kCount > 4);  // at least one line
   multiply_floats<dtype, true>(c, a, lines_at<kPanelStep>(second), adds);
 }
 
-// The same where the first factor is lines too: 64 rows, and k goes along them.
+// The same with the first factor as lines too: 64 rows, with k along them.
 #define LOWBIT_WGMMA_SHARED(columns, types, a_name, b_name, adds_name)                                            \
   asm volatile("{.reg .pred p; setp.ne.b32 p, " adds_name ", 0; wgmma.mma_async.sync.aligned.m64n" #columns types \
                " {" LOWBIT_NAMES_##columns "}, " a_name ", " b_name ", p, 1, 1, 0, 0;}"                           \
@@ -152,7 +152,7 @@ LOWBIT_INLINE void multiply_lines(float (&c)[kCount][4], const void* first, cons
   }
 }
 
-// c += a b of unsigned bytes by signed ones: 32 k.
+// c += a b for unsigned bytes by signed bytes: 32 k.
 template <int kRowsStep, int kCount>
 LOWBIT_INLINE void multiply_by_shared(int32_t (&c)[kCount][4], const uint32_t (&a)[4], const void* second, bool adds) {
   static_assert(kCount == 4 || kCount == 8 || kCount == 16 || kCount == 32);
@@ -160,15 +160,15 @@ LOWBIT_INLINE void multiply_by_shared(int32_t (&c)[kCount][4], const uint32_t (&
   LOWBIT_WGMMA_OF("k32.s32.u8.s8", LOWBIT_WHOLE_SUM, "");
 }
 
-// A word that an instruction has computed. Products read registers of the first factor that loads have filled after
-// these were given to others: ptxas (13.0 and 13.5) takes care of registers that were computed alone.
+// A copy made by an instruction. Otherwise products may read first-factor registers that were loaded after the
+// registers were reassigned: ptxas (13.0 and 13.5) tracks only computed ones.
 LOWBIT_INLINE uint32_t computed(uint32_t a) {
   uint32_t same = 0x3210;
   asm volatile("" : "+r"(same));
   return __byte_perm(a, 0, same);
 }
 
-// a * (high + low) of each half, rounded once, but for 2^-16 of it.
+// a * (high + low) for each half, rounded once, except for 2^-16 of it.
 LOWBIT_INLINE uint32_t scale_bf16x2(uint32_t a, uint32_t high, uint32_t low) {
   uint32_t d;
   asm("{.reg .b32 rest; mul.rn.bf16x2 rest, %1, %3; fma.rn.bf16x2 %0, %1, %2, rest;}"
@@ -176,7 +176,7 @@ LOWBIT_INLINE uint32_t scale_bf16x2(uint32_t a, uint32_t high, uint32_t low) {
   return d;
 }
 
-// (a - less) * scale of each half, the difference exact.
+// (a - less) * scale for each half, the difference exact.
 LOWBIT_INLINE uint32_t scale_f16x2(uint32_t a, uint32_t less, uint32_t scale) {
   uint32_t d;
   asm("{.reg .b32 rest; sub.rn.f16x2 rest, %1, %2; mul.rn.f16x2 %0, rest, %3;}"

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The arguments of the kernels of linear besides a LinearCall, the same text for host and device.
+// Arguments of the linear kernels besides LinearCall: the same text for host and device.
 #pragma once
 
 #include "cuda/device/limits.hpp"
@@ -9,17 +9,17 @@ namespace lowbit::cuda {
 
 using namespace gpu;
 
-// The product of few rows: where a weight has too few columns to keep the machine busy, k is split among CTAs, whose
-// sums a second kernel adds in their order.
+// The product for few rows: if a weight has too few columns to occupy the machine, k is split among CTAs (split-k), and
+// a second kernel adds their sums in order.
 struct ProductCall {
   LinearCall call;
-  int32_t splits;  // of k
-  void* partial;   // [splits, m, n], float or int32, as sums are; of one split: not used
+  int32_t splits;  // number of splits of k
+  void* partial;   // [splits, m, n], float or int32 like the accumulators; unused with one split
 };
 
-// How much shared memory a CTA of a product has (product.cuh).
-constexpr int kRowBytes = 160;  // from row to row of 64 bfloat16 in shared memory: lanes read different banks
-// Of activations in place, which are bfloat16, levels of a lookup format come in two parts: 16 bits.
+// Shared memory of a product's CTA (product.cuh).
+constexpr int kRowBytes = 160;  // stride of rows of 64 bfloat16 in shared memory: lanes read different banks
+// With activations read in place, which are bfloat16, levels of a lookup format have two parts: 16 bits.
 constexpr int parts_of_product(int parts, bool in_place) { return in_place && parts > 2 ? 2 : parts; }
 struct ProductShape {
   int bits, parts, x_parts, tile_groups;  // parts: of bfloat16 in a weight
@@ -27,7 +27,7 @@ struct ProductShape {
   int rows;  // 1, or whole blocks of kRowsAtOnce
   bool in_place;
 
-  // Of 16 columns a CTA, for which activations are read once: as many as sums of all have room for in 128 registers.
+  // Panels of 16 columns per CTA, for which activations are read once: as many as 128 registers have accumulators for.
   constexpr int panels() const {
     return bits <= 8 && parts == 1 && blocks() * (x_parts ? 1 + asymmetric : 1) <= 4 ? 2 : 1;
   }
@@ -35,13 +35,14 @@ struct ProductShape {
   constexpr int rows_of_sums() const { return x_parts == 0 && tile_groups ? blocks() * kRowsAtOnce : 1; }
   constexpr int blocks() const { return (rows + kRowsAtOnce - 1) / kRowsAtOnce; }
   constexpr int x_bytes() const { return in_place ? rows * kRowBytes : blocks() * (x_parts ? 1024 * x_parts : 512); }
-  // Of a warp, whole lines: on an H200 one row of int8 took 10 % less than at multiples of 16 (device/tiles.cuh).
+  // Bytes per warp, in whole lines: on an H200 one row of int8 took 10 % less than at multiples
+  // of 16 (device/tiles.cuh).
   constexpr int stage_bytes() const {
     const int bytes =
         panels() * (128 * bits + scales() * (1 + asymmetric) * 32) + rows_of_sums() * scales() * 16 + x_bytes();
     return static_cast<int>(round_up(bytes, 128));
   }
-  // Tiles of a warp in shared memory: two CTAs of 76 KB lie on a multiprocessor of 164 KB or more.
+  // Tiles per warp in shared memory: two CTAs of 76 KB fit on a multiprocessor of 164 KB or more.
   constexpr int stages() const {
     const int room = (76 << 10) / (kLinearWarps * stage_bytes());
     return room < 1 ? 1 : room > 6 ? 6 : room;
@@ -53,7 +54,7 @@ struct ProductShape {
   }
 };
 
-// Products of warpgroups (wgmma.cuh): a CTA makes 16 columns a warp.
+// Tile sizes of warpgroup products (wgmma.cuh): a CTA computes 16 columns per warp.
 struct WgmmaShape {
   int bits;
   bool codes;  // activations are int8
@@ -61,14 +62,14 @@ struct WgmmaShape {
   bool asymmetric;
   int rows;
 
-  constexpr int warps() const { return rows > 128 ? 8 : 16; }  // sums of 256 rows take 128 registers
+  constexpr int warps() const { return rows > 128 ? 8 : 16; }  // accumulators of 256 rows take 128 registers
   constexpr int columns() const { return warps() * 16; }
-  constexpr int pitch() const { return columns() + 4; }  // of results: stores of a warp fall into different banks
+  constexpr int pitch() const { return columns() + 4; }  // row stride of results: warps store to different banks
   constexpr int stage_bytes() const {
     return rows * (codes ? 64 : 128) + warps() * (128 * bits + (tile_groups ? tile_groups : 1) * (1 + asymmetric) * 32);
   }
   constexpr int stages() const {
-    const int room = (kMostSharedOfHopper - 64) / (stage_bytes() + 16);
+    const int room = (kMaxSharedOnHopper - 64) / (stage_bytes() + 16);
     return room > 6 ? 6 : room;
   }
   constexpr int bytes() const {
@@ -84,21 +85,21 @@ struct WgmmaCall {
   ProductCall product;
 };
 
-// Sizes of tiles of int8 activations (code_tiles.cuh).
+// Tile sizes for int8 activations (code_tiles.cuh).
 constexpr int kTileThreads = 128, kWarpPanels = 2, kTilePanels = kTileThreads / 32 * kWarpPanels,
               kTileColumns = kTilePanels * 16;
 
-// A part of a call of many rows: some columns of the weight, decoded, times some rows of x.
+// A part of a call with many rows: some decoded columns of the weight times some rows of x.
 constexpr int kFinishedByCta = 4 * kLinearThreads;  // results
 struct DecodedCall {
   LinearCall call;
-  int log2_of_group;  // of k; 31: one group
+  int log2_of_group;  // group size along k; 31: one group
   int64_t first_column, columns, first_row, rows;
-  int64_t padded_k;  // of codes a multiple of 16, as the tensor cores want it; codes behind k are 0
-  void* decoded;     // [columns, padded_k], of the dtype of x, or int8
-  int8_t* codes;     // of int8 activations: [m, padded_k]; their scales and offsets are row_scale, row_offset of call
+  int64_t padded_k;  // multiple of 16 for codes, as the tensor cores require; codes past k are 0
+  void* decoded;     // [columns, padded_k], dtype of x, or int8
+  int8_t* codes;     // codes of int8 activations: [m, padded_k]; scales and offsets are row_scale, row_offset of call
   void* products;    // [rows, columns], float or int32
-  bool is_whole;     // decoded weights have the scales of their columns, and products are the results
+  bool is_whole;     // decoded weights include the scales of their columns, and products are the results
 };
 
 }  // namespace lowbit::cuda

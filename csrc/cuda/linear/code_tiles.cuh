@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// linear of many rows of int8 activations: a CTA makes 128 columns of up to 64 rows, a warp 32 of these columns. Codes
-// of the activations, and the sums and scales of their rows, are copied to shared memory a tile of k ahead; each warp
-// reads the weight of its own columns, a tile ahead too, as signed bytes. Sums of one scale are exact in int32, and are
-// scaled in registers.
+// linear for many rows of int8 activations: a CTA computes 128 columns of up to 64 rows, a warp 32 of these columns.
+// Codes of the activations, and sums and scales of their rows, are copied to shared memory one tile of k ahead; each
+// warp reads the weight of its own columns, also one tile ahead, as signed bytes. Accumulators are exact in int32
+// within the range of one scale, and are scaled in registers.
 #pragma once
 
 #include "cuda/device/tiles.cuh"
@@ -32,11 +32,11 @@ struct CodeTiles {
   int64_t first_row;
   int g, t;
   int32_t sum[kWarpPanels][kBlocks][4];
-  float result[kWarpPanels][kBlocks][4];  // [i]: of column 2g + i / 2, row 2t + i % 2
+  float result[kWarpPanels][kBlocks][4];  // [i]: column 2g + i / 2, row 2t + i % 2
 
   LOWBIT_INLINE void copy(int tile) {
     Stage& stage = shared.stages[tile % 2];
-    constexpr int kPieces = kSteps * 16;  // of 16 bytes, of a block
+    constexpr int kPieces = kSteps * 16;  // 16-byte pieces of a block
     const auto* ordered = static_cast<const uint16_t*>(call.ordered);
 #pragma unroll
     for (int at = static_cast<int>(threadIdx.x); at < kBlocks * kPieces; at += kTileThreads) {
@@ -86,7 +86,7 @@ struct CodeTiles {
     }
   }
 
-  // Whether the sums are complete under their scale: a zero point needs them, with the sum of the activations.
+  // Whether the accumulators are complete for a scale: its zero point needs the sum of the activations too.
   LOWBIT_INLINE bool is_due(int tile) const {
     const bool ends_group = ((tile + 1) & ((1 << call.group_shift) - 1)) == 0;
     return kAsymmetric || kTileGroups > 1 || tile + 1 == call.tiles || ends_group;
@@ -120,7 +120,7 @@ struct CodeTiles {
     copy(0), load(0, next);
     for (int tile = 0; tile < call.tiles; tile++) {
       wait_for_copies();
-      __syncthreads();  // this tile is there, and every thread is done with the one before
+      __syncthreads();  // this tile has arrived, and all threads are done with the one before
       Ahead now[kWarpPanels];
 #pragma unroll
       for (int p = 0; p < kWarpPanels; p++) now[p] = next[p];
@@ -135,9 +135,9 @@ struct CodeTiles {
     }
   }
 
-  // To shared memory, from where they are stored column by column.
+  // Copies results to shared memory, from where they are stored column by column.
   LOWBIT_INLINE void hand_over() {
-    __syncthreads();  // every thread is done with the last tile
+    __syncthreads();  // all threads are done with the last tile
     const int first_column = static_cast<int>(threadIdx.x) / 32 * kWarpPanels * 16;
 #pragma unroll
     for (int p = 0; p < kWarpPanels; p++)

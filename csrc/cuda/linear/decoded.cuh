@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// linear of many rows: columns of the weight as a dense matrix of 16 bits, or of codes, which cuBLAS multiplies, and
-// the last steps on its sums.
+// linear for many rows: decodes columns of the weight to a dense matrix of 16 bits, or of codes, for cuBLAS, and
+// applies the epilogue to its results.
 #pragma once
 
 #include "cuda/device/tiles.cuh"
@@ -25,9 +25,10 @@ LOWBIT_INLINE void store_weights(uint16_t* to, DType dtype, const float (&weight
   }
 }
 
-// A warp decodes a tile of 16 columns x 64 k, a lane the weights that it has of a tile in every product (call.hpp): its
-// stores are 8 bytes, of which four lanes fill a sector. Unless the product is all (is_whole), a weight comes without
-// the scale of its column, which the sum gets later: level times group scale stays within the range of 16 bits.
+// A warp decodes a tile of 16 columns x 64 k, with the weights of a lane laid out as in every product
+// (call.hpp): stores are 8 bytes, and four lanes fill a sector. Unless products are the results (is_whole), a
+// weight does not include the scale of its column, which is applied to the sum: level times group scale stays
+// within the range of 16 bits.
 template <Format kFormat, bool kCodes>
 LOWBIT_INLINE void decode_columns(const DecodedCall& part) {
   LOWBIT_SHARED(float, table, [16]);
@@ -40,13 +41,13 @@ LOWBIT_INLINE void decode_columns(const DecodedCall& part) {
   const int tiles = (padded_k + 63) / 64, warp = static_cast<int>(threadIdx.x) / 32,
             g = static_cast<int>(threadIdx.x) % 32 / 4, t = static_cast<int>(threadIdx.x) % 4;
   const int of_call = static_cast<int>(blockIdx.x) * kLinearWarps + warp, panel = of_call / tiles,
-            tile = of_call % tiles;  // 2^15 tiles at the most fill kMostDecoded
+            tile = of_call % tiles;  // 2^15 tiles at most fill kMaxDecoded
   if (panel * kPanelColumns >= part.columns) return;
   const uint8_t* from = call.weight + (part.first_column / kPanelColumns + panel) * call.sections.row_bytes;
   LaneTile<kFormat> words;
   words.load(from + call.sections.codes + static_cast<int64_t>(tile) * (kPanelColumns * kTileK * bits(kFormat) / 8), g,
              t);
-  const int columns = static_cast<int>(part.columns) - panel * static_cast<int>(kPanelColumns) - 2 * g;  // of ours
+  const int columns = static_cast<int>(part.columns) - panel * static_cast<int>(kPanelColumns) - 2 * g;  // left
   const bool aligned = padded_k % 4 == 0;
   const int64_t first = static_cast<int64_t>(panel * kPanelColumns + 2 * g) * padded_k + tile * kTileK + 4 * t;
   float of_columns[2] = {1.0f, 1.0f};
@@ -59,7 +60,7 @@ LOWBIT_INLINE void decode_columns(const DecodedCall& part) {
     const int k = tile * static_cast<int>(kTileK) + 16 * q + 4 * t, count = smaller(padded_k - k, 4);
     if (count <= 0) break;
     const int group = smaller(k >> part.log2_of_group, call.groups - 1);
-    const auto of_group = [&](int64_t section) {  // float16, of both columns
+    const auto of_group = [&](int64_t section) {  // float16, for both columns
       return *reinterpret_cast<const uint32_t*>(from + section + (group * kPanelColumns + 2 * g) * 2);
     };
     const uint32_t scale = call.spec.group_size ? of_group(call.sections.group_scale) : 0x3c003c00u,
@@ -86,7 +87,7 @@ LOWBIT_INLINE void decode_columns(const DecodedCall& part) {
   }
 }
 
-// A row to a CTA.
+// One row per CTA.
 LOWBIT_INLINE void code_rows(const DecodedCall& part) {
   LOWBIT_SHARED(int32_t, warps, [kLinearWarps]);
   const LinearCall& call = part.call;
@@ -100,15 +101,15 @@ LOWBIT_INLINE void code_rows(const DecodedCall& part) {
   }
 }
 
-// A stretch of a row to a CTA: no division for each result.
+// One stretch of a row per CTA: no division per result.
 template <Format kFormat, bool kCodes>
 LOWBIT_INLINE void finish_products(const DecodedCall& part) {
   const auto columns = static_cast<uint32_t>(part.columns);
-  const uint32_t stretches = (columns + kFinishedByCta - 1) / kFinishedByCta, of_part = blockIdx.x / stretches,
+  const uint32_t stretches = (columns + kFinishedByCta - 1) / kFinishedByCta, part_row = blockIdx.x / stretches,
                  begin = blockIdx.x % stretches * kFinishedByCta, end = smaller(begin + kFinishedByCta, columns);
-  const int64_t row = part.first_row + of_part;
+  const int64_t row = part.first_row + part_row;
   for (uint32_t column = begin + threadIdx.x; column < end; column += kLinearThreads) {
-    const int64_t at = static_cast<int64_t>(of_part) * columns + column;
+    const int64_t at = static_cast<int64_t>(part_row) * columns + column;
     float sum;
     if constexpr (kCodes)
       sum = part.call.row_scale[row] * static_cast<float>(static_cast<const int32_t*>(part.products)[at]);

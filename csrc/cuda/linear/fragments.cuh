@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A lane's weights of a tile: two columns, and of each chunk of 16 k the four of its t. As bytes, or as parts of
+// A lane's weights of a tile: two columns, and in each chunk of 16 k the four of its t. As bytes, or as parts of
 // bfloat16 in the order of call.hpp.
 #pragma once
 
@@ -8,7 +8,7 @@
 
 namespace lowbit::cuda {
 
-// Where a tile lies: in global memory, where it is read once, or in shared memory.
+// Where a tile is: in global memory, where it is read once, or in shared memory.
 struct FromGlobal {
   template <class Word>
   LOWBIT_INLINE static Word word(const uint8_t* p) { return load_once(reinterpret_cast<const Word*>(p)); }
@@ -18,20 +18,20 @@ struct FromShared {
   LOWBIT_INLINE static Word word(const uint8_t* p) { return *reinterpret_cast<const Word*>(p); }
 };
 
-// Codes of 1 to 8 bits, which lie in planes (formats/codec.hpp): of each the rows that this lane reads.
+// Codes of 1 to 8 bits, stored in planes (formats/codec.hpp): the rows of each plane that this lane reads.
 template <int kBits>
 struct LaneCodes {
   template <int kCount>
   static constexpr int rows = kBits & kCount ? kCount < 4 ? 1 : kCount / 2 : 0;
   static constexpr int kWords = 2 * (rows<1> + rows<2> + rows<4> + rows<8>);
-  uint2 one[rows<1> + 1], two[rows<2> + 1], four[rows<4> + 1], eight[rows<8> + 1];  // the last of each is not used
+  uint2 one[rows<1> + 1], two[rows<2> + 1], four[rows<4> + 1], eight[rows<8> + 1];  // the last of each is unused
 
   template <class From>
   LOWBIT_INLINE void load(const uint8_t* tile, int g, int t) {
     load_plane<1, From>(tile, g, t % 2, one), load_plane<2, From>(tile, g, t, two);
     load_plane<4, From>(tile, g, t, four), load_plane<8, From>(tile, g, t, eight);
   }
-  // Four codes of column 2g + `column`, of k from 16 q + 4 t on.
+  // Four codes of column 2g + `column`, for k from 16 q + 4 t on.
   LOWBIT_INLINE uint32_t bytes(int q, int column, int t) const {
     const auto of = [column](const uint2& word) { return column ? word.y : word.x; };
     uint32_t codes = 0;
@@ -51,7 +51,7 @@ struct LaneCodes {
   }
 };
 
-// Codes of a symmetric format less its zero, four at once: no byte borrows from the next one.
+// Codes of a symmetric format minus its zero, four at once: no byte borrows from the next.
 template <Format kFormat>
 LOWBIT_INLINE uint32_t signed_bytes(uint32_t codes) {
   constexpr uint32_t kSigns = 0x80808080u;
@@ -59,7 +59,7 @@ LOWBIT_INLINE uint32_t signed_bytes(uint32_t codes) {
   else return ((codes | kSigns) - symmetric_zero(kFormat) * 0x01010101u) ^ kSigns;
 }
 
-// float8_e4m3: exponent and mantissa where bfloat16 has them, times 2^120.
+// float8_e4m3: shifts exponent and mantissa to their position in bfloat16; the values are multiplied by 2^120.
 LOWBIT_INLINE void float8_to_bf16(uint32_t bytes, uint32_t& even, uint32_t& odd) {
   const auto convert = [](uint32_t halves) {
     const uint32_t placed = (halves & 0x007f007fu) << 4 | (halves & 0x00800080u) << 8;
@@ -68,11 +68,11 @@ LOWBIT_INLINE void float8_to_bf16(uint32_t bytes, uint32_t& even, uint32_t& odd)
   even = convert(bytes & 0x00ff00ffu), odd = convert(bytes >> 8 & 0x00ff00ffu);
 }
 
-// The number of bfloat16 parts that hold every value of a format before its scale.
+// The number of bfloat16 parts that represent every value of a format before scaling.
 template <Format kFormat>
 constexpr int kWeightParts = (codec_of<kFormat>::significant_bits + 7) / 8;
 
-// Parts of the 16 levels of a lookup format, in shared memory: 8 bytes each, so that all 16 lie in different banks.
+// Parts of the 16 levels of a lookup format, in shared memory: 8 bytes each, so that all 16 are in different banks.
 struct LevelParts {
   uint32_t first, last;  // parts 0 and 1; part 2
 };
@@ -80,12 +80,12 @@ struct LevelParts {
 template <Format kFormat>
 LOWBIT_INLINE void write_levels(LevelParts (&table)[16]) {
   if (threadIdx.x >= 16) return;
-  float part[kMostParts];
+  float part[kMaxParts];
   cut(codec_of<kFormat>::level(static_cast<int>(threadIdx.x)), part);
   table[threadIdx.x] = {upper_halves(part[0], part[1]), upper_halves(part[2], 0.0f)};
 }
 
-// A tile of a format as the lane reads it, and its chunks as fragments: a[part][...] of k-pairs of both columns.
+// A tile of a format as read by the lane, and its chunks as fragments: a[part][...] of k-pairs of both columns.
 template <Format kFormat>
 struct LaneTile {
   using Codec = codec_of<kFormat>;
@@ -94,7 +94,7 @@ struct LaneTile {
   static constexpr int kBits = Codec::bits, kParts = kWeightParts<kFormat>;
   struct Floats {
     static constexpr int kRows = kRows32 ? 16 : 8;
-    uint2 row[kRows];  // bfloat16: of two k; float32: of one; float16: of one each in x and y
+    uint2 row[kRows];  // bfloat16: two k; float32: one; float16: one each in x and y
   };
   struct OtherFloats { float value[2][16]; };
   using FloatWords = std::conditional_t<kRows32 || kRows16, Floats, OtherFloats>;
@@ -111,13 +111,13 @@ struct LaneTile {
         words.row[i] = {From::template word<uint32_t>(row), From::template word<uint32_t>(row + 32)};
       }
     } else if constexpr (kRows32 || kRows16) {
-      constexpr int kRowK = 32 / kBits, kEach = 4 / kRowK;  // k of a row; rows of a lane and chunk
+      constexpr int kRowK = 32 / kBits, kEach = 4 / kRowK;  // k per row; rows per lane and chunk
 #pragma unroll
       for (int i = 0; i < Floats::kRows; i++) {
         const int row = (i / kEach * 16 + t * 4) / kRowK + i % kEach;
         words.row[i] = From::template word<uint2>(tile + row * 64 + g * 8);
       }
-    } else {  // one by one, where the codec says that they lie
+    } else {  // one by one, at the codec's positions
 #pragma unroll
       for (int i = 0; i < 32; i++) {
         const uint8_t* code = tile + Codec::position(2 * g + i % 2, i / 8 * 16 + t * 4 + i / 2 % 4);
@@ -126,8 +126,8 @@ struct LaneTile {
     }
   }
 
-  // Four weights of column 2g + `column`, of k from 16 q + 4 t on: of codes the levels, before zero point and scale. A
-  // table is read in shared memory.
+  // Four weights of column 2g + `column`, for k from 16 q + 4 t on: for codes, the levels before zero point and scale.
+  // A table is read from shared memory.
   LOWBIT_INLINE void levels(int q, int column, int t, const float* table, float (&level)[4]) const {
     if constexpr (!kCodes) {
 #pragma unroll
@@ -136,7 +136,7 @@ struct LaneTile {
       const uint32_t bytes = words.bytes(q, column, t);
 #pragma unroll
       for (int i = 0; i < 4; i++) {
-        if constexpr (is_integer(kFormat))  // the low bits of the mantissa of 2^23: a conversion takes four times as long
+        if constexpr (is_integer(kFormat))  // in the low mantissa bits of 2^23: a conversion takes four times as long
           level[i] = __uint_as_float(__byte_perm(bytes, 0x4b000000u, 0x7440u + i)) - 0x1p23f;
         else if constexpr (is_table(kFormat)) level[i] = table[bytes >> 8 * i & 15];
         else level[i] = Codec::level(static_cast<int>(bytes >> 8 * i & 0xff));
@@ -144,7 +144,7 @@ struct LaneTile {
     }
   }
 
-  // kCount: parts, all that a format has, or the first ones of a lookup format.
+  // kCount: the number of parts, all that a format has, or the first ones of a lookup format.
   template <int kCount>
   LOWBIT_INLINE void fragments(int q, int t, const LevelParts* levels, uint32_t (&a)[kCount][4]) const {
     static_assert(kCount == kParts || (is_table(kFormat) && kCount < kParts));
@@ -172,7 +172,7 @@ struct LaneTile {
  private:
   LOWBIT_INLINE static uint32_t of_column(const uint2& word, int column) { return column ? word.y : word.x; }
 
-  // Weight `i` of four, of a format of floats.
+  // Weight `i` of four, for a float format.
   LOWBIT_INLINE float value(int q, int column, int i) const {
     if constexpr (kRows32) {
       return __uint_as_float(of_column(words.row[4 * q + i], column));
@@ -194,7 +194,7 @@ struct LaneTile {
     else cut_four([&](int i) { return value(q, column, i); }, column, a);
   }
 
-  // value(i): of four k of a column.
+  // value(i): the i-th of four k of a column.
   template <class Value, int kCount>
   LOWBIT_INLINE static void cut_four(Value&& value, int column, uint32_t (&a)[kCount][4]) {
     float part[4][kCount];
@@ -220,8 +220,8 @@ struct LaneTile {
   }
 };
 
-// A lane's share of a tile on its way: codes, and two columns' scales and zero points (float16). kTileGroups: scales
-// along the k of a tile; 0: one for all k, of a weight without zero points.
+// A lane's share of a tile in flight: codes, and scales and zero points (float16) of two columns. kTileGroups: scales
+// along the k of a tile; 0: one for all k, and no zero points.
 template <Format kFormat, int kTileGroups, bool kAsymmetric>
 struct TileAhead {
   static constexpr int kScales = kTileGroups ? kTileGroups : 1;

@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// On the host: linear of many rows. The weight is decoded to the dtype of the activations, or to int8, and multiplied
-// by a library of the device, some columns and some rows at a time. So memory stays bounded, and decoded weights stay
-// in the cache. A weight that is decoded to 16 bits is rounded once to their significant bits; codes with one scale a
-// column are exact.
+// Host code of linear for many rows. The weight is decoded to the dtype of the activations, or to int8, and multiplied
+// by a library of the device, some columns and some rows at a time: memory stays bounded, and decoded weights stay in
+// cache. A weight decoded to 16 bits is rounded once; codes with one scale per column are exact.
 #pragma once
 
 #include <algorithm>
@@ -15,30 +14,30 @@
 
 namespace lowbit::cuda {
 
-constexpr int64_t kMostDecoded = int64_t{128} << 20, kMostProducts = int64_t{128} << 20;  // bytes
+constexpr int64_t kMaxDecoded = int64_t{128} << 20, kMaxProducts = int64_t{128} << 20;  // bytes
 
 inline bool has_codes(const LinearArgs& args) { return !stays_float(args.x_format); }
 
-// Whether products are the results: weights that are rounded anyway may as well have the scales of their columns, as
-// far as they stay in the range of their dtype, and then nothing is to be done with the sums.
+// Whether products are the results: weights that are rounded anyway may include the scales of their columns, as long as
+// they stay in the range of their dtype; then no epilogue is needed.
 inline bool is_whole(const LinearArgs& args) {
   return args.dtype == DType::bfloat16 && args.x_format == XFormat::floating && args.weight_spec.group_size > 0 &&
          !args.bias && args.activation == Activation::none && !args.mul && !args.add;
 }
 
-// The cut of a call, and its memory: from the start decoded weights, codes of x, scales and offsets of their rows,
+// The division of a call, and its memory: in this order decoded weights, codes of x, scales and offsets of their rows,
 // products, and the workspace of the library.
 struct DecodedParts {
-  int64_t padded_k, element, columns, rows;  // element: bytes of a decoded weight
-  int64_t codes, scales, products, library;  // where they are, multiples of 256
+  int64_t padded_k, element, columns, rows;  // element: bytes per decoded weight
+  int64_t codes, scales, products, library;  // byte offsets, multiples of 256
 
   explicit DecodedParts(const LinearArgs& args) {
     const WeightSpec& spec = args.weight_spec;
     padded_k = has_codes(args) ? round_up(spec.k, 16) : spec.k;
     element = has_codes(args) ? 1 : static_cast<int64_t>(size_of(args.dtype));
-    const int64_t fitting = kMostDecoded / (element * padded_k) / kPanelColumns * kPanelColumns;
+    const int64_t fitting = kMaxDecoded / (element * padded_k) / kPanelColumns * kPanelColumns;
     columns = std::min(spec.n, std::max<int64_t>(fitting, 4 * kPanelColumns));
-    rows = is_whole(args) ? args.m : std::min(args.m, std::max<int64_t>(kMostProducts / (4 * columns), 1));
+    rows = is_whole(args) ? args.m : std::min(args.m, std::max<int64_t>(kMaxProducts / (4 * columns), 1));
     codes = round_up(element * columns * padded_k, 256);
     scales = codes + (has_codes(args) ? round_up(args.m * padded_k, 256) : 0);
     products = scales + 2 * bytes_of_scales(args);
@@ -77,7 +76,7 @@ inline DenseProduct product_of(const LinearArgs& args, const DecodedCall& part) 
   return product;
 }
 
-// decode() for each part of the columns, then multiply() for each part of the rows.
+// Calls decode() for each range of columns, then multiply() for each range of rows.
 template <class Decode, class Multiply>
 void walk(const LinearArgs& args, const DecodedParts& parts, DecodedCall& part, Decode&& decode, Multiply&& multiply) {
   const int64_t n = args.weight_spec.n;
@@ -91,7 +90,7 @@ void walk(const LinearArgs& args, const DecodedParts& parts, DecodedCall& part, 
   }
 }
 
-// body(product) for each, before there is memory: addresses are aligned as those of its memory will be.
+// Calls body(product) for each, before memory exists: addresses have the alignment that they will have.
 template <class Body>
 void for_each_product(const LinearArgs& args, const DecodedParts& parts, Body&& body) {
   DecodedCall part = decoded_call(args, parts, reinterpret_cast<void*>(256));
@@ -103,7 +102,7 @@ inline int64_t ctas_that_decode(const DecodedCall& part) {
 }
 inline int64_t ctas_that_finish(const DecodedCall& part) { return part.rows * ceil_div(part.columns, kFinishedByCta); }
 
-// A dense weight keeps its bits in activations of its own dtype, or of float32.
+// A dense weight keeps its bits if activations have its own dtype, or float32.
 inline bool keeps_weight(Format format, DType dtype) {
   switch (format) {
     case Format::float32: return dtype == DType::float32;
@@ -113,7 +112,7 @@ inline bool keeps_weight(Format format, DType dtype) {
   }
 }
 
-// Why activations do not fit, before the library is asked; "" if they do.
+// Why activations are unsuitable, before the library is asked, or "".
 inline std::string_view refuses_decoded(const LinearArgs& args) {
   if (args.x_format != XFormat::floating) return "activations that are rounded to codes";
   if (!keeps_weight(args.weight_spec.format, args.dtype)) return "a dense weight of another dtype";
@@ -124,7 +123,7 @@ inline std::string_view refuses_decoded_codes(const LinearArgs& args) {
   if (stays_float(args.x_format)) return "float activations";
   if (args.x_format == XFormat::int8_group && spec.group_size) return "a scale for each group of activations";
   if (spec.group_size || spec.asymmetric) return "a weight with groups or zero points";
-  return spec.k > kMostCodesK ? "k above 131072: an int32 cannot hold the sum" : gpu::refuses_format(spec.format);
+  return spec.k > kMaxCodesK ? "k above 131072: an int32 cannot hold the sum" : gpu::refuses_format(spec.format);
 }
 
 }  // namespace lowbit::cuda

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// linear of many rows by cuBLAS, of a decoded weight (make_decoded_call.hpp).
+// linear for many rows by cuBLAS, with a decoded weight (make_decoded_call.hpp).
 #include "cuda/backend.hpp"
 #include "cuda/cublas/matmul.hpp"
 #include "cuda/linear/make_decoded_call.hpp"
@@ -8,9 +8,9 @@
 namespace lowbit::cuda {
 namespace {
 
-// int4 at 8192 x 8192 on an H200: products that decode as they go take 28 us for each 32 rows. To decode once takes 54
-// us, and the product of 128 rows 37. Codes take 79 us to decode, and a product of 32 rows 17.
-constexpr int64_t kFewestRows = 128, kFewestRowsOfCodes = 256;
+// int4 at 8192 x 8192 on an H200: products that decode on the fly take 28 us per 32 rows. Decoding once takes 54 us,
+// and the product of 128 rows 37. Codes take 79 us to decode, and a product of 32 rows 17.
+constexpr int64_t kMinRows = 128, kMinRowsOfCodes = 256;
 
 void run_decoded(const LinearArgs& args) {
   const DecodedParts parts(args);
@@ -32,7 +32,7 @@ void run_decoded(const LinearArgs& args) {
 }
 
 std::string_view refuses_product(const LinearArgs& args) {
-  if (args.m < (has_codes(args) ? kFewestRowsOfCodes : kFewestRows))
+  if (args.m < (has_codes(args) ? kMinRowsOfCodes : kMinRows))
     return has_codes(args) ? "fewer than 256 rows" : "fewer than 128 rows";
   std::string_view reason;
   for_each_product(args, DecodedParts(args), [&](const DenseProduct& product) {

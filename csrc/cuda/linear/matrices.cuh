@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Activations as products of warpgroups take them (device/wgmma.cuh): matrices of 8 rows x 16 bytes. Of each 16 k of a
-// row k 0, 2 ... 14 lie in one, and k 1, 3 ... 15 in the next. (int8 codes for products of codes lie in their order:
+// Reorders activations for warpgroup products (device/wgmma.cuh): matrices of 8 rows x 16 bytes. For each 16 k of a
+// row, k 0, 2 ... 14 are in one matrix, and k 1, 3 ... 15 in the next. (int8 codes for products of codes stay in order:
 // quantize_rows of gpu/linear/activations.cuh.)
 #pragma once
 
@@ -39,8 +39,8 @@ LOWBIT_INLINE void order_matrices(const LinearCall& call) {
   to[kRowsAtOnce] = {halves[1][0], halves[1][1], halves[1][2], halves[1][3]};
 }
 
-// int8 codes as float16, for weights with scales by groups. Where groups of activations have scales, codes come times
-// theirs over the largest, which is that of the row; they are rounded once to 11 bits.
+// int8 codes as float16, for weights with scales per group. If groups of activations have scales, codes are multiplied
+// by their scale divided by the largest, which becomes the scale of the row, and rounded once to 11 bits.
 LOWBIT_INLINE void order_codes(const LinearCall& call) {
   LOWBIT_SHARED(int32_t, warps, [kLinearWarps]);
   const WeightSpec& spec = call.spec;
@@ -49,7 +49,7 @@ LOWBIT_INLINE void order_codes(const LinearCall& call) {
   const bool per_row = call.x_format != XFormat::int8_group || spec.group_size == 0;
   const Range of_row = range_of_row(call, row, warps);
   if (threadIdx.x == 0) call.row_scale[row] = of_row.scale, call.row_offset[row] = -of_row.scale * of_row.zero_point;
-  // A warp takes the 32 words of one large group at a time, or of several small ones.
+  // A warp processes the 32 words of one large group at a time, or of several small ones.
   const int64_t span = larger(per_row ? 0 : spec.group_size, 128), lane = threadIdx.x % 32;
   for (int64_t begin = (part_of_row * kLinearWarps + threadIdx.x / 32) * span; begin < padded;
        begin += call.ctas_of_row * kLinearWarps * span) {
@@ -61,7 +61,7 @@ LOWBIT_INLINE void order_codes(const LinearCall& call) {
       for (int apart = 1; apart < 32 && apart * 4 < spec.group_size; apart *= 2)
         most = Largest{}(most, __shfl_xor_sync(kWarp, most, apart));
       range = Range::symmetric(most, 127.0f);
-      factor = of_row.scale > 0.0f ? __fdiv_rn(range.scale, of_row.scale) : 0.0f;  // nan: so is the scale of the row
+      factor = of_row.scale > 0.0f ? __fdiv_rn(range.scale, of_row.scale) : 0.0f;  // nan, like the scale of the row
     }
     for (int64_t word = begin / 4 + lane; word < end / 4; word += 32) {
       float x[4];

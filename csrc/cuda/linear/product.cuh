@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// linear: a CTA makes the columns of kPanels panels, of up to 32 rows. Its warps take the tiles along k in turn, and
-// their sums are added at the end, in order: the same bits every time. A warp has a ring of stages in shared memory, in
-// each what it needs of a tile: codes, scales, zero points and activations. They are copied kStages - 1 tiles ahead,
-// activations by way of L1, where the other CTA of a multiprocessor finds them.
-// (Loads to registers ahead were no use: NVRTC gives them all one scoreboard, so the use of one waited for all. On an
-// H200 a row of int4 at 8192 x 8192 took 25 us so.)
+// linear: a CTA computes the columns of kPanels panels for up to 32 rows. Its warps take tiles along k in turn, and
+// their accumulators are added at the end, in order: the same bits every time. A warp has a ring of stages in shared
+// memory, each with the data of a tile: codes, scales, zero points and activations. They are copied kStages - 1 tiles
+// ahead, activations through L1, where the other CTA of the multiprocessor finds them. (Loading to registers ahead did
+// not help: NVRTC assigns all loads one scoreboard, so that the first use waited for all. A row of int4 at 8192 x 8192
+// then took 25 us on an H200.)
 #pragma once
 
 #include "cuda/device/early.cuh"
@@ -15,9 +15,8 @@
 
 namespace lowbit::cuda {
 
-// kXParts: of float activations; 0: they are codes. kTileGroups: scales along the k of a tile; 0: one for all k,
-// of a weight without zero points. kRows: 1, or whole blocks of kRowsAtOnce. kInPlace: activations are read as
-// they are given.
+// kXParts: parts of float activations; 0: they are codes. kTileGroups: scales along the k of a tile; 0: one for all k,
+// and no zero points. kRows: 1, or whole blocks of kRowsAtOnce. kInPlace: activations are read as given.
 template <Format kFormat, int kXParts, int kTileGroups, bool kAsymmetric, int kRows, bool kInPlace>
 struct Product {
   static_assert(kTileGroups > 0 || !kAsymmetric);
@@ -27,7 +26,7 @@ struct Product {
                                        .x_parts = kXParts, .tile_groups = kTileGroups, .asymmetric = kAsymmetric,
                                        .rows = kRows, .in_place = kInPlace};
   static constexpr bool kCodes = kXParts == 0, kSumsOfRows = kCodes && kTileGroups > 0;
-  // Of sums of integers in bfloat16 (mma.cuh).
+  // Unit of integers in bfloat16 (mma.cuh).
   static constexpr float kUnit = !kCodes && is_integer(kFormat) ? kUnitOfIntegers : 1.0f;
   using Sum = std::conditional_t<kCodes, int32_t, float>;
   using Result = std::conditional_t<kTileGroups == 0, Sum, float>;
@@ -35,7 +34,7 @@ struct Product {
                        kSteps = kCodes ? kChunks / 2 : kChunks, kGroupSteps = kTileGroups ? kSteps / kTileGroups : kSteps,
                        kScales = kTileGroups ? kTileGroups : 1, kPieces = kCodes ? 1 : kXParts,
                        kTileBytes = 128 * kShape.bits, kPairs = kAsymmetric ? 2 : 1, kRowOfTile = 2 * kTileK,
-                       kBlockBytes = kSteps * kPieces * 256;  // of activations in order
+                       kBlockBytes = kSteps * kPieces * 256;  // bytes of reordered activations
 
   struct Stage {
     alignas(128) uint8_t codes[kPanels][kTileBytes];
@@ -51,15 +50,15 @@ struct Product {
       Ring rings;
       Results results;
     };
-    LevelParts levels[16];  // of a lookup format
+    LevelParts levels[16];  // levels of a lookup format
   };
   static_assert(sizeof(Shared) == kShape.bytes());
 
   const LinearCall& call;
   Shared& shared;
   int first_panel, first_row, lane, g, t;
-  Sum sum[kPanels][kBlocks][4], total[kBlocks][4];  // total: of activations alone, that of zero points
-  Result result[kPanels][kBlocks][4];               // [i]: of column 2g + i / 2 and row 2t + i % 2
+  Sum sum[kPanels][kBlocks][4], total[kBlocks][4];  // total: sums of activations, for zero points
+  Result result[kPanels][kBlocks][4];               // [i]: column 2g + i / 2 and row 2t + i % 2
 
   LOWBIT_INLINE void clear() {
 #pragma unroll
@@ -72,8 +71,8 @@ struct Product {
       }
   }
 
-  // Before it waits for other kernels: codes of the tiles that come to the rings of all warps first. begin, end:
-  // of all warps.
+  // Before waiting for other kernels: prefetches the codes of the tiles that all warps load first. begin, end:
+  // over all warps.
   LOWBIT_INLINE void prefetch(int begin, int end) const {
     const int tiles = static_cast<int>(smaller(end - begin, kLinearWarps * (kStages - 1)));
     if (threadIdx.x < kPanels && tiles > 0)
@@ -81,16 +80,16 @@ struct Product {
                      tiles * kTileBytes);
   }
 
-  LOWBIT_INLINE const uint8_t* panel(int p) const {  // the last one again, where there is no other
+  LOWBIT_INLINE const uint8_t* panel(int p) const {  // repeats the last one past the end
     return call.weight + smaller(first_panel + p, static_cast<int>(call.spec.panels()) - 1) * call.sections.row_bytes;
   }
 
-  // This lane's pieces of 16 bytes of the next tile, in global memory.
+  // Addresses of this lane's 16-byte pieces of the next tile in global memory.
   struct Source {
     int tile;
     const uint8_t *codes[kPanels], *scales;  // scales: of group 0
     const uint8_t *x, *sums;
-    int64_t x_step;  // to the rows of the next piece: 4 rows in place; or 8, a block, in order
+    int64_t x_step;  // bytes to the rows of the next piece: 4 rows if in place, else 8, a block
   };
 
   LOWBIT_INLINE Source source_of(int tile) const {
@@ -117,7 +116,7 @@ struct Product {
     return from;
   }
 
-  static constexpr int kScalePieces = kScales * kPairs * 2;  // of a panel and tile
+  static constexpr int kScalePieces = kScales * kPairs * 2;  // pieces per panel and tile
   static_assert(kPanels * kScalePieces <= 32);
   LOWBIT_INLINE bool is_zero() const { return kAsymmetric && lane / 2 % 2; }
 
@@ -125,7 +124,7 @@ struct Product {
     copy_async(static_cast<uint16_t*>(to), static_cast<const uint16_t*>(from), is_there);
   }
 
-  // Copies a tile, and goes on to the next of this warp.
+  // Copies a tile, and advances to the next one of this warp.
   LOWBIT_INLINE void copy(Stage& stage, Source& from) const {
 #pragma unroll
     for (int p = 0; p < kPanels; p++) {
@@ -206,23 +205,23 @@ struct Product {
       }
   }
 
-  // By piece i of activations.
+  // Multiplies by piece i of the activations.
   LOWBIT_INLINE static void multiply(Sum (&to)[4], const uint32_t (&a)[kParts][4], const uint2& b, int i) {
     if constexpr (kCodes) {
       multiply_u8s8(to, a[0], {b.x, b.y});
     } else {
 #pragma unroll
       for (int j = 0; j < kParts; j++)  // the rest is below 2^-24 of a product
-        if (i + j < kMostParts) multiply_bf16(to, a[j], {b.x, b.y});
+        if (i + j < kMaxParts) multiply_bf16(to, a[j], {b.x, b.y});
     }
   }
 
-  // Of both columns of the lane, float16.
+  // Float16 numbers for both columns of the lane.
   LOWBIT_INLINE uint32_t pair(const Stage& stage, int p, int part, bool zero) const {
     return *reinterpret_cast<const uint32_t*>(stage.scales[p][part][zero] + 2 * g);
   }
 
-  // Adds the sums under one scale to the result.
+  // Adds the accumulators of one scale to the result.
   LOWBIT_INLINE void scale_sums(const Stage& stage, int part) {
 #pragma unroll
     for (int p = 0; p < kPanels; p++) {
@@ -261,7 +260,7 @@ struct Product {
     }
   }
 
-  // Tiles begin, begin + kLinearWarps ... before end.
+  // Processes tiles begin, begin + kLinearWarps ... before end.
   LOWBIT_INLINE void run(int warp, int begin, int end) {
     Stage(&ring)[kStages] = shared.rings[warp];
     clear();
@@ -281,15 +280,15 @@ struct Product {
       if (from.tile < end) copy(ring[at == 0 ? kStages - 1 : at - 1], from);
       commit_copies();
       wait_for_groups<kStages - 1>();
-      __syncwarp();  // this tile is there
+      __syncwarp();  // this tile has arrived
       use(ring[at]);
-      __syncwarp();  // every lane is done with it
+      __syncwarp();  // all lanes are done with it
       at = at + 1 == kStages ? 0 : at + 1;
     }
   }
 
   LOWBIT_INLINE Results& hand_over(int warp) {
-    __syncthreads();  // every warp is done with its ring
+    __syncthreads();  // all warps are done with their rings
     auto& results = shared.results;
 #pragma unroll
     for (int p = 0; p < kPanels; p++)
@@ -329,7 +328,7 @@ LOWBIT_INLINE void linear(const ProductCall& given) {
   for (int at = static_cast<int>(threadIdx.x); at < kRows * kColumns; at += kLinearThreads) {
     const int64_t row = first_row + at / kColumns, n = first_panel * kPanelColumns + at % kColumns;
     if (row >= call.m || n >= call.spec.n) continue;
-    typename P::Result whole = 0;  // of int32 with wrap-around, which start undoes
+    typename P::Result whole = 0;  // for int32 with wrap-around, which start undoes
     for (const auto& of_warp : results) whole += of_warp[at / kColumns][at % kColumns];
     if constexpr (P::kUnit != 1.0f) whole *= P::kUnit;
     if (given.splits == 1) store_whole<kFormat, P::kCodes, kTileGroups>(call, row, n, whole);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows of the op linear: activations are put in order, then multiplied (call.hpp).
+// Rows of the op linear: activations are reordered, then multiplied (call.hpp).
 #include <bit>
 
 #include "cuda/backend.hpp"
@@ -15,13 +15,13 @@ namespace {
 int x_parts(const LinearArgs& args) {
   switch (args.x_format) {
     case XFormat::floating: return args.dtype == DType::float32 ? 3 : args.dtype == DType::float16 ? 2 : 1;
-    case XFormat::float8_row: return 1;  // the scale of the row comes in at the end
+    case XFormat::float8_row: return 1;  // the scale of the row is applied at the end
     default: return 0;
   }
 }
 
-// Rows of bfloat16 at multiples of 16 bytes, of whole tiles, by a weight of one part, or of levels: inf times any of
-// those may be nan, as 0 is one.
+// Rows of bfloat16, at multiples of 16 bytes and of whole tiles, with a weight of one part, or one of levels, where inf
+// may give nan in any case, as one level is 0.
 bool is_read_in_place(const LinearArgs& args) {
   return args.x_format == XFormat::floating && args.dtype == DType::bfloat16 && args.weight_spec.k % kTileK == 0 &&
          reinterpret_cast<std::uintptr_t>(args.x) % 16 == 0 && can_be_in_place(args.weight_spec.format);
@@ -31,15 +31,15 @@ LinearKind kind_of(const LinearArgs& args) {
   const WeightSpec& spec = args.weight_spec;
   LinearKind kind{spec.format, x_parts(args), tile_groups(spec), spec.asymmetric, kRowsAtOnce, is_read_in_place(args)};
   if (kind.in_place && args.m == 1) kind.rows = 1;
-  else while (kind.rows < kind.most_rows() && kind.rows < args.m) kind.rows *= 2;
+  else while (kind.rows < kind.max_rows() && kind.rows < args.m) kind.rows *= 2;
   return kind;
 }
 
-// Whether activations as matrices have the values that were given, so that no row of them has a scale.
+// Whether activations as matrices have their original values, so that no row has a scale.
 bool as_they_are(const LinearKind& kind) { return kind.matrices && kind.x_parts && !kind.coded; }
 bool has_row_scale(const LinearKind& kind) { return !kind.in_place && !as_they_are(kind); }
 
-// The memory that a call needs besides its tensors: activations in order, and the sums and scales of their rows.
+// The workspace of a call: reordered activations, and sums and scales of their rows.
 struct WorkspaceLayout {
   int64_t ordered, sums, rows, partial;  // bytes
   WorkspaceLayout(const LinearArgs& args, const LinearKind& kind, int splits)
@@ -55,8 +55,8 @@ struct WorkspaceLayout {
   int64_t all() const { return at_rows() + rows + partial; }
 };
 
-// CTAs that put a row of activations in order: a few rows alone would keep a few multiprocessors busy. One sum of all
-// codes of a row is made by one.
+// CTAs that reorder a row of activations: a few rows alone would occupy few multiprocessors. A sum over all codes of a
+// row is computed by one CTA.
 int ctas_of_row(const LinearArgs& args, const LinearKind& kind) {
   if (kind.x_parts == 0 && kind.tile_groups == 0) return 1;
   const int64_t wanted = multiprocessors(args.place.device) * (kind.coded ? 4 : 1) / args.m,
@@ -64,7 +64,7 @@ int ctas_of_row(const LinearArgs& args, const LinearKind& kind) {
   return static_cast<int>(larger(1, smaller(wanted, most)));
 }
 
-// Activations are put in order, unless they are read in place, and launch(call) multiplies them.
+// Reorders activations, unless they are read in place, then calls launch(call), which multiplies them.
 template <class Launch>
 void run_ordered(const LinearArgs& args, const LinearKind& kind, int splits, Launch&& launch) {
   const WeightSpec& spec = args.weight_spec;
@@ -105,17 +105,17 @@ int64_t groups_of_panels(const LinearArgs& args, const LinearKind& kind) {
   return ceil_div(args.weight_spec.panels(), kind.shape().panels());
 }
 
-// The splits of a product of few rows: so many that one CTA comes to each multiprocessor, and of 16 tiles at least, two
-// for each warp. They do not depend on the number of rows: a row has the same bits in any batch of up to 16.
+// The number of splits for few rows: enough for one CTA per multiprocessor, but at least 16 tiles each, two per warp.
+// It does not depend on the number of rows: a row has the same bits in any batch of up to 16.
 int splits_of(const LinearArgs& args, const LinearKind& kind) {
   if (args.m > 2 * kRowsAtOnce) return 1;
-  constexpr int64_t kMost = 16;
+  constexpr int64_t kMax = 16;
   const int64_t wanted = multiprocessors(args.place.device) / groups_of_panels(args, kind),
                 most = args.weight_spec.tiles() / (2 * kLinearWarps);
-  return static_cast<int>(larger(1, smaller(wanted, smaller(most, kMost))));
+  return static_cast<int>(larger(1, smaller(wanted, smaller(most, kMax))));
 }
 
-// Adds the sums of the splits, where there are several.
+// Adds the sums of the splits, if there are several.
 void add_splits(const LinearArgs& args, const LinearKind& kind, const ProductCall& product) {
   if (product.splits == 1) return;
   const SourceKey of_splits{static_cast<int64_t>(SourceKind::splits), static_cast<int64_t>(kind.format),
@@ -138,10 +138,10 @@ void run_linear(const LinearArgs& args) {
 
 LinearKind wgmma_kind(const LinearArgs& args) {
   LinearKind kind = kind_of(args).by_warpgroups(args.dtype);
-  for (kind.rows = 32; kind.rows < kind.most_wgmma_rows() && kind.rows < args.m;) kind.rows *= 2;
+  for (kind.rows = 32; kind.rows < kind.max_wgmma_rows() && kind.rows < args.m;) kind.rows *= 2;
   return kind;
 }
-int64_t columns_of_wgmma(const LinearArgs& args, const LinearKind& kind) {  // in CTAs
+int64_t columns_of_wgmma(const LinearArgs& args, const LinearKind& kind) {  // number of CTAs along the columns
   return ceil_div(args.weight_spec.panels(), kind.wgmma_shape().warps());
 }
 
@@ -151,7 +151,7 @@ void run_wgmma(const LinearArgs& args) {
   const int64_t ctas = columns_of_wgmma(args, kind) * ceil_div(args.m, kind.rows), tiles = args.weight_spec.tiles(),
                 wanted = multiprocessors(args.place.device) / ctas, most = smaller(tiles / 4, 16),
                 tiles_each = ceil_div(tiles, larger(1, smaller(wanted, most)));
-  const auto splits = static_cast<int>(ceil_div(tiles, tiles_each));  // none without a tile
+  const auto splits = static_cast<int>(ceil_div(tiles, tiles_each));  // no split without a tile
   run_ordered(args, kind, splits, [&](const ProductCall& product) {
     SourceKey key = key_of(SourceKind::wgmma, kind);
     key.back() = kind.rows * 2 + (kind.dtype == DType::float16);
@@ -162,14 +162,14 @@ void run_wgmma(const LinearArgs& args) {
   });
 }
 
-// On an H200, at 8192 x 8192: 134 us for 128 rows of W8A8 and 141 of W4A8, where the other row takes 67 and 138.
-constexpr int64_t kFewestRowsOfTiles = 129, kRowsOfTile = 64;
+// On an H200, at 8192 x 8192: 128 rows take 134 us for W8A8 and 141 for W4A8, in the other row 67 and 138.
+constexpr int64_t kMinRowsOfTiles = 129, kRowsOfTile = 64;
 int64_t code_tiles(const LinearArgs& args) {
   return ceil_div(args.weight_spec.panels(), kTilePanels) * ceil_div(args.m, kRowsOfTile);
 }
 
 void run_code_tiles(const LinearArgs& args) {
-  LinearKind kind = kind_of(args);  // of codes, which are put in order
+  LinearKind kind = kind_of(args);  // codes, which are reordered
   kind.rows = kRowsOfTile;
   run_ordered(args, kind, 1, [&](const ProductCall& product) {
     program(args.place, key_of(SourceKind::code_tiles, kind), [&] { return code_tiles_source(kind); })
@@ -177,8 +177,8 @@ void run_code_tiles(const LinearArgs& args) {
   });
 }
 
-// Why no product here reads the weight, which lanes read 8 and 16 bytes at a time: an address that is not a multiple of
-// that ends the context.
+// Why no product here can read the weight, which lanes read by 8 and 16 bytes: a misaligned address would
+// destroy the context.
 std::string_view refuses_weight(const LinearArgs& args) {
   const std::string_view reason = gpu::refuses_format(args.weight_spec.format);
   if (!reason.empty()) return reason;
@@ -193,22 +193,22 @@ std::string_view refuses(const LinearArgs& args) {
   if (args.weight_spec.format != kFormat) return "another weight format";
   if (const std::string_view reason = refuses_weight(args); !reason.empty()) return reason;
   if (stays_float(args.x_format) == kCodes) return kCodes ? "float activations" : "int8 activations";
-  if (kCodes && args.weight_spec.k > kMostCodesK) return "k above 131072: an int32 cannot hold the sum";
+  if (kCodes && args.weight_spec.k > kMaxCodesK) return "k above 131072: an int32 cannot hold the sum";
   return "";
 }
 
 std::string_view refuses_code_tiles(const LinearArgs& args) {
   if (const std::string_view reason = refuses_weight(args); !reason.empty()) return reason;
   if (stays_float(args.x_format)) return "float activations";
-  if (args.m < kFewestRowsOfTiles) return "fewer than 129 rows";
-  if (args.weight_spec.k > kMostCodesK) return "k above 131072: an int32 cannot hold the sum";
+  if (args.m < kMinRowsOfTiles) return "fewer than 129 rows";
+  if (args.weight_spec.k > kMaxCodesK) return "k above 131072: an int32 cannot hold the sum";
   // By count: the other row decodes the weight again for each 16 or 32 rows, but with eight times the CTAs.
   if (2 * code_tiles(args) < multiprocessors(args.place.device)) return "fewer tiles than half of the multiprocessors";
   return "";
 }
 
-// On an H100, at 8192 x 8192. 32 rows: int4 28 us by the other row and 33 by this one, nf4 63 and 43, W4A8 80 and 62.
-// 512 rows: int4 154 us by cuBLAS and 131, nf4 152 and 158; 1024: int4 237 and 266, int8 281 and 227. 4096 rows of
+// On an H100, at 8192 x 8192. 32 rows: int4 28 us in the other row and 33 in this one, nf4 63 and 43, W4A8 80 and 62.
+// 512 rows: int4 154 us by cuBLAS and 131 here, nf4 152 and 158; 1024: int4 237 and 266, int8 281 and 227. 4096 rows of
 // W8A8: 679 us and 667.
 std::string_view refuses_rows(const LinearArgs& args, bool exact) {
   const WeightSpec& spec = args.weight_spec;
@@ -230,8 +230,8 @@ std::string_view refuses_wgmma(const LinearArgs& args) {
   if (bits(spec.format) == 32) return "a float32 weight";
   if (args.x_format == XFormat::float8_row) return "float8 activations";
   if (!exact && args.dtype == DType::float32) return "float32 activations: scaled weights would be rounded to 16 bits";
-  if (exact && spec.k > kMostCodesK) return "k above 131072: an int32 cannot hold the sum";
-  // 1024 x 4096, 128 rows: int4 14.3 us by cuBLAS and 16.7 by this.
+  if (exact && spec.k > kMaxCodesK) return "k above 131072: an int32 cannot hold the sum";
+  // 1024 x 4096, 128 rows, on an H100: int4 14.3 us by cuBLAS and 16.7 here.
   if (16 * columns_of_wgmma(args, wgmma_kind(args)) < multiprocessors(args.place.device))
     return "columns for less than a sixteenth of the multiprocessors";
   return "";

@@ -92,7 +92,7 @@ Source decoded_source(Format format, bool codes) {
 void add_wgmma_sources(std::vector<Source>& all, const LinearKind& kind) {
   LinearKind made = kind.by_warpgroups(DType::bfloat16);
   add_once(all, activations_source(made));
-  for (made.rows = parts_of(made.format) > 1 ? 32 : 64; made.rows <= made.most_wgmma_rows(); made.rows *= 2)
+  for (made.rows = parts_of(made.format) > 1 ? 32 : 64; made.rows <= made.max_wgmma_rows(); made.rows *= 2)
     all.push_back(wgmma_source(made));
 }
 
@@ -100,7 +100,7 @@ std::vector<Source> linear_sources(const std::string& architecture) {
   std::vector<Source> all;
   const auto add = [&](LinearKind kind) {
     add_once(all, activations_source(kind)), add_once(all, splits_source(kind));
-    for (; kind.rows <= kind.most_rows(); kind.rows *= 2) {
+    for (; kind.rows <= kind.max_rows(); kind.rows *= 2) {
       all.push_back(linear_source(kind));
       if (kind.x_parts != 1 || !can_be_in_place(kind.format)) continue;
       LinearKind in_place = kind;

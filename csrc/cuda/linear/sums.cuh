@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The end of a product: the scales of sums of codes, the sums of splits of k, which are added in their order, and the
-// last steps.
+// The end of a product: scales of accumulated codes, the ordered sum over splits of k, and the epilogue.
 #pragma once
 
 #include "cuda/linear/call.hpp"
@@ -9,7 +8,7 @@
 
 namespace lowbit::cuda {
 
-// A sum of products of codes, scaled with the numbers of its row (RowSum).
+// Scales a sum of products of codes with the numbers of its row (RowSum).
 template <Format kFormat, bool kAsymmetric>
 LOWBIT_INLINE float scaled_sum(int32_t dot, const RowSum& of_row, float zero) {
   const auto whole = static_cast<int32_t>(static_cast<uint32_t>(dot) + static_cast<uint32_t>(of_row.start));
@@ -17,7 +16,7 @@ LOWBIT_INLINE float scaled_sum(int32_t dot, const RowSum& of_row, float zero) {
   return kAsymmetric ? __fmaf_rn(zero - static_cast<float>(kCodeOffset<kFormat>), -of_row.sum, scaled) : scaled;
 }
 
-// The last steps on the sum over all k.
+// The epilogue for the sum over all k.
 template <Format kFormat, bool kCodes, int kTileGroups, class Whole>
 LOWBIT_INLINE float finished_whole(const LinearCall& call, const ColumnEnds& ends, int64_t row, int64_t n, Whole whole) {
   PendingScales pending{true, 1.0f};
@@ -26,10 +25,10 @@ LOWBIT_INLINE float finished_whole(const LinearCall& call, const ColumnEnds& end
     sum = kTileGroups ? whole : scaled_sum<kFormat, false>(whole, call.sums[row], 0.0f);
   } else {
     sum = whole;
-    if (call.row_scale && !stays_float(call.x_format)) sum *= call.row_scale[row];  // of codes, as scaled sums are
-    else if (call.row_scale) pending.row_scale = call.row_scale[row];  // null: activations as they are
+    if (call.row_scale && !stays_float(call.x_format)) sum *= call.row_scale[row];  // for codes, as for scaled sums
+    else if (call.row_scale) pending.row_scale = call.row_scale[row];  // null: original activations
     if (kWeightParts<kFormat> > 1 && pending.row_scale < 0.0f)
-      sum = sum_alone<kFormat>(call, row, n), pending = {false, 1.0f};
+      sum = nonfinite_dot<kFormat>(call, row, n), pending = {false, 1.0f};
   }
   return finished<kFormat>(call, ends, row, row * call.spec.n + n, sum, pending);
 }
@@ -39,7 +38,7 @@ LOWBIT_INLINE void store_whole(const LinearCall& call, int64_t row, int64_t n, W
   store_from_float(call.y, call.dtype, row * call.spec.n + n, value);
 }
 
-// Columns n to n + 3 of four, as many as there are.
+// Columns n to n + 3, as far as they exist.
 template <Format kFormat>
 LOWBIT_INLINE void ends_of_four(const LinearCall& call, int64_t n, ColumnEnds (&ends)[4]) {
 #pragma unroll
@@ -55,7 +54,7 @@ LOWBIT_INLINE void store_four_wholes(const LinearCall& call, const ColumnEnds (&
   store_four(call, row, n, value);
 }
 
-// Four sums beside each other, in one access where they begin at a multiple of four; else the first `count`.
+// Four adjacent sums, in one access if they begin at a multiple of four; else the first `count`.
 template <class Sum>
 LOWBIT_INLINE void load_four(const Sum* from, bool aligned, int count, Sum (&to)[4]) {
   if (aligned) {
@@ -81,12 +80,12 @@ LOWBIT_INLINE void store_four_sums(Sum* to, bool aligned, int64_t count, const S
   }
 }
 
-// A thread for four results of a row.
+// One thread per four results of a row.
 template <Format kFormat, bool kCodes, int kTileGroups>
 LOWBIT_INLINE void add_splits(const ProductCall& given) {
   using Result = std::conditional_t<kCodes && kTileGroups == 0, int32_t, float>;
   const LinearCall& call = given.call;
-  const auto fours = static_cast<uint32_t>(ceil_div(call.spec.n, 4)),  // of a row; fewer than 2^31 in all
+  const auto fours = static_cast<uint32_t>(ceil_div(call.spec.n, 4)),  // per row; fewer than 2^31 in all
       number = static_cast<uint32_t>(blockIdx.x) * kLinearThreads + threadIdx.x;
   const int64_t row = number / fours, n = static_cast<int64_t>(number % fours) * 4, all = call.m * call.spec.n;
   if (row >= call.m) return;

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// linear of 17 rows and more on compute capability 9.0, by products of warpgroups: the weight is their first factor, in
-// registers, where each warp decodes the panel of 16 columns that is its own; activations are the second, in shared
-// memory, and all warps of a CTA share them. A ring of stages in shared memory has what some tiles need: each warp
-// copies its codes itself; activations, which lie together, are one bulk copy. (Bulk copies of panels too, 48 of 32
-// bytes to 1 KB a tile, doubled the time of 1024 rows on an H100.) Warps wait for stages and not for each other: while
-// one warpgroup decodes a tile, the tensor cores have products of the others.
+// linear for 17 rows or more on compute capability 9.0, with warpgroup products: the weight is the first factor, in
+// registers, where each warp decodes its own panel of 16 columns; activations are the second, in shared memory, shared
+// by all warps of a CTA. A ring of stages in shared memory has the data of some tiles: each warp copies its codes
+// itself; activations, which are contiguous, are one bulk copy. (Bulk copies of panels too, 48 of 32 bytes to 1 KB per
+// tile, doubled the time of 1024 rows on an H100.) Warps wait for stages, not for each other: while one warpgroup
+// decodes a tile, the tensor cores run products of the others.
 //
-// Weights with scales by groups of k are rounded once to 16 bits, as those that cuBLAS multiplies (decoded.cuh).
+// Weights with scales per group are rounded once to 16 bits, like those that cuBLAS multiplies (decoded.cuh).
 #pragma once
 
 #include "cuda/device/barrier.cuh"
@@ -18,14 +18,14 @@
 
 namespace lowbit::cuda {
 
-// kCodes: int8 activations, with one scale a row, of a weight with one scale a column; else they are of kDtype. Codes
-// of other weights come as float16, in which they are exact.
+// kCodes: int8 activations with one scale per row, and a weight with one scale per column; else activations have
+// kDtype. Codes for other weights are float16, in which they are exact.
 template <Format kFormat, bool kCodes, DType kDtype, int kTileGroups, bool kAsymmetric, int kRows>
 struct WgmmaProduct {
   static_assert(kTileGroups > 0 || !kAsymmetric);
   static_assert(!kCodes || kTileGroups == 0);
   static constexpr WgmmaShape kShape{bits(kFormat), kCodes, kTileGroups, kAsymmetric, kRows};
-  // Decoded by pairs: to bfloat16 in the units that fragments come in, or to float16. Others weight by weight.
+  // Decoded by pairs: to bfloat16 in the units of fragments, or to float16. Others weight by weight.
   static constexpr bool kPairs16 = !kCodes && !kAsymmetric && !is_table(kFormat) && kWeightParts<kFormat> == 1,
                         kFragments = kPairs16 && kDtype == DType::bfloat16 && !is_float(kFormat),
                         kHalves = kPairs16 && kDtype == DType::float16 && is_integer(kFormat);
@@ -33,7 +33,7 @@ struct WgmmaProduct {
   using Sum = std::conditional_t<kCodes, int32_t, float>;
   static constexpr int kWarps = kShape.warps(), kStages = kShape.stages(), kSteps = kCodes ? kChunks / 2 : kChunks,
                        kScales = kTileGroups ? kTileGroups : 1, kPairs = kAsymmetric ? 2 : 1,
-                       kTileBytes = 128 * kShape.bits, kBlockBytes = kSteps * 256;  // of 8 rows of activations
+                       kTileBytes = 128 * kShape.bits, kBlockBytes = kSteps * 256;  // 8 rows of activations
 
   struct Stage {
     alignas(16) uint8_t x[kRows / kRowsAtOnce][kBlockBytes];
@@ -46,19 +46,19 @@ struct WgmmaProduct {
       Stage ring[kStages];
       Sum results[kRows][kShape.pitch()];
     };
-    Barrier full[kStages], empty[kStages];  // of a stage: what it needs is there; all warps are done with it
-    float levels[16];                       // of a lookup format
+    Barrier full[kStages], empty[kStages];  // per stage: its data has arrived; all warps are done with it
+    float levels[16];                       // levels of a lookup format
   };
   static_assert(sizeof(Shared) == kShape.bytes());
 
   const LinearCall& call;
   Shared& shared;
-  int panel, lane, g, t;      // panel: of this warp in its CTA
-  const uint8_t *weight, *x;  // the panel, the rows of activations in order
+  int panel, lane, g, t;      // panel: index of this warp's panel in the CTA
+  const uint8_t *weight, *x;  // the panel; the rows of reordered activations
   using Sums = Sum[kRows / 8][4];
-  Sums& sum;  // [j][i]: of row 8j + 2t + i % 2, column 2g + i / 2
+  Sums& sum;  // [j][i]: row 8j + 2t + i % 2, column 2g + i / 2
 
-  // The pieces of 16 bytes that this lane copies of the next tile of its panel, in global memory.
+  // Addresses of the 16-byte pieces of its panel's next tile that this lane copies, in global memory.
   struct Source {
     int tile;
     const uint8_t *codes, *scales;  // scales: of group 0
@@ -70,7 +70,7 @@ struct WgmmaProduct {
   }
   LOWBIT_INLINE bool is_zero() const { return kAsymmetric && lane / 2 % 2; }
 
-  // Copies a tile of the panel, and goes on to the next.
+  // Copies a tile of the panel, and advances to the next.
   LOWBIT_INLINE void copy_weight(Stage& stage, Source& from) const {
     const auto copy_16 = [](void* to, const void* from) {
       copy_async(static_cast<uint16_t*>(to), static_cast<const uint16_t*>(from), true);
@@ -88,7 +88,7 @@ struct WgmmaProduct {
     from.tile++;
   }
 
-  // By one lane: all activations of a tile.
+  // Called by one lane: copies all activations of a tile.
   LOWBIT_INLINE void copy_activations(int tile, int at) const {
     constexpr int kBytes = kRows / kRowsAtOnce * kBlockBytes;
     arrive_expecting(shared.full[at], kBytes);
@@ -97,7 +97,7 @@ struct WgmmaProduct {
 
   struct Scale {
     float scale, less;   // weight = (level - less) * scale
-    uint32_t high, low;  // of units of fragments: two parts of bfloat16, twice each
+    uint32_t high, low;  // for units of fragments: two parts of bfloat16, each twice
     uint32_t half;       // twice
   };
   LOWBIT_INLINE void scales_of(const Stage& stage, int part, Scale (&of)[2]) const {
@@ -130,7 +130,7 @@ struct WgmmaProduct {
       for (int i = 0; i < 4; i++)
         a[i] = kTileGroups ? scale_bf16x2(parts[0][i], scale[i % 2].high, scale[i % 2].low) : parts[0][i];
     } else if constexpr (kHalves) {
-      // The low bits of the mantissa of 2^10, of which as much is taken off.
+      // In the low mantissa bits of 2^10, which is then subtracted.
       constexpr uint32_t kTwoTo10 = 0x64006400u, kLess = (0x6400u + symmetric_zero(kFormat)) * 0x10001u;
 #pragma unroll
       for (int column = 0; column < 2; column++) {
@@ -151,7 +151,7 @@ struct WgmmaProduct {
     }
   }
 
-  // a: registers of the first factor, which products of the tile before read until they are done.
+  // a: registers of the first factor, which products of the tile before read until they are complete.
   LOWBIT_INLINE void use(int at, bool first, uint32_t (&a)[kSteps][4]) {
     const Stage& stage = shared.ring[at];
     LaneTile<kFormat> tile;
@@ -175,7 +175,7 @@ struct WgmmaProduct {
     commit_products();
   }
 
-  // Before it waits for other kernels: codes of the first tiles of the panel.
+  // Before waiting for other kernels: prefetches the codes of the first tiles of the panel.
   LOWBIT_INLINE void prefetch(int begin, int end) const {
     const int tiles = static_cast<int>(smaller(end - begin, kStages - 2));
     if (lane == 0 && tiles > 0) prefetch_to_l2(weight + call.sections.codes + begin * kTileBytes, tiles * kTileBytes);
@@ -185,7 +185,7 @@ struct WgmmaProduct {
     Source from = source_of(begin);
     for (int i = 0; i < kStages - 2; i++) {
       if (from.tile < end) {
-        if (i % kWarps == panel && lane == 0) copy_activations(from.tile, i);  // of tile i by warp i % kWarps
+        if (i % kWarps == panel && lane == 0) copy_activations(from.tile, i);  // tile i is copied by warp i % kWarps
         copy_weight(shared.ring[i], from);
       }
       commit_copies();
@@ -193,9 +193,9 @@ struct WgmmaProduct {
     uint32_t a[kSteps][4];
     for (int tile = begin, at = 0, phase = 0; tile < end; tile++) {
       if (from.tile < end) {
-        const int to = at < 2 ? at + kStages - 2 : at - 2;  // where the tile before the last was
+        const int to = at < 2 ? at + kStages - 2 : at - 2;  // stage of the tile before the last
         if ((from.tile - begin) % kWarps == panel && lane == 0) {
-          wait_for(shared.empty[to], at < 2 ? phase ^ 1 : phase);  // other warps may be late
+          wait_for(shared.empty[to], at < 2 ? phase ^ 1 : phase);  // other warps may be behind
           copy_activations(from.tile, to);
         }
         copy_weight(shared.ring[to], from);
@@ -216,7 +216,7 @@ struct WgmmaProduct {
     for (int j = 0; j < kRows / 8; j++)
 #pragma unroll
       for (int i = 0; i < 2; i++) {
-        // of two columns
+        // for two columns
         *reinterpret_cast<uint2*>(&shared.results[8 * j + 2 * t + i][panel * kPanelColumns + 2 * g]) = {
             __builtin_bit_cast(uint32_t, sum[j][i]), __builtin_bit_cast(uint32_t, sum[j][2 + i])};
       }
@@ -243,7 +243,7 @@ LOWBIT_INLINE void linear_wgmma(const WgmmaCall& given) {
     show_barriers();
   }
   __syncthreads();
-  const int last_panel = static_cast<int>(call.spec.panels()) - 1;  // again, where there is no other
+  const int last_panel = static_cast<int>(call.spec.panels()) - 1;  // repeated past the end
   typename P::Sums sum;
   P part{.call = call, .shared = shared, .panel = warp, .lane = lane, .g = lane / 4, .t = lane % 4,
          .weight = call.weight + smaller(first_panel + warp, last_panel) * call.sections.row_bytes,
@@ -253,10 +253,10 @@ LOWBIT_INLINE void linear_wgmma(const WgmmaCall& given) {
   part.prefetch(begin, end);
   wait_for_kernels_before();
   part.run(begin, end);
-  __syncthreads();  // every warp is done with the ring
+  __syncthreads();  // all warps are done with the ring
   part.hand_over();
   __syncthreads();
-  // A thread has four columns, of some rows.
+  // A thread has four columns of some rows.
   constexpr int kFours = kColumns / 4;
   const int four = static_cast<int>(threadIdx.x) % kFours;
   const int64_t n = first_panel * kPanelColumns + four * 4;

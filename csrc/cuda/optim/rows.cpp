@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows of the ops optim_step, encode_state and decode_state: calls as tables for the kernels of the
-// headers beside this.
+// Rows of the ops optim_step, encode_state and decode_state: turns calls into tables for the kernels of gpu/optim.
 #include <algorithm>
 
 #include "cuda/backend.hpp"
@@ -10,7 +9,7 @@
 namespace lowbit::cuda {
 namespace {
 
-// A step of the tensors with parameters and gradients of two dtypes: tables of as many as a launch takes.
+// A step of the tensors with one pair of parameter and gradient dtypes: tables as large as a launch allows.
 class Steps {
  public:
   Steps(const OptimStepArgs& args, const Workspace& constants) : args_(args) {
@@ -25,7 +24,7 @@ class Steps {
     for (std::size_t i = 0; i < args_.tensors.size(); i++) {
       const OptimTensor& tensor = args_.tensors[i];
       if (tensor.param_dtype != param || tensor.grad_dtype != grad) continue;
-      if (table_.count == StepTable::kMostTensors) launch(param, grad);
+      if (table_.count == StepTable::kMaxTensors) launch(param, grad);
       const int place = table_.count++;
       table_.tensor[place] = tensor, table_.position[place] = static_cast<int32_t>(i);
       table_.first_task[place] = static_cast<int32_t>(tasks_);
@@ -47,13 +46,13 @@ class Steps {
 
   const OptimStepArgs& args_;
   StepTable table_;
-  int64_t tasks_ = 0;  // CTAs of the table
+  int64_t tasks_ = 0;  // number of CTAs for the table
 };
 
 struct OptimKernels {
   static void step(const OptimStepArgs& args) {
-    const auto most = static_cast<int64_t>(std::min<std::size_t>(args.tensors.size(), StepTable::kMostTensors));
-    const Workspace constants("optim_step", args.place, most * kMostConstantBytes);
+    const auto most = static_cast<int64_t>(std::min<std::size_t>(args.tensors.size(), StepTable::kMaxTensors));
+    const Workspace constants("optim_step", args.place, most * kMaxConstantBytes);
     Steps steps(args, constants);
     constexpr DType kFloats[] = {DType::float32, DType::bfloat16, DType::float16};
     for (const DType param : kFloats)

@@ -28,7 +28,7 @@ SourceKey StepKind::key() const {
 
 Source step_source(const StepKind& kind) {
   const auto rule = concat("lowbit::", type_of(kind.rule), "::Step<", kind.moments, ">");
-  // 128 registers, or 80, in which large kernels spill, and those of float32 if they load a chunk ahead. AdamW8bit of
+  // 128 registers, or 80, with which large kernels spill, as do those of float32 that load a chunk ahead. AdamW8bit of
   // 134 M float32 parameters on an H200: 740 us with 3 CTAs and nothing ahead, 800 with 2 and a chunk ahead; bfloat16:
   // 670 with 3 and nothing ahead, 600 with a chunk ahead. Float states are bound by memory: a chunk ahead.
   const bool large =

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows of the op dequantize: for all of a weight, and for some rows of it.
+// Rows of the op dequantize: for a whole weight, and for some of its rows.
 #include "cuda/backend.hpp"
 #include "cuda/sources.hpp"
 #include "gpu/quantize/make_dequantize_call.hpp"

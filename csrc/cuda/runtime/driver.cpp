@@ -8,7 +8,7 @@
 namespace lowbit::cuda {
 namespace {
 
-constexpr int kMostDevices = 64;
+constexpr int kMaxDevices = 64;
 
 Driver open_driver() {
   const Library& found = library(LibraryName::driver);
@@ -24,13 +24,13 @@ Driver open_driver() {
   return driver;
 }
 
-// A fact of each device, asked for once.
+// A property of each device, queried once.
 template <class T>
-using PerDevice = std::array<std::atomic<const T*>, kMostDevices>;
+using PerDevice = std::array<std::atomic<const T*>, kMaxDevices>;
 
 template <class T>
 std::atomic<const T*>& of(PerDevice<T>& kept, Device device) {
-  return kept[static_cast<std::size_t>(device.index < kMostDevices ? device.index : kMostDevices - 1)];
+  return kept[static_cast<std::size_t>(device.index < kMaxDevices ? device.index : kMaxDevices - 1)];
 }
 
 int attribute(int which, Device device) {
@@ -86,7 +86,7 @@ int capability(Device device) {
 
 std::string architecture(Device device) {
   const int number = capability(device);
-  return concat("sm_", number, number >= 90 ? "a" : "");  // a: the instructions of this generation alone too
+  return concat("sm_", number, number >= 90 ? "a" : "");  // a: with the instructions specific to this generation
 }
 
 int multiprocessors(Device device) {
@@ -104,9 +104,9 @@ bool can_begin_early(Device device) {
 }
 
 InContext::InContext(Device device) {
-  static std::array<std::atomic<Context>, kMostDevices> primary{};
+  static std::array<std::atomic<Context>, kMaxDevices> primary{};
   std::atomic<Context>& kept = primary[static_cast<std::size_t>(device.index)];
-  if (!kept) {  // retained for as long as the process lives, as torch does
+  if (!kept) {  // retained until the process ends, as torch does
     DeviceOrdinal ordinal = 0;
     Context made = nullptr;
     ensure(driver().device_get(&ordinal, device.index), device, "cuDeviceGet");
@@ -126,7 +126,7 @@ InContext::~InContext() {
 }
 
 bool is_captured(const Place& place) {
-  const InContext here(place.device);  // a thread of autograd's has none before its first launch
+  const InContext here(place.device);  // an autograd thread has no context before its first launch
   int status = 0;
   ensure(driver().is_capturing(place.stream, &status), "cuStreamIsCapturing");
   return status != 0;

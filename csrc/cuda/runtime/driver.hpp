@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The functions of libcuda that are used, with types of our own: the ABI is stable, and no header of CUDA is there when
-// this is built.
+// The functions of libcuda in use, with our own types: the ABI is stable, and the build has no CUDA headers.
 #pragma once
 
 #include <cstddef>
@@ -22,7 +21,7 @@ using Function = struct FunctionOfDriver*;
 using Stream = void*;
 
 enum DeviceAttribute { kMultiprocessors = 16, kComputeMajor = 75, kComputeMinor = 76 };
-enum FunctionAttribute { kMostSharedBytes = 8 };
+enum FunctionAttribute { kMaxSharedBytes = 8 };
 struct LaunchAttribute {  // CUlaunchAttribute
   int id;
   alignas(8) int value[16];
@@ -32,7 +31,7 @@ struct Launch {                                         // CUlaunchConfig
   unsigned grid[3], block[3], shared_bytes;
   Stream stream;
   const LaunchAttribute* attributes;
-  unsigned count;  // of attributes
+  unsigned count;  // number of attributes
 };
 inline constexpr int kOldestDriver = 12010;  // CUDA 12.1: kernel arguments of more than 4 KB
 
@@ -60,30 +59,30 @@ inline constexpr int kOldestDriver = 12010;  // CUDA 12.1: kernel arguments of m
 
 struct Driver { LOWBIT_CUDA_DRIVER(LOWBIT_FUNCTION_MEMBER) };
 
-// Initialised by the first call; an Error if there is none, or it cannot be initialised.
+// Initialised by the first call; an Error if there is no driver, or it cannot be initialised.
 const Driver& driver();
 
-// Throws an Error with the action and the driver's words for the result, unless `result` is success.
+// Throws an Error with the action and the driver's text for the result, unless `result` is success.
 void ensure(Result result, std::string_view what);
 void ensure(Result result, Device device, std::string_view what);
 
-// Why our kernels cannot run on this device; "" if they can. Kept per device.
+// Why our kernels cannot run on this device, or "". Cached per device.
 const std::string& unavailable(Device device);
 
 int capability(Device device);  // 90: compute capability 9.0
 
-// NVRTC's name for the device's code: "sm_90a".
+// NVRTC's name of the architecture: "sm_90a".
 std::string architecture(Device device);
 
 int multiprocessors(Device device);
 
-// Whether a kernel can begin before those before it have ended: CUDA graphs know of it from CUDA 12.3 on.
+// Whether a kernel can start before its predecessors have ended; CUDA graphs support it from CUDA 12.3 on.
 bool can_begin_early(Device device);
 
-// Whether the stream is being captured in a CUDA graph: nothing can be loaded, allocated or waited for then.
+// Whether the stream is being captured in a CUDA graph: then nothing can be loaded, allocated or waited for.
 bool is_captured(const Place& place);
 
-// Makes the device's primary context, torch's, the current one of this thread while it lives.
+// RAII: makes the device's primary context, torch's, the current one of this thread.
 class InContext {
  public:
   explicit InContext(Device device);

@@ -25,7 +25,7 @@ std::vector<std::string> folders_of_packages() {
 }
 
 // The compiler opens libnvrtc-builtins by name, and NVRTC 13.0 has no run path to find it: it is opened here first,
-// also where torch has opened NVRTC.
+// even if torch has opened NVRTC.
 void open_companions(const std::string& folder, std::string_view soname) {
   if (!soname.starts_with("libnvrtc")) return;
   std::error_code ignored;
@@ -40,7 +40,7 @@ Library open(std::string_view sonames, std::string_view source) {
                        .open_companions = open_companions});
 }
 
-// Of CUDA, from the driver; 0 without one.
+// The major version of CUDA that the driver supports; 0 without a driver.
 int driver_major() {
   const Library& driver = library(LibraryName::driver);
   void* const address = driver.handle ? dlsym(driver.handle, "cuDriverGetVersion") : nullptr;
@@ -48,7 +48,7 @@ int driver_major() {
   return address && reinterpret_cast<int (*)(int*)>(address)(&number) == 0 ? number / 1000 : 0;
 }
 
-// A driver of CUDA 12 loads no code that CUDA 13 made: there the older file is the best.
+// A driver of CUDA 12 does not load code made by CUDA 13: there the older file is preferred.
 std::string best_first(LibraryName name, std::string_view sonames) {
   const std::size_t end = sonames.find(' ');
   if (name == LibraryName::driver || end == sonames.npos || driver_major() != 12) return std::string(sonames);

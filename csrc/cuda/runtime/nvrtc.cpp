@@ -48,7 +48,7 @@ std::string text_of(Handle program, SizeGetter size, Getter get) {
   return get(program, text.data()) == 0 ? text : "";
 }
 
-// The target of a compilation: code, or, for an architecture that NVRTC does not know, PTX of the newest one before it
+// The target of a compilation: machine code, or, for an architecture unknown to NVRTC, PTX of the newest earlier one
 // that NVRTC knows. The driver compiles PTX when it loads it. NVRTC 12.8 knows 100, 101 and 120, and not 103.
 struct Target {
   std::string architecture;
@@ -68,7 +68,7 @@ Target target_of(const std::string& architecture) {
   return {concat("compute_", nearest), true};
 }
 
-// There is an fma only where the source has one, so that a device gives the bits of the CPU's rows.
+// An fma only where the source has one, so that devices give the bits of the CPU's rows.
 constexpr const char* kOptions[] = {"-std=c++20", "-default-device", "-fmad=false", "--ptxas-options=-v"};
 
 }  // namespace

@@ -18,7 +18,7 @@ bool is_on(const char* variable, bool otherwise) {
   return value && *value ? std::strcmp(value, "0") != 0 : otherwise;
 }
 
-// Compiles, with one line on stderr, since it takes up to seconds in which a user sees nothing else.
+// Compiles, and prints one line on stderr, since it may take seconds without any other output.
 Compiled compile_into(const std::string& path, const Source& source, const std::string& arch) {
   const auto started = std::chrono::steady_clock::now();
   Compiled made = compile(source.name, source.text, arch);
@@ -38,7 +38,7 @@ Module load(const Place& place, const Source& source) {
         "(lowbit.warmup)");
   const std::string path = cached_path(source.text, arch);
   Module module = nullptr;
-  for (const auto& image : {read_packed(path), read_cached(path)})  // one that this driver cannot load is made anew
+  for (const auto& image : {read_packed(path), read_cached(path)})  // compiled again if it does not load
     if (image && driver().load_module(&module, image->data(), nullptr, nullptr, 0, nullptr, nullptr, 0) == 0)
       return module;
   check(is_on("LOWBIT_JIT", true), ErrorKind::runtime, where, ": there is no code of ", source.name, " for ", arch,
@@ -53,10 +53,10 @@ Module load(const Place& place, const Source& source) {
   return module;
 }
 
-// The programs of this process, by the index of their device and their key.
+// The programs of this process, by device index and key.
 struct Programs {
   mutable std::mutex mutex;
-  mutable std::map<std::pair<int16_t, SourceKey>, Program> loaded;  // whose nodes never move
+  mutable std::map<std::pair<int16_t, SourceKey>, Program> loaded;  // nodes never move
 };
 
 }  // namespace
@@ -68,8 +68,8 @@ Function Program::function(const char* kernel, int shared_bytes) const {
   Function function = nullptr;
   ensure(driver().get_kernel(&handle, module_, kernel), concat(name_, ": finding ", kernel));
   ensure(driver().get_function(&function, handle), concat(name_, ": the function of ", kernel));
-  if (shared_bytes > 48 << 10)  // every function may have that much
-    ensure(driver().set_attribute(function, kMostSharedBytes, shared_bytes),
+  if (shared_bytes > 48 << 10)  // each function may have that much anyway
+    ensure(driver().set_attribute(function, kMaxSharedBytes, shared_bytes),
            concat(name_, ": ", shared_bytes, " bytes of shared memory for ", kernel));
   return functions_.emplace(kernel, function).first->second;
 }

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Kernels of one source text on one device: found in the cache on disk or compiled, loaded once per process and device.
+// The kernels of one source on one device: taken from the disk cache or compiled, and loaded once per
+// process and device.
 #pragma once
 
 #include <array>
@@ -14,7 +15,7 @@
 namespace lowbit::cuda {
 
 struct Source {
-  std::string name;  // for people: in errors and in the line that a compilation prints
+  std::string name;  // name in errors and in the line printed by a compilation
   std::string text;
 };
 
@@ -22,11 +23,11 @@ class Program {
  public:
   Program(std::string name, Module module) : name_(std::move(name)), module_(module) {}
 
-  // A kernel by its name in the source; `args` is the struct that it takes, `shared_bytes` its dynamic shared memory,
-  // the same in every launch. Nothing is waited for.
+  // Launches a kernel by its name in the source; `args` is its argument struct, `shared_bytes` its dynamic shared
+  // memory, the same in every launch. Does not wait.
   void launch(const Place& place, const char* kernel, int64_t ctas, int threads, const void* args,
               int shared_bytes = 0) const;
-  // The same of a kernel that waits itself for those before it (device/early.cuh), where the device can.
+  // The same for a kernel that itself waits for its predecessors (device/early.cuh), if the device supports it.
   void launch_early(const Place& place, const char* kernel, int64_t ctas, int threads, const void* args,
                     int shared_bytes = 0) const;
 
@@ -41,11 +42,11 @@ class Program {
   mutable std::map<std::string, Function, std::less<>> functions_;
 };
 
-// Stands for a source in this process: its kind, and its numbers. A text as key would be made in every call.
+// Identifies a source in this process: its kind and its numbers. A text as key would have to be built in every call.
 using SourceKey = std::array<int64_t, 5>;
 
-// The source is asked for only if this process has not loaded it on the device of the place.
-// An Error while the stream is captured and it is not loaded, or LOWBIT_JIT=0 and it is not in the cache.
+// The source is requested only if this process has not loaded it on the device of the place. An Error if it is not
+// loaded and the stream is being captured, or if LOWBIT_JIT=0 and it is not in the cache.
 const Program& program(const Place& place, const SourceKey& key, const std::function<Source()>& source);
 
 // Compiles into the cache, for another machine; returns the file, and NVRTC's log.

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The arguments of the kernels of attention, the same text for host and device.
+// Arguments of the attention kernels: the same text for host and device.
 #pragma once
 
 #include "core/dtype.hpp"
@@ -9,20 +9,20 @@ namespace lowbit::gpu {
 
 constexpr int kAttentionThreads = 128;
 constexpr float kLog2e = 1.4426950408889634f;
-constexpr int kMostHeadDim = 256;
+constexpr int kMaxHeadDim = 256;
 
-// [B, H, length, columns], dense in the last: strides in elements.
+// [B, H, length, columns], dense in the last dimension: strides in elements.
 struct HeadRows {
   void* data;
   int64_t batch, head, row;
 };
 
-struct ListCall {  // of blocks: [B, H, q blocks] and [.., kv blocks], int32
+struct ListCall {  // blocks to visit: [B, H, q blocks] and [.., kv blocks], int32
   const int32_t *counts, *indices;
   int64_t count_stride[3], index_stride[4], most;
 };
 
-// The gradient of a captured tensor while it is added up (captured.cuh), and where it goes.
+// Accumulator of a captured tensor's gradient (captured.cuh), and where the result goes.
 struct alignas(8) ExactSum {
   unsigned long long high, low;
   float special;
@@ -30,14 +30,14 @@ struct alignas(8) ExactSum {
 struct CapturedGradientCall {
   ExactSum* sums;  // [copies][count], or null: not wanted
   void* to;
-  int64_t count, copies;  // CTAs add to copies of a small tensor in turn
+  int64_t count, copies;  // CTAs alternate between copies of a small tensor
   DType dtype;
 };
 
-// Numbers of a query for the backward: D, and lse, or 0 where that is -inf.
+// Per-query numbers for the backward: D, and lse, or 0 where that is -inf.
 struct alignas(8) RowStatistics {
   float lse, delta;
-  // From here on no more than 13 bits of lse lie behind the point: its probabilities do not add up to 1.
+  // From this magnitude on, at most 13 bits of lse are after the binary point: probabilities do not add up to 1.
   LOWBIT_INLINE bool has_rest() const {
     const float magnitude = lse < 0 ? -lse : lse;
     return magnitude >= 1024.0f && magnitude <= 0x1.fffffep127f;
@@ -50,34 +50,34 @@ struct AttentionCallOf {
   HeadRows q{}, k{}, v{}, out{}, grad_out{}, grad_q{}, grad_k{}, grad_v{};
   Tiling q_tiles, kv_tiles;
   int32_t batch = 0, heads = 0, group = 0;
-  int32_t first_head = 0, launched_heads = 0;  // of B times Hq: a launch of the forward may be of some
-  // Of the forward alone: query i stands at position + i, and sees no key that is `window` (> 0) or more before it.
+  int32_t first_head = 0, launched_heads = 0;  // range of the B * Hq heads: a forward launch may cover some of them
+  // Forward only: query i is at position + i, and attends to no key `window` (> 0) or more positions before it.
   int32_t position = 0, window = 0;
   bool causal = false;
-  DType out_dtype = DType::other;  // of out and given
+  DType out_dtype = DType::other;  // dtype of out and given
   float scale = 0;
   float *lse = nullptr, *max_scores = nullptr;
   const float *sink = nullptr, *grad_lse = nullptr;
-  const void* bias = nullptr;  // the mask of the call, of Mods::kBias
+  const void* bias = nullptr;  // the mask of the call, of dtype Mods::kBias
   int64_t bias_stride[4] = {};
   const int64_t* seed = nullptr;
-  uint64_t dropped = 0;  // of 2^32 draws
+  uint64_t dropped = 0;  // threshold for 32-bit random draws
   float kept = 0;        // factor of a probability that is not dropped
   Captured score{}, mask{};
-  int32_t* fault = nullptr;  // of the mods (score/print.hpp)
-  // Classes of blocks (ops/attention.hpp), [B or 1, Hq or 1, q blocks, kv blocks], made of the lists; strides.
+  int32_t* fault = nullptr;  // set by the mods (score/print.hpp)
+  // Classes of blocks (ops/attention.hpp), [B or 1, Hq or 1, q blocks, kv blocks], made from the lists; strides.
   uint8_t* classes = nullptr;
   int64_t class_batch = 0, class_head = 0, class_columns = 0, class_rows = 0, class_heads = 0;
   ListCall lists[2] = {};  // partial, full
-  // of the backward
+  // backward only
   HeadRows given{};  // grad_out as the caller gave it; grad_out: in 16 bits
   RowStatistics* statistics = nullptr;  // [B, Hq, L]
-  float* unit = nullptr;  // [B, Hq, L]: factor of the probabilities of rows of large lse (has_rest)
+  float* unit = nullptr;  // [B, Hq, L]: factor of the probabilities of rows with a large lse (has_rest)
   float* grad_sink = nullptr;
   CapturedGradientCall gradients[Captured::kGradients] = {};
-  uint32_t* largest = nullptr;  // [kMostCaptured]: bits of the largest value that is added to each
-  int32_t sum_bits = 0;         // of sums for the largest value
-  bool adds = false;            // or finds the largest
+  uint32_t* largest = nullptr;  // [kMaxCaptured]: bits of the largest value added to each
+  int32_t sum_bits = 0;         // accumulator bits for the largest value
+  bool adds = false;            // false: only finds the largest
 };
 
 }  // namespace lowbit::gpu

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// On the host: makes the call of a kernel of attention from an op's arguments.
+// Host code that makes the arguments of an attention kernel from those of an op.
 #pragma once
 
 #include "gpu/attention/call.hpp"
@@ -24,7 +24,7 @@ inline int64_t class_count(const AttentionForwardArgs& args) {
   return counts ? counts.numel() * ceil_div(args.kv_length(), args.lists.kv_block) : 0;
 }
 
-// Without mods. classes: class_count(args) bytes of the device.
+// Leaves out the mods. classes: class_count(args) bytes of device memory.
 template <class Captured>
 AttentionCallOf<Captured> attention_call(const AttentionForwardArgs& args, int q_tile, int kv_tile, uint8_t* classes) {
   const BlockLists& lists = args.lists;

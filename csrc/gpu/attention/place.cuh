@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The places of tiles of scores, and which of them are seen, on any device: classes of the blocks that a block
-// mask lists, causality, dropout. A Call is an AttentionCallOf. The device defines refuse(call), for a list with a
-// bad entry.
+// The positions of tiles of scores, and their visibility, on any device: classes of the blocks listed by a block mask,
+// causality, dropout. A Call is an AttentionCallOf. The device defines refuse(call), for a list with an invalid entry.
 #pragma once
 
 #include "core/random.hpp"
@@ -11,7 +10,7 @@ namespace lowbit::gpu {
 
 LOWBIT_INLINE float minus_infinity() { return -__builtin_inff(); }
 
-// A tile of a Tiling, one after the other without a division.
+// Iterates over the tiles of a Tiling without divisions.
 struct TileStep {
   int index = 0, block = 0, within = 0;
 
@@ -32,7 +31,7 @@ struct TileStep {
   }
 };
 
-// The queries of a task, by the number of a CTA. Under causality the last ones have most to do: they are first.
+// The queries of a task, from the index of a CTA. Under causality the last ones have most work, and come first.
 struct QueryTile {
   int b, h;
   TileStep step;
@@ -45,11 +44,11 @@ LOWBIT_INLINE QueryTile query_tile(const Call& call, int task) {
   return {head / call.heads, head % call.heads, step, step.begin(call.q_tiles), step.size(call.q_tiles)};
 }
 
-// The place of a tile of scores. q0: the position of its first query.
-struct TilePlace {
+// Position of a tile of scores. q0: index of its first query.
+struct TilePosition {
   int b, h, q0, rows, k0, cols;
-  bool partial;  // mask_mod has to be asked
-  bool cut;      // by the ends of q and k, by causality or by the window
+  bool partial;  // mask_mod must be evaluated
+  bool cut;      // cut by the ends of q and k, by causality or by the window
 };
 
 constexpr uint8_t kEmptyBlock = 0, kPartialBlock = 1;
@@ -62,7 +61,7 @@ LOWBIT_INLINE uint8_t class_of(const Call& call, int b, int h, int64_t q_block, 
 
 // False if no score of the tile is visible.
 template <class Call>
-LOWBIT_INLINE bool find_tile(const Call& call, int b, int h, const TileStep& q, const TileStep& k, TilePlace& at) {
+LOWBIT_INLINE bool find_tile(const Call& call, int b, int h, const TileStep& q, const TileStep& k, TilePosition& at) {
   at = {b, h, q.begin(call.q_tiles) + call.position, q.size(call.q_tiles), k.begin(call.kv_tiles),
         k.size(call.kv_tiles), false, false};
   if (call.causal && at.k0 >= at.q0 + at.rows) return false;
@@ -74,8 +73,8 @@ LOWBIT_INLINE bool find_tile(const Call& call, int b, int h, const TileStep& q, 
   return block != kEmptyBlock;
 }
 
-// Moves `step`, of keys or else of queries, over empty blocks, four at a time, whose classes are loaded together. One
-// after the other, each load waits for the one before: 512 times in 32768 keys of which a window sees 1024.
+// Advances `step`, over keys or over queries, past empty blocks, four at a time, whose classes are loaded together. One
+// at a time, each load would wait for the one before: 512 times in 32768 keys with a window of 1024.
 template <bool kKeysPass, class Call>
 LOWBIT_INLINE void pass_empty(const Call& call, int b, int h, const TileStep& stays, TileStep& step) {
   const Tiling& tiling = kKeysPass ? call.kv_tiles : call.q_tiles;
@@ -95,12 +94,12 @@ LOWBIT_INLINE void pass_empty(const Call& call, int b, int h, const TileStep& st
 }
 
 template <class Call>
-LOWBIT_INLINE bool is_hidden(const Call& call, const TilePlace& at, int q, int k) {
+LOWBIT_INLINE bool is_hidden(const Call& call, const TilePosition& at, int q, int k) {
   return k >= at.k0 + at.cols || q >= at.q0 + at.rows || (call.causal && k > q) ||
          (call.window > 0 && k <= q - call.window);
 }
 
-// The random number of a probability, which is dropped where the number is below `dropped` of 2^32.
+// The random number of a probability, which is dropped if the number is below `dropped`.
 LOWBIT_INLINE uint32_t dropout_draw(int64_t seed, int head, int q, int k) {
   const auto key = static_cast<uint64_t>(seed);
   auto words = philox4x32({static_cast<uint32_t>(k) / 4, static_cast<uint32_t>(q), static_cast<uint32_t>(head), 0},
@@ -109,14 +108,14 @@ LOWBIT_INLINE uint32_t dropout_draw(int64_t seed, int head, int q, int k) {
   return k & 2 ? high : low;
 }
 
-// Whether one of so many queries has probabilities that do not add up to 1.
+// Whether any of the queries has probabilities that do not add up to 1.
 LOWBIT_INLINE bool any_has_rest(const RowStatistics* statistics, int rows) {
   bool any = false;
   for (int row = 0; row < rows; row++) any |= statistics[row].has_rest();
   return any;
 }
 
-// The gradient of the sink of head blockIdx.x is - sum over b and q of exp(sink - lse) D: what this thread adds.
+// The gradient of the sink of head blockIdx.x is - sum over b and q of exp(sink - lse) D: the share of this thread.
 template <class Sum, class Call, class Exponential>
 LOWBIT_INLINE Sum sink_gradient_of_thread(const Call& call, Exponential exponential) {
   const int64_t length = call.q_tiles.length, h = blockIdx.x;
@@ -146,14 +145,14 @@ LOWBIT_INLINE void read_list(const Call& call, const ListCall& list, uint8_t* ro
   }
 }
 
-// A CTA for each row of blocks. The barrier orders global memory too, as __syncthreads() does on CUDA.
+// One CTA per row of blocks. The barrier orders global memory too, as __syncthreads() does on CUDA.
 template <class Call, class Barrier>
 LOWBIT_INLINE void make_classes(const Call& call, Barrier barrier_of_all_memory) {
   uint8_t* row = call.classes + blockIdx.x * call.class_columns;
   for (int64_t j = threadIdx.x; j < call.class_columns; j += kAttentionThreads) row[j] = 0;
   barrier_of_all_memory();
   read_list(call, call.lists[0], row, 1);
-  barrier_of_all_memory();  // a block of both lists is full
+  barrier_of_all_memory();  // a block in both lists is full
   read_list(call, call.lists[1], row, 2);
 }
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Elements of tensors whose dtype, one of the three floats, is only known while a kernel runs.
+// Elements of tensors whose dtype, one of the three floats, is known only when a kernel runs.
 #pragma once
 
 #include "core/dtype.hpp"
@@ -18,7 +18,7 @@ LOWBIT_INLINE void store_from_float(void* to, DType dtype, int64_t at, float val
       dtype == DType::bfloat16 ? bfloat16_from_float(value) : float16_from_float(value);
 }
 
-#ifdef LOWBIT_LANES  // an Intel GPU: without an instruction for it
+#ifdef LOWBIT_LANES  // an Intel GPU, which has no instruction for it
 LOWBIT_INLINE uint32_t pair_of_bf16(float low, float high) {
   return bfloat16_from_float(low) | static_cast<uint32_t>(bfloat16_from_float(high)) << 16;
 }
@@ -27,7 +27,7 @@ LOWBIT_INLINE uint32_t pair_of_f16(float low, float high) {
 }
 #endif
 
-// Two floats of a dtype of 16 bits, side by side.
+// Two floats packed in a 16-bit dtype.
 LOWBIT_INLINE uint32_t pair_of(DType dtype, float low, float high) {
   return dtype == DType::bfloat16 ? pair_of_bf16(low, high) : pair_of_f16(low, high);
 }

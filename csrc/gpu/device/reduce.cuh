@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// Sums and maxima over the threads of a warp or a CTA, in each of them, in an order of their own.
+// Sums and maxima over the threads of a warp or a CTA, returned to each of them, in a fixed order.
 #pragma once
 
 #include "gpu/device/vector.cuh"
 
 namespace lowbit::gpu {
 
-struct Largest {  // bits of floats that are not negative; a nan is above inf
+struct Largest {  // bits of non-negative floats; nan is above inf
   LOWBIT_INLINE int32_t operator()(int32_t a, int32_t b) const { return a > b ? a : b; }
 };
 struct Total {
@@ -20,11 +20,11 @@ LOWBIT_INLINE T of_warp(Combine combine, T value) {
   return value;
 }
 
-// `warps`: shared memory of one T for each warp of the CTA, which no other code reads or writes any more.
+// `warps`: shared memory of one T per warp of the CTA, which no other code accesses any more.
 template <int kWarps, class Combine, class T>
 LOWBIT_INLINE T of_cta(Combine combine, T value, T (&warps)[kWarps]) {
   value = of_warp(combine, value);
-  __syncthreads();  // earlier values have been read
+  __syncthreads();  // all earlier reads are done
   if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = value;
   __syncthreads();
   value = warps[0];

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The parts of the C++ library that headers of formats, rules and core use, for compilers of devices, which have none.
-// The device adds what it has functions for, and the integers of 64 bits, which are of different types.
+// The parts of the C++ library used by headers of formats, rules and core, for device compilers, which have none. The
+// device adds functions that it implements itself, and the 64-bit integers, whose types differ.
 #pragma once
 
 using int8_t = signed char;
@@ -31,7 +31,7 @@ struct string_view {
   const char* text;
   constexpr string_view(const char* text) : text(text) {}
   constexpr char operator[](size_t i) const { return text[i]; }
-  constexpr size_t find(char wanted) const {  // which is there
+  constexpr size_t find(char wanted) const {  // which must be present
     size_t at = 0;
     while (text[at] != wanted) at++;
     return at;

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Activations in the order in which products read them: one or several CTAs for each row. Floats are cut into parts
-// of bfloat16 that add up to them, x = x0 + x1 + x2; or they are rounded to int8 codes with a scale for the row, or
-// for each group.
+// Reorders activations for the products: one or several CTAs per row. Floats are cut into parts of bfloat16 that add up
+// to them, x = x0 + x1 + x2; or they are rounded to int8 codes with a scale per row, or per group.
 #pragma once
 
 #include "formats/e4m3.hpp"
@@ -11,20 +10,20 @@
 
 namespace lowbit::gpu {
 
-// The upper 16 bits of two floats, side by side.
+// The upper 16 bits of two floats, packed.
 LOWBIT_INLINE uint32_t upper_halves(float low, float high) {
   return __byte_perm(__float_as_uint(low), __float_as_uint(high), 0x7632);
 }
 LOWBIT_INLINE float upper_part(float a) { return __uint_as_float(__float_as_uint(a) & 0xffff0000u); }
 
-// Values that add up to `value` and have 8 significant bits, but for the last.
+// Values with 8 significant bits each, except the last, that add up to `value`.
 template <int kParts>
 LOWBIT_INLINE void cut(float value, float (&part)[kParts]) {
 #pragma unroll
   for (int i = 0; i < kParts; i++) part[i] = value, value -= upper_part(value);
 }
 
-// Four k of a row, from 4 * word on: in one load or two where rows begin at multiples of 8 bytes.
+// Four k of a row, from 4 * word on: in one load, or in two if rows do not begin at multiples of 8 bytes.
 LOWBIT_INLINE void load_word(const LinearCall& call, int64_t row, int64_t word, float (&x)[4]) {
   const int64_t at = row * call.spec.k + word * 4;
   if (call.spec.k % 4 == 0 && reinterpret_cast<std::size_t>(call.x) % 8 == 0 && word * 4 < call.spec.k) {
@@ -51,24 +50,24 @@ LOWBIT_INLINE void load_word(const LinearCall& call, int64_t row, int64_t word, 
   }
 }
 
-// The begin of chunk q of a tile for the lane that holds this word of a row, of `count` pieces of two words a tile.
+// The offset of chunk q of a tile for the lane with this word of a row; `count` pieces of two words per tile.
 LOWBIT_INLINE int64_t ordered_at(const LinearCall& call, int64_t row, int64_t word, int count) {
   const int64_t tile = row / kRowsAtOnce * call.tiles + word / 16;
   return tile * count * 32 + row % kRowsAtOnce * 4 + word % 4;
 }
 
-// Where activations are matrices of 8 rows x 16 bytes, for products of warpgroups: the number of the 8 rows x 64 k that
-// hold this row and tile. All rows of a CTA's tile lie together.
+// With activations as matrices of 8 rows x 16 bytes, for warpgroup products: index of the block of 8 rows x 64 k with
+// this row and tile. All rows of a CTA's tile are contiguous.
 LOWBIT_INLINE int64_t matrices_of(const LinearCall& call, int64_t row, int64_t tile) {
   const int64_t rows = int64_t{1} << call.log2_of_rows;
   return ((row >> call.log2_of_rows) * call.tiles + tile) * (rows / kRowsAtOnce) + row % rows / kRowsAtOnce;
 }
 
-// The bits of the largest |x| of words first, first + step ... before end of a row. Those of inf and nan are
-// above all others.
+// The bits of the largest |x| among words first, first + step ... before end of a row. Those of inf and nan are above
+// all others.
 LOWBIT_INLINE int32_t largest_of_words(const LinearCall& call, int64_t row, int64_t first, int64_t end, int step) {
   int32_t most = 0;
-#pragma unroll 4  // loads of a row on their way together: one CTA has it
+#pragma unroll 4  // loads in flight together: one CTA has the row
   for (int64_t word = first; word < end; word += step) {
     float x[4];
     load_word(call, row, word, x);
@@ -82,7 +81,8 @@ LOWBIT_INLINE int32_t largest_of_row(const LinearCall& call, int64_t row, int32_
 
 constexpr int32_t kInfinityBits = 0x7f800000;
 
-// scale = amax / most and its inverse; a nan or inf in the range makes the scale nan, and so every result of the row.
+// scale = amax / most, and its inverse; a nan or inf in the range makes the scale nan, and with it all results
+// of the row.
 struct Range {
   float scale, inverse, zero_point;
 
@@ -93,8 +93,8 @@ struct Range {
   }
 };
 
-// kSwapped: bytes and half bytes of codes come out in pairs of k 0, 2 and 1, 3 (fragments.cuh), floats as they lie.
-// kAlone: a weight of several parts, whose lower ones would make nan of inf.
+// kSwapped: bytes and nibbles of codes are unpacked in pairs of k 0, 2 and 1, 3 (fragments.cuh), floats in order.
+// kAlone: a weight of several parts, whose lower ones would turn inf into nan.
 template <int kParts, bool kSwapped, bool kAlone>
 LOWBIT_INLINE void order_floats(const LinearCall& call) {
   LOWBIT_SHARED(int32_t, warps, [kLinearWarps]);
@@ -116,7 +116,7 @@ LOWBIT_INLINE void order_floats(const LinearCall& call) {
       const bool finite = (__float_as_int(x[i]) & INT32_MAX) < kInfinityBits;
       if (float8) x[i] = E4M3::decode(E4M3::encode(f32{x[i] * range.inverse})).lane;
       else x[i] *= up;
-      cut<kParts>(x[i] == x[i] ? x[i] : __builtin_nanf(""), part[i]);  // of some nan the upper half is inf
+      cut<kParts>(x[i] == x[i] ? x[i] : __builtin_nanf(""), part[i]);  // the upper half of some nans is inf
 #pragma unroll
       for (int j = 1; j < kParts; j++)
         if (!finite) part[i][j] = 0.0f;
@@ -130,7 +130,7 @@ LOWBIT_INLINE void order_floats(const LinearCall& call) {
   }
 }
 
-// Threads that make the codes of one scale: a warp where groups have scales, else the CTA.
+// The threads that compute the codes of one scale: a warp for scales of groups, else the CTA.
 template <bool kIsWarp>
 struct Team {
   static constexpr int kSize = kIsWarp ? 32 : kLinearThreads;
@@ -167,7 +167,7 @@ LOWBIT_INLINE Range range_of_row(const LinearCall& call, int64_t row, int32_t (&
                                                        : Range::symmetric(largest_of_row(call, row, warps), 127.0f);
 }
 
-// Four codes as the bytes of a word, and their sum. Elements behind the end of x have the code 0.
+// Four codes as the bytes of a word, and their sum. Elements past the end of x have the code 0.
 struct WordOfCodes {
   uint32_t codes;
   int32_t sum;
@@ -183,12 +183,12 @@ LOWBIT_INLINE WordOfCodes codes_of(const LinearCall& call, int64_t word, const f
   return of;
 }
 
-// Codes of k [begin, end) of a row, and their sum. kMatrices: as products of warpgroups take them.
+// Codes for k in [begin, end) of a row, and their sum. kMatrices: in the layout of warpgroup products.
 template <bool kMatrices, bool kIsWarp>
 LOWBIT_INLINE int32_t encode(const LinearCall& call, const Team<kIsWarp>& team, int64_t row, int64_t begin, int64_t end,
                              const Range& range) {
   int32_t sum = 0;
-  constexpr int kAtOnce = kIsWarp ? 1 : 4;  // words of a thread, whose loads are on their way together
+  constexpr int kAtOnce = kIsWarp ? 1 : 4;  // words per thread, with loads in flight together
   for (int64_t first = begin / 4 + team.rank(); first < end / 4; first += kAtOnce * team.kSize) {
     float x[kAtOnce][4];
 #pragma unroll
@@ -209,12 +209,12 @@ LOWBIT_INLINE int32_t encode(const LinearCall& call, const Team<kIsWarp>& team, 
   return team.combined(Total{}, sum);
 }
 
-// The part of a symmetric weight's zero point that is subtracted before sums become floats. For int4 it is 0: its zero
-// point comes later, as on the CPU.
+// The part of a symmetric weight's zero point that is subtracted before accumulators become floats. For int4 it is 0,
+// and the zero point is applied later, as on the CPU.
 template <Format kFormat>
 constexpr int kCodeOffset = kFormat == Format::int4 ? 0 : symmetric_zero(kFormat);
 
-// tile_groups: sums of a tile (call.hpp), of kParts; else one of all k, of one CTA. code_offset: kCodeOffset
+// tile_groups: sums per tile (call.hpp) if kParts; else one over all k, in one CTA. code_offset: kCodeOffset
 // of the weight.
 template <bool kParts, bool kMatrices = false>
 LOWBIT_INLINE void quantize_rows(const LinearCall& call, int tile_groups, int code_offset) {
@@ -228,7 +228,7 @@ LOWBIT_INLINE void quantize_rows(const LinearCall& call, int tile_groups, int co
   Range range{};
   if (per_row) range = range_of_row(call, row, warps);
   if (threadIdx.x == 0) call.row_offset[row] = -range.scale * range.zero_point;
-  const int64_t span = per_row ? part : larger(part, spec.group_size);  // of one scale
+  const int64_t span = per_row ? part : larger(part, spec.group_size);  // elements with one scale
   const int64_t step = kParts ? call.ctas_of_row * kLinearWarps * span : span;
   for (int64_t begin = kParts ? (part_of_row * kLinearWarps + threadIdx.x / 32) * span : 0; begin < padded;
        begin += step) {

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The steps on a sum before it is stored: column scale, offset of asymmetric activations, bias, activation, mul, add.
+// The operations on a sum before it is stored: column scale, offset of asymmetric activations, bias,
+// activation, mul, add.
 #pragma once
 
 #include "formats/layout_codes.hpp"
@@ -21,14 +22,14 @@ LOWBIT_INLINE float activate(Activation activation, float a) {
   return a;
 }
 
-// The scales that a sum has still to be multiplied by: for codes that of the column, for activations that of their row.
-// The row's comes last, because it may make the result subnormal.
+// The scales still to be applied to a sum: for codes that of the column, for activations that of their row. The row's
+// comes last, because it may make the result subnormal.
 struct PendingScales {
   bool column_scale;
   float row_scale;
 };
 
-// The numbers of a column that the steps need. (Numbers of columns are 32 bits: in panels of a known width there
+// The numbers of a column that the epilogue needs. (Column indices have 32 bits: with panels of a constant width there
 // is no division.)
 struct ColumnEnds {
   float scale, sum, bias;
@@ -72,7 +73,7 @@ LOWBIT_INLINE void finish(const LinearCall& call, int64_t row, int64_t n, float 
                    finished<kFormat>(call, ColumnEnds::of<kFormat>(call, n), row, at, sum, pending));
 }
 
-// Four results beside each other, of columns from n on: in one store where rows begin at multiples of four.
+// Four adjacent results, of columns from n on: in one store if rows begin at multiples of four.
 LOWBIT_INLINE void store_four(const LinearCall& call, int64_t row, int64_t n, const float (&value)[4]) {
   const int64_t at = row * call.spec.n + n;
   if (n + 4 <= call.spec.n && call.spec.n % 4 == 0 && reinterpret_cast<std::size_t>(call.y) % 16 == 0) {
@@ -90,9 +91,9 @@ LOWBIT_INLINE void store_four(const LinearCall& call, int64_t row, int64_t n, co
     if (n + i < call.spec.n) store_from_float(call.y, call.dtype, at + i, value[i]);
 }
 
-// The sum of a row that holds inf or nan, weight by weight.
+// The dot product of a row that contains inf or nan, weight by weight.
 template <Format kFormat>
-LOWBIT_INLINE float sum_alone(const LinearCall& call, int64_t row, int64_t n) {
+LOWBIT_INLINE float nonfinite_dot(const LinearCall& call, int64_t row, int64_t n) {
   float sum = 0.0f;
   for (int64_t k = 0; k < call.spec.k; k++)
     sum = __fmaf_rn(load_as_float(call.x, call.dtype, row * call.spec.k + k),

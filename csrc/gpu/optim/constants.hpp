@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Constants of a step for all elements of a tensor, made by each CTA from the tensor's count of steps, or by the host.
+// Constants of a step for all elements of a tensor, computed by each CTA from the tensor's step count, or by the host.
 #pragma once
 
 #include "core/random.hpp"

@@ -14,7 +14,7 @@ struct Convert {
     return (static_cast<int64_t>(blockIdx.x) * kStepThreads + threadIdx.x) * n;
   }
 
-  LOWBIT_INLINE static int left_of(const ConvertArgs& args, int64_t at) {  // as far as a thread asks
+  LOWBIT_INLINE static int left_of(const ConvertArgs& args, int64_t at) {  // up to a thread's share
     return static_cast<int>(at >= args.numel ? 0 : args.numel - at < n ? args.numel - at : n);
   }
   LOWBIT_INLINE static bool is_whole(const ConvertArgs& args, int left) {
@@ -34,7 +34,7 @@ struct Convert {
     i32 bits{0}, code[n];
 #pragma unroll
     for (int i = 0; i < n; i++) {
-      if constexpr (!kSigned) value[i] = max(f32{0.0f}, value[i]);  // nan stays
+      if constexpr (!kSigned) value[i] = max(f32{0.0f}, value[i]);  // keeps nan
       bits = max(bits, bits_of(abs(value[i])));
     }
     const float scale = encode_values<kFormat, kSigned>(largest_of_block<kBlock / n>(bits.lane, warps), 1.0f, value,

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Moments between codes and float32, elements_each() of them a thread and a block of the format on neighbouring
-// threads. The same codes and scales as cpu/optim/moment.hpp.
+// Conversion of moments between codes and float32: elements_each() of them per thread, with a block of the format on
+// adjacent threads. The same codes and scales as cpu/optim/moment.hpp.
 #pragma once
 
 #include "formats/state_codes.hpp"
@@ -19,11 +19,11 @@ template <> struct WordOf<4> { using type = uint32_t; };
 template <> struct WordOf<8> { using type = uint2; };
 template <> struct WordOf<16> { using type = uint4; };
 
-// Whether an address is that of words of any size.
+// Whether an address is aligned for words of any size.
 LOWBIT_INLINE bool is_aligned(const void* p) { return (reinterpret_cast<std::size_t>(p) & 15) == 0; }
 
-// `count` elements as they lie in memory. kWhole: all of them are there, at the address of a word. If not, `left` are:
-// one by one, and zeros. (By a loop over bytes, Intel's newer compilers keep `to` in memory for both ways.)
+// `count` elements in memory format. kWhole: all exist, at a word-aligned address. Otherwise `left` exist: loaded one
+// by one, the others zero. (With a loop over bytes, Intel's newer compilers keep `to` in memory for both cases.)
 template <bool kWhole, class Element, int count>
 LOWBIT_INLINE void load_elements(const Element* from, int left, void* to) {
   if constexpr (kWhole) {
@@ -45,7 +45,7 @@ LOWBIT_INLINE void store_elements(Element* to, int left, const void* from) {
     constexpr int kBytes = count * static_cast<int>(sizeof(Element)), kStep = kBytes < 16 ? kBytes : 16;
     using Word = typename WordOf<kStep>::type;
 #pragma unroll
-    for (int i = 0; i < kBytes / kStep; i++)  // what a plain copy stores is cut in words of 4 bytes by NVRTC
+    for (int i = 0; i < kBytes / kStep; i++)  // NVRTC splits the stores of a plain copy into 4-byte words
       __stcs(reinterpret_cast<Word*>(to) + i, static_cast<const Word*>(from)[i]);
   } else {
 #pragma unroll
@@ -57,14 +57,14 @@ LOWBIT_INLINE void store_elements(Element* to, int left, const void* from) {
   }
 }
 
-// The elements of a thread: n, in runs of kRun neighbours that begin kStride apart, so that the words of a warp lie
-// side by side.
+// The elements of a thread: n, in runs of kRun consecutive ones that begin kStride apart, so that the words of a warp
+// are contiguous.
 template <int kCount, int kRun = kCount, int kStride = kCount>
 struct Runs {
   static constexpr int n = kCount;
-  using Pairs = Runs<n / 2, kRun / 2, kStride / 2>;  // of two elements a byte: these bytes
+  using Pairs = Runs<n / 2, kRun / 2, kStride / 2>;  // bytes of two elements each
 
-  LOWBIT_INLINE static constexpr int offset(int i) { return i / kRun * kStride + i % kRun; }  // of element i
+  LOWBIT_INLINE static constexpr int offset(int i) { return i / kRun * kStride + i % kRun; }  // offset of element i
   static constexpr int kSpan = offset(n - 1) + 1;
 
   template <bool kWhole, class Element>
@@ -82,7 +82,7 @@ struct Runs {
   }
 };
 
-// Floats of a thread as they lie in memory.
+// Floats of a thread in memory format.
 template <class Runs>
 struct alignas(16) RawFloats {
   static constexpr int n = Runs::n;
@@ -116,7 +116,7 @@ struct alignas(16) RawFloats {
   }
 };
 
-// Codes of a thread as they lie in memory; 4-bit codes two to a byte, the first in the high nibble.
+// Codes of a thread in memory format; 4-bit codes two per byte, the first in the high nibble.
 template <StateFormat kFormat, class Runs>
 struct alignas(16) RawCodes {
   using Bytes = std::conditional_t<kFormat == StateFormat::dynamic4, typename Runs::Pairs, Runs>;
@@ -132,7 +132,7 @@ struct alignas(16) RawCodes {
     Bytes::template store<kWhole>(codes + state_bytes(kFormat, at), static_cast<int>(state_bytes(kFormat, left)),
                                   words);
   }
-  // As the floats 2^23 + code, which decoders read.
+  // As the floats 2^23 + code, for the decoders.
   LOWBIT_INLINE void read(f32 (&number)[n]) const {
 #pragma unroll
     for (int i = 0; i < n; i++) {
@@ -158,7 +158,7 @@ struct alignas(16) RawCodes {
   }
 };
 
-// The scale of the block of element `at`, also for a thread behind the last element: it holds a part of the tables.
+// The scale of the block of element `at`, even for a thread past the last element, which holds a part of the tables.
 template <int kBlock>
 LOWBIT_INLINE float scale_at(const float* scale, int64_t at, int64_t numel) {
   return at / kBlock * kBlock < numel ? scale[at / kBlock] : 0.0f;
@@ -166,7 +166,7 @@ LOWBIT_INLINE float scale_at(const float* scale, int64_t at, int64_t numel) {
 
 constexpr int kStepWarps = kStepThreads / kWarpLanes;
 
-// The largest of kLanes neighbouring threads, in each of them. `warps`: of this use alone until the next barrier.
+// The largest of kLanes adjacent threads, returned to each. `warps`: not shared with other uses until the next barrier.
 template <int kLanes>
 LOWBIT_INLINE int32_t largest_of_block(int32_t bits, int32_t* warps) {
 #pragma unroll
@@ -187,14 +187,14 @@ LOWBIT_INLINE int32_t largest_of_block(int32_t bits, int32_t* warps) {
   return bits;
 }
 
-// The larger bits of |value|: nan above inf. A moment that cannot be negative may still be a nan with a sign, which is
-// above all if unsigned.
+// The larger bits of |value|: nan above inf. A moment that cannot be negative may still be a negative nan, whose bits
+// exceed all others if unsigned.
 template <bool kSigned>
 LOWBIT_INLINE i32 larger(i32 bits, f32 value) {
   return kSigned ? max(bits, bits_of(abs(value))) : max_u32(bits, bits_of(value));
 }
 
-// Codes of this thread's values, counted in `unit`s, and the scale of their block, whose largest has the bits given.
+// Codes of this thread's values in multiples of `unit`, and the scale of their block, given the bits of its largest.
 // Values that are not finite, and scales without an inverse, as in cpu/optim/moment.hpp.
 template <StateFormat kFormat, bool kSigned, int n>
 LOWBIT_INLINE float encode_values(int32_t absmax_bits, float unit, f32 (&value)[n], i32 (&code)[n]) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Adds the rows of the ops optim_step, encode_state and decode_state: one for each format. Kernels have `step`,
-// `convert` (by a kernel whose name begins with that of the op), and `refuses`: which calls they cannot serve.
+// Adds the rows of the ops optim_step, encode_state and decode_state: one per format. Kernels provide `step`, `convert`
+// (with a kernel whose name begins with that of the op), and `refuses`: which calls they cannot serve.
 #pragma once
 
 #include <string>
@@ -13,7 +13,7 @@ namespace lowbit::gpu {
 
 template <class Kernels, StateFormat kFormat, class Args>
 void add_optim_row(Backend& backend, void (*run)(const Args&)) {
-  const auto& name = *new std::string(  // stays, as the backend does
+  const auto& name = *new std::string(  // never freed, like the backend
       concat(OpOf<Args>::name, "_", kStateFormatNames[static_cast<int>(kFormat)], "_", backend.name));
   const auto refuses = [](const Args& args) -> std::string_view {
     return args.format == kFormat ? Kernels::refuses(args) : "another state format";

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// optim_step: every tensor of a table in one launch. A CTA updates kTaskElements consecutive elements of one tensor:
-// parameter, gradient and codes are read once and written once, the new moments wait in registers until the largest of
+// optim_step: all tensors of a table in one launch. A CTA updates kTaskElements consecutive elements of one tensor:
+// parameter, gradient and codes are read once and written once; new moments stay in registers until the largest of
 // their block is known.
 #pragma once
 
@@ -9,11 +9,11 @@
 
 namespace lowbit::gpu {
 
-// Before the step, in a launch of its own: counts the steps of the tensors, and makes the constants of each, which all
-// of its CTAs read.
+// Before the step, in its own launch: increments the tensors' step counts, and computes the constants of each, which
+// all of its CTAs read.
 template <class Rule>
 LOWBIT_INLINE void count_steps(const StepTable& table) {
-  static_assert(sizeof(Constants<Rule>) <= kMostConstantBytes);
+  static_assert(sizeof(Constants<Rule>) <= kMaxConstantBytes);
   if (table.found_inf && *table.found_inf != 0) return;
   for (int i = static_cast<int>(threadIdx.x); i < table.count; i += kStepThreads) {
     const OptimTensor& tensor = table.tensor[i];
@@ -22,19 +22,19 @@ LOWBIT_INLINE void count_steps(const StepTable& table) {
   }
 }
 
-// Rounds up to bfloat16 with the probability of the part that is cut off; inf and nan stay.
+// Rounds up to bfloat16 with a probability equal to the fraction cut off; inf and nan stay.
 LOWBIT_INLINE f32 round_stochastically(f32 value, int element, int32_t key) {
   const i32 up = add(bits_of(value), shift_right<16>(random_bits(i32{element}, key)));
   const i32 cut = bit_and(up, i32{static_cast<int32_t>(0xffff0000)});
   return float_of(select(at_least(abs(value), f32{0.0f}), cut, bits_of(value)));
 }
 
-// kParam, kGrad: the dtypes of parameter and gradient; other: the tensor says.
+// kParam, kGrad: the dtypes of parameter and gradient; other: known at run time only.
 template <StateFormat kFormat, class Rule, int kBlock, int kEach, DType kParam, DType kGrad>
 struct Update {
   static constexpr int kMoments = Rule::kMoments, n = kEach, kLanes = kBlock / n;
   static constexpr DType kMomentDType = kFormat == StateFormat::bfloat16 ? DType::bfloat16 : DType::float32;
-  // A run is 16 bytes of the widest dtype; all elements where a kernel knows no dtypes.
+  // A run is 16 bytes of the widest dtype; all elements of a thread if dtypes are unknown.
   static constexpr bool kKnown = kParam != DType::other && kGrad != DType::other;
   static constexpr bool kWide = kParam == DType::float32 || kGrad == DType::float32 || kFormat == StateFormat::float32;
   static constexpr int kRun = !kKnown ? n : kWide ? 4 : n < 8 ? n : 8;
@@ -43,13 +43,13 @@ struct Update {
   const OptimTensor& tensor;
   const Constants<Rule>& constants;
   int64_t at;  // this thread's first element
-  int left;    // of this CTA's elements, from it on; none: 0 or less
-  bool whole;  // all of the thread's are there, in words
+  int left;    // elements left in this CTA from there on; 0 or less: none
+  bool whole;  // all of the thread's elements exist, word-aligned
 
   LOWBIT_INLINE DType param_dtype() const { return kParam == DType::other ? tensor.param_dtype : kParam; }
   LOWBIT_INLINE DType grad_dtype() const { return kGrad == DType::other ? tensor.grad_dtype : kGrad; }
 
-  // A moment as it lies in memory, with the scale of its block.
+  // A moment in memory format, with the scale of its block.
   struct RawMoment {
     std::conditional_t<has_codes(kFormat), RawCodes<kFormat, Elements>, RawFloats<Elements>> raw;
     float scale;
@@ -76,7 +76,7 @@ struct Update {
     }
   };
 
-  // Old values of moment k as value * factor, times the rule's factor for them (carry).
+  // Old values of moment k as value * factor, times the rule's factor (carry).
   template <int k>
   LOWBIT_INLINE void read(const RawMoment (&old)[kMoments + 1], f32 (&value)[kMoments + 1][n],
                           f32 (&factor)[kMoments + 1][n]) const {
@@ -97,7 +97,7 @@ struct Update {
     }
   }
 
-  // New values, counted in the rule's units, as they will lie in memory.
+  // New values, in the rule's units, in memory format.
   template <int k>
   LOWBIT_INLINE void write(f32 (&value)[kMoments + 1][n], RawMoment (&made)[kMoments + 1],
                            int32_t (*warps)[kStepWarps]) const {
@@ -125,7 +125,7 @@ struct Update {
     }
   }
 
-  // This thread's elements as they lie in memory.
+  // This thread's elements in memory format.
   struct Raw {
     RawFloats<Elements> grad, param;
     RawMoment moments[kMoments + 1];
@@ -146,7 +146,7 @@ struct Update {
     for (int k = 0; k < kMoments; k++) from.moments[k].template store<kWhole>(*this, k);
   }
 
-  // One choice for all of it, so that everything is asked for before the first is used.
+  // One branch for everything, so that all loads are issued before the first use.
   LOWBIT_INLINE void load(Raw& to) const {
     if (whole) load_as<true>(to);
     else load_as<false>(to);
@@ -194,7 +194,7 @@ struct Update {
   }
 };
 
-// The last tensor of the table whose first task is not after this CTA's.
+// The last tensor of the table whose first task does not come after this CTA's.
 LOWBIT_INLINE int tensor_of_task(const StepTable& table, int32_t task) {
   int found = 0, end = table.count;
   while (end - found > 1) {
@@ -213,14 +213,15 @@ LOWBIT_INLINE bool lies_in_words(const OptimTensor& tensor) {
   return aligned;
 }
 
-// Elements of a tensor from `first` on, which a CTA updates. kAhead: it asks for the next chunk before it updates one.
+// The elements of a tensor from `first` on that a CTA updates. kAhead: loads the next chunk before updating
+// the current one.
 template <class Rule, StateFormat kFormat, int kBlock, int kEach = elements_each(kBlock), DType kParam = DType::other,
           DType kGrad = DType::other, bool kAhead = true>
 LOWBIT_INLINE void update_task(const OptimTensor& tensor, const Constants<Rule>& constants, int64_t first) {
   constexpr int kChunk = kStepThreads * kEach;
   static_assert(kTaskElements % kChunk == 0 && kChunk % kBlock == 0);
   const bool in_words = lies_in_words<Rule::kMoments>(tensor);
-  // Two chunks take turns, so that one barrier each is enough.
+  // Two chunks alternate, so that one barrier each is enough.
   LOWBIT_SHARED(int32_t, warps, [2][kMaxMoments][kStepWarps]);
   using Chunk = Update<kFormat, Rule, kBlock, kEach, kParam, kGrad>;
   const int64_t rest = tensor.numel - first;

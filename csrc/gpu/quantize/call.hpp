@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The arguments of the kernel of dequantize, the same text for host and device.
+// Arguments of the dequantize kernel: the same text for host and device.
 #pragma once
 
 #include "core/dtype.hpp"
@@ -8,7 +8,7 @@
 namespace lowbit::gpu {
 
 constexpr int kDequantizeThreads = 256;
-constexpr int64_t kStretch = 4 * kDequantizeThreads;  // k of a CTA
+constexpr int64_t kStretch = 4 * kDequantizeThreads;  // k range of a CTA
 
 struct DequantizeCall {
   WeightSpec spec;
@@ -16,9 +16,9 @@ struct DequantizeCall {
   const uint8_t* weight;
   const void* indices;  // int32 or int64: the rows to dequantize; null: all of them
   void* out;            // [n, k], or a row for each index
-  int64_t* outside;     // the place of an index that is not one of 0..n-1; null: such a one ends the launch
+  int64_t* outside;     // index outside 0..n-1, if any; null: such an index ends the launch
   DType index_dtype, dtype;
-  int bits;  // of a code
+  int bits;  // bits per code
 };
 
 }  // namespace lowbit::gpu

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// All of a packed weight, or some rows of it, a stretch of a row to a CTA.
+// Dequantizes a packed weight, or some of its rows, one stretch of a row per CTA.
 #pragma once
 
 #include "formats/layout_codes.hpp"
@@ -14,8 +14,8 @@ LOWBIT_INLINE int64_t wanted_row(const DequantizeCall& call, int64_t at) {
                                           : static_cast<const int32_t*>(call.indices)[at];
 }
 
-// On Intel GPUs the host asks afterwards. On CUDA a call waits for nothing: the next wait gets an error, as from
-// torch's own look-up.
+// On Intel GPUs the host checks afterwards. On CUDA a call waits for nothing: the next synchronization reports an
+// error, as with torch's own look-up.
 LOWBIT_INLINE void note_outside(const DequantizeCall& call, int64_t at) {
 #ifdef LOWBIT_LANES
   *call.outside = at;
@@ -24,7 +24,7 @@ LOWBIT_INLINE void note_outside(const DequantizeCall& call, int64_t at) {
 #endif
 }
 
-// kAnyInteger: the format is the integer format of so many bits as the call says.
+// kAnyInteger: any integer format, with the number of bits from the call.
 template <Format kFormat, class From, bool kAnyInteger = false>
 LOWBIT_INLINE void dequantize(const DequantizeCall& call) {
   const int64_t stretches = ceil_div(call.spec.k, kStretch), at = blockIdx.x / stretches, n = wanted_row(call, at),

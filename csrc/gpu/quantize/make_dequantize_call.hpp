@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// On the host: the call of the kernel that dequantizes all of a weight or some rows of it.
+// Host code that makes the arguments of the dequantize kernel, for a whole weight or some of its rows.
 #pragma once
 
 #include "gpu/quantize/call.hpp"

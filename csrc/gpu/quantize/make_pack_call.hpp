@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// On the host: makes the call of the kernels that pack a weight from an op's arguments, and adds up its sums.
+// Host code that makes the arguments of the kernels that pack a weight from those of an op, and adds up their sums.
 #pragma once
 
 #include <algorithm>
@@ -10,7 +10,7 @@
 
 namespace lowbit::gpu {
 
-// Memory of the device for a call, in bytes from its start. The sums are first.
+// Device memory of a call, in bytes from its start. The sums come first.
 struct PackRoom {
   int64_t sums, scale, zero, levels, all;
 };
@@ -49,7 +49,7 @@ inline PackCall pack_call(const QuantizeArgs& args, void* memory) {
           .sums = reinterpret_cast<float*>(at + room.sums)};
 }
 
-// The sums of all panels, in their order.
+// The sums of all panels, in order.
 inline Distortion total(const std::vector<float>& sums) {
   Distortion of;
   for (std::size_t i = 0; i < sums.size(); i += 3)
@@ -66,7 +66,7 @@ inline bool is_finite(const std::vector<int32_t>& found) {
   return std::all_of(found.begin(), found.end(), [](int32_t of) { return of == 0; });
 }
 inline int64_t finite_ctas(const AllFiniteArgs& args) {
-  return smaller(kMostFiniteCtas, ceil_div(args.tensor.numel(), kFiniteStretch));
+  return smaller(kMaxFiniteCtas, ceil_div(args.tensor.numel(), kFiniteStretch));
 }
 
 }  // namespace lowbit::gpu

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// A float weight to packed panels: scales and zero points of a panel by one kernel, codes by a second one. Both take
-// the steps of csrc/cpu/quantize/quantize.cpp, in the same order, with the same bits; only sums of squares are added in
-// another order.
+// Packs a float weight to panels: one kernel computes scales and zero points of a panel, a second one its codes. Both
+// follow csrc/cpu/quantize/quantize.cpp operation by operation, with the same bits; only sums of squares are added in a
+// different order.
 #pragma once
 
 #include "formats/scale_search.hpp"
@@ -13,7 +13,7 @@ namespace lowbit::gpu {
 
 constexpr int kSlots = kPackThreads / static_cast<int>(kPanelColumns);
 
-// The greatest value of the 16 threads of a column. `of_slots` is used for nothing else.
+// The maximum over the 16 threads of a column. `of_slots` has no other use.
 LOWBIT_INLINE float greatest_of_column(float (&of_slots)[kSlots][kPanelColumns], float value) {
   const int column = threadIdx.x % kPanelColumns;
   of_slots[threadIdx.x / kPanelColumns][column] = value;
@@ -22,12 +22,12 @@ LOWBIT_INLINE float greatest_of_column(float (&of_slots)[kSlots][kPanelColumns],
   return value;
 }
 
-// The place of group g of a row in the room.
+// The index of group g of a row in scale, zero and levels.
 LOWBIT_INLINE int64_t room_of(const PackCall& call, int64_t row, int64_t g) {
   return (row / kPanelColumns * call.groups + g) * kPanelColumns + row % kPanelColumns;
 }
 
-// A row of the weight, which is a column of the panel; zeros behind its end.
+// A row of the weight, which is a column of the panel; zeros past its end.
 struct PackColumn {
   const PackCall& call;
   int64_t row;
@@ -41,9 +41,9 @@ struct PackColumn {
   }
 };
 
-// A group of it, over its absmax scale, for the search.
+// One of its groups, divided by its absmax scale, for the search.
 struct PackGroup {
-  static constexpr bool kSparesClamps = false;  // a seventh of the kernel for a few instructions
+  static constexpr bool kSparesClamps = false;  // clamping costs few instructions; avoiding it, a seventh of the kernel
   const PackColumn& column;
   int64_t begin, count;
   float code_max, inverse;
@@ -53,7 +53,7 @@ struct PackGroup {
   LOWBIT_INLINE f32 to_float16(f32 scale) const { return {float_from_float16(float16_from_float(scale.lane))}; }
 };
 
-// The scale of a group as it is stored, over the power of two of its column: its bits, and their value.
+// The stored scale of a group, divided by the power of two of its column: bits and value.
 struct HalfScale {
   uint16_t bits;
   float value;
@@ -73,7 +73,7 @@ struct PackShared {
   float sums[3][kPackThreads];
 };
 
-// Adds up the sums of a panel's threads, in their order.
+// Adds up the sums of a panel's threads, in order.
 LOWBIT_INLINE void add_up(const PackCall& call, float (&of)[3][kPackThreads], float signal, float noise,
                           float absmax_noise) {
   of[0][threadIdx.x] = signal, of[1][threadIdx.x] = noise, of[2][threadIdx.x] = absmax_noise;
@@ -84,7 +84,7 @@ LOWBIT_INLINE void add_up(const PackCall& call, float (&of)[3][kPackThreads], fl
   call.sums[blockIdx.x * 3 + threadIdx.x] = sum;
 }
 
-// Importances count over the power of two of the largest.
+// Importances are divided by the power of two of the largest.
 LOWBIT_INLINE float importance_factor(const PackCall& call, PackShared& shared) {
   if (!call.importance) return 1.0f;
   float most = 0x1p-126f;
@@ -105,7 +105,7 @@ LOWBIT_INLINE void choose_ranges(const PackColumn& column, int64_t g, float& sca
   scale = scale_of_range<Codec>(low, high, call.mapping, call.code_max);
 }
 
-// Noise and levels of group g with its chosen scale.
+// Noise and levels of group g for its chosen scale.
 template <Format kFormat>
 LOWBIT_INLINE void weigh_codes(const PackColumn& column, int64_t g, float scale, float zero, int64_t at, float& signal,
                                float& noise) {
@@ -125,7 +125,7 @@ LOWBIT_INLINE void store_half(const PackCall& call, int64_t section, int64_t row
   *reinterpret_cast<uint16_t*>(call.packed + call.to.at(section, 2, row, g)) = half;
 }
 
-// kMaySearch: else `searches` is false, and its code is not compiled.
+// kMaySearch: if not, `searches` is false, and its code is not compiled.
 template <Format kFormat, bool kMaySearch = true>
 LOWBIT_INLINE void pack_scales(const PackCall& call) {
   using Codec = codec_of<kFormat>;
@@ -140,7 +140,7 @@ LOWBIT_INLINE void pack_scales(const PackCall& call) {
     most = call.scale[room_of(call, column.row, g)] > most ? call.scale[room_of(call, column.row, g)] : most;
   }
   float factor = power_of_two_below(greatest_of_column(shared[0].most[0], most));
-  float lost = factor < 0x1p126f ? 0.0f : 1.0f;  // a bit of a scale, if the column's power of two were the next one
+  float lost = factor < 0x1p126f ? 0.0f : 1.0f;  // whether a scale loses a bit if the column's power of two doubles
   for (int64_t g = slot; g < call.groups; g += kSlots) {
     float& scale = call.scale[room_of(call, column.row, g)];
     if (call.half_scales) scale = HalfScale(scale, factor).value;
@@ -185,7 +185,7 @@ LOWBIT_INLINE void pack_scales(const PackCall& call) {
   }
   if (slot == 0) {
     *reinterpret_cast<float*>(call.packed + call.to.at(call.to.column_scale, 4, column.row)) = factor;
-    if (call.groups % 2) {  // a section ends with zeros up to 64 bytes: two groups
+    if (call.groups % 2) {  // a section is padded with zeros to 64 bytes: two groups
       if (call.half_scales) store_half(call, call.to.group_scale, column.row, call.groups, 0);
       if (call.asymmetric) store_half(call, call.to.zero, column.row, call.groups, 0);
     }
@@ -193,11 +193,11 @@ LOWBIT_INLINE void pack_scales(const PackCall& call) {
   add_up(call, shared[0].sums, signal, noise, kMaySearch && call.searches ? absmax_noise : noise);
 }
 
-// Four codes of a column from k on, a byte each.
+// Four codes of a column from k on, one per byte.
 template <Format kFormat>
 LOWBIT_INLINE uint32_t four_codes(const PackColumn& column, int64_t k) {
   const PackCall& call = column.call;
-  if (k >= call.groups * call.group_k) return 0;  // with groups of 32 or 16 the last tile may have none
+  if (k >= call.groups * call.group_k) return 0;  // with groups of 32 or 16 the last tile may have no code there
   const int64_t at = room_of(call, column.row, k / call.group_k);
   const float scale = call.scale[at], zero = call.zero[at];
   uint32_t four = 0;
@@ -206,7 +206,7 @@ LOWBIT_INLINE uint32_t four_codes(const PackColumn& column, int64_t k) {
   return four;
 }
 
-// 4 bytes of a panel's codes: pieces of codes of 4 k of a column, and of those that share bytes with them (codec.hpp).
+// 4 bytes of a panel's codes: pieces of the codes of 4 k of a column, and of codes that share these bytes (codec.hpp).
 template <Format kFormat>
 LOWBIT_INLINE void pack_word(const PackCall& call, int64_t panel, int64_t word) {
   const int64_t tile_words = call.bits * 32;
@@ -264,7 +264,7 @@ LOWBIT_INLINE void pack_floats(const PackCall& call) {
 LOWBIT_INLINE void all_finite(const FiniteCall& call) {
   LOWBIT_SHARED(int32_t, found, [kPackThreads]);
   int32_t mine = 0;
-  for (int64_t at = blockIdx.x * kFiniteStretch; at < call.count; at += kMostFiniteCtas * kFiniteStretch)
+  for (int64_t at = blockIdx.x * kFiniteStretch; at < call.count; at += kMaxFiniteCtas * kFiniteStretch)
     for (int64_t i = at + threadIdx.x; i < smaller(call.count, at + kFiniteStretch); i += kPackThreads) {
       const float x = load_as_float(call.data, call.dtype, i);
       if (!(x - x == 0.0f)) mine = 1;

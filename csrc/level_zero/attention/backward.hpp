@@ -1,22 +1,22 @@
 // SPDX-License-Identifier: Apache-2.0
-// Backward: a tile of keys stays with its work-group while tiles of queries of its heads pass, for the gradients of
-// keys and values; a tile of queries stays while keys pass, for theirs. Nothing is added up between work-groups. Of the
-// side that passes, first the factor of the gradients of probabilities lies in local memory (grad_out, values), then
-// that of scores (queries, keys).
+// The backward. For the gradients of keys and values, a work-group keeps a tile of keys and loops over tiles of queries
+// of its heads; for those of queries it keeps queries and loops over keys. Work-groups share no accumulators. Of the
+// side that passes, local memory first has the factor of the gradients of probabilities (grad_out, values), then that
+// of scores (queries, keys).
 #pragma once
 
 #include "level_zero/attention/sums.hpp"
 
 namespace lowbit::level_zero {
 
-// kCaptured: a pass only for gradients that are added up score by score (sums.hpp).
+// kCaptured: a pass only for gradients that are accumulated score by score (sums.hpp).
 template <int kColumns, bool kMods, bool kKeysStay, bool kCaptured>
 struct Backward {
   static constexpr BackwardShape kShape{kColumns};
   static constexpr int kRows = kShape.rows();
 
   struct Shared {
-    alignas(16) float left[kShape.tile()][kColumns], right[kShape.tile()][kColumns];  // of the rows that stay
+    alignas(16) float left[kShape.tile()][kColumns], right[kShape.tile()][kColumns];  // the rows that stay
     SharedTile<kColumns> tile;
   };
 
@@ -26,7 +26,7 @@ struct Backward {
   gpu::TileStep stays;
   RowSums<kRows, kColumns> grad, grad_values;
 
-  // `rows` of them, zeros behind and beside.
+  // `rows` rows, with zeros past the last row and column.
   template <int kTileRows, int kTo>
   LOWBIT_INLINE void load(float (&to)[kTileRows][kTo], const gpu::HeadRows& tensor, DType dtype, int h, int row,
                           int rows, int columns) const {
@@ -48,22 +48,22 @@ struct Backward {
          kQueries ? h : h / call.group, row, rows, call.ev);
   }
 
-  // each(at, head) for every tile of scores that is visible.
+  // Calls each(at, head) for every visible tile of scores.
   template <class Each>
   LOWBIT_INLINE void for_each_tile(Each each) const {
     const Tiling& passing = kKeysStay ? call.q_tiles : call.kv_tiles;
     for (int h = first_head; h < first_head + (kKeysStay ? call.group : 1); h++)
       for (gpu::TileStep step; step.index < static_cast<int>(passing.count); step.next(passing)) {
-        gpu::TilePlace at;
+        gpu::TilePosition at;
         if (!gpu::find_tile(call, b, h, kKeysStay ? step : stays, kKeysStay ? stays : step, at)) continue;
         at.cut |= at.cols < (kKeysStay ? kShape.tile() : kKvTile) || at.rows < (kKeysStay ? kKvTile : kShape.tile());
         each(at);
       }
   }
 
-  // each(r, j, q, k) for the scores of this lane.
+  // Calls each(r, j, q, k) for the scores of this lane.
   template <class Each>
-  LOWBIT_INLINE void for_each_score(const gpu::TilePlace& at, Each each) const {
+  LOWBIT_INLINE void for_each_score(const gpu::TilePosition& at, Each each) const {
 #pragma unroll
     for (int r = 0; r < kRows; r++)
 #pragma unroll
@@ -73,8 +73,9 @@ struct Backward {
       }
   }
 
-  // Raw products s and gradients dp of probabilities to probabilities after dropout and gradients of raw scores.
-  LOWBIT_INLINE void differentiate(const gpu::TilePlace& at, Scores<kRows>& s, Scores<kRows>& dp) const {
+  // Turns raw products s and gradients dp of probabilities into probabilities after dropout and gradients
+  // of raw scores.
+  LOWBIT_INLINE void differentiate(const gpu::TilePosition& at, Scores<kRows>& s, Scores<kRows>& dp) const {
     const int64_t head = (static_cast<int64_t>(b) * call.heads + at.h) * call.q_tiles.length;
     for_each_score(at, [&](int r, int j, int q, int k) LOWBIT_INLINED {
       const float raw = s[r][j], seen = modified<kMods>(call, at, raw, q, k);
@@ -94,21 +95,21 @@ struct Backward {
     });
   }
 
-  LOWBIT_INLINE void add_of_mask(const gpu::TilePlace& at, int q, int k, float ds) const {
+  LOWBIT_INLINE void add_of_mask(const gpu::TilePosition& at, int q, int k, float ds) const {
     GlobalSums* const sums = sums_of(global<int32_t>(call.fault));
     if (!sums->of[Sums::kOfMask].words || ds == 0) return;
     add_to(sums, Sums::kOfMask, b * sums->mask_stride[0] + at.h * sums->mask_stride[1] + q * sums->mask_stride[2] +
                                     k * sums->mask_stride[3], ds);
   }
 
-  // Finds the sum of the probabilities of each row of large lse, for queries that stay: before its first use.
+  // Computes the sum of probabilities of each row with a large lse, for queries that stay, before its first use.
   LOWBIT_INLINE void find_units() const {
     const int q0 = stays.begin(call.q_tiles), rows = stays.size(call.q_tiles);
     const int64_t head = (static_cast<int64_t>(b) * call.heads + first_head) * call.q_tiles.length + q0;
     if (!gpu::any_has_rest(call.statistics + head, rows)) return;
     float total[kRows][1];
     clear(total);
-    for_each_tile([&](const gpu::TilePlace& at) LOWBIT_INLINED {
+    for_each_tile([&](const gpu::TilePosition& at) LOWBIT_INLINED {
       __syncthreads();
       load_left<false>(shared.tile.rows, at.h, at.k0, at.cols);
       __syncthreads();
@@ -126,7 +127,7 @@ struct Backward {
       if (call.sink) sum += exponential(call.sink[first_head] - call.statistics[head + first + r].lse);
       call.unit[head + first + r] = 1.0f / sum;
     }
-    barrier_of_all_memory();  // other threads of the work-group read what is written here
+    barrier_of_all_memory();  // other threads of the work-group read these results
   }
 
   LOWBIT_INLINE void run() {
@@ -136,10 +137,10 @@ struct Backward {
     load_right<!kKeysStay>(shared.right, first_head, begin, rows);
     clear(grad), clear(grad_values);
     if constexpr (!kKeysStay && !kCaptured) find_units();
-    for_each_tile([&](const gpu::TilePlace& at) LOWBIT_INLINED {
+    for_each_tile([&](const gpu::TilePosition& at) LOWBIT_INLINED {
       const int from = kKeysStay ? at.q0 : at.k0, count = kKeysStay ? at.rows : at.cols;
       Scores<kRows> s, dp;
-      __syncthreads();  // every thread is done with the tile before
+      __syncthreads();  // all threads are done with the tile before
       load_right<kKeysStay>(shared.tile.rows, at.h, from, count);
       __syncthreads();
       multiply_rows(dp, &shared.right[first], shared.tile, lane, call.ev);
@@ -157,13 +158,13 @@ struct Backward {
       }
     });
     if constexpr (kCaptured) return;
-    __syncthreads();  // the rows that stay are there, also where no tile was visible
+    __syncthreads();  // the rows that stay have arrived, even if no tile was visible
     const int h = kKeysStay ? first_head / call.group : first_head;
     store(kKeysStay ? call.grad_k : call.grad_q, grad, shared.left, h, begin, rows, call.e, call.scale);
     if constexpr (kKeysStay) store(call.grad_v, grad_values, shared.right, h, begin, rows, call.ev, 1.0f);
   }
 
-  // A gradient takes the place of the rows that stayed.
+  // A gradient overwrites the rows that stayed.
   LOWBIT_INLINE void store(const gpu::HeadRows& to, const RowSums<kRows, kColumns>& from,
                            float (&place)[kShape.tile()][kColumns], int h, int begin, int rows, int columns,
                            float scale) const {
@@ -175,7 +176,7 @@ struct Backward {
   }
 };
 
-// Under causality the first keys and the last queries have most to do: they are first.
+// Under causality the first keys and the last queries have most work, and come first.
 template <int kColumns, bool kMods, bool kKeysStay, bool kCaptured = false>
 LOWBIT_INLINE void attention_backward(const AttentionCall& call) {
   using B = Backward<kColumns, kMods, kKeysStay, kCaptured>;
@@ -192,7 +193,7 @@ LOWBIT_INLINE void attention_backward(const AttentionCall& call) {
   backward.run();
 }
 
-// D = sum of grad_out * out - grad_lse: a sub-group for each row.
+// D = sum of grad_out * out - grad_lse: one sub-group per row.
 LOWBIT_INLINE void row_statistics(const AttentionCall& call) {
   const int64_t length = call.q_tiles.length,
                 at = static_cast<int64_t>(blockIdx.x) * kSubGroups + threadIdx.x / kSubGroup;
@@ -210,7 +211,7 @@ LOWBIT_INLINE void row_statistics(const AttentionCall& call) {
   call.statistics[at] = {lse == gpu::minus_infinity() ? 0.0f : lse, sum - (call.grad_lse ? call.grad_lse[at] : 0.0f)};
 }
 
-// A work-group for each head, in an order of its own.
+// One work-group per head; the order of the sum is fixed.
 LOWBIT_INLINE void sink_gradient(const AttentionCall& call) {
   LOWBIT_SHARED(float, sums, [kAttentionThreads]);
   sums[threadIdx.x] =

@@ -10,17 +10,17 @@
 namespace lowbit::level_zero {
 namespace {
 
-// Work-groups that add to one address wait for each other.
+// Work-groups that add to the same address wait for each other.
 int64_t copies_of(int64_t count) { return count <= 1024 ? 64 : 1; }
 
-// From the first element to the last: a gradient of a mask has no stride where the mask has none.
+// From the first element to the last: a mask's gradient has no strides along dimensions that the mask broadcasts.
 int64_t elements_of(const TensorView& gradient) {
   int64_t last = 0;
   for (int d = 0; d < gradient.rank; d++) last += (gradient.shape[d] - 1) * gradient.stride[d];
   return gradient.numel() ? last + 1 : 0;
 }
 
-// each(tensor, view) for the gradients that are wanted.
+// Calls each(tensor, view) for the gradients that are wanted.
 template <class Each>
 void for_each_wanted(const AttentionBackwardArgs& args, Each each) {
   for (std::size_t i = 0; i < args.grad_captured.size(); i++)
@@ -79,7 +79,7 @@ CapturedGradients::CapturedGradients(const AttentionBackwardArgs& args, const Ca
   const AttentionForwardArgs& forward = args.forward;
   const double steps = forward.score_mod ? static_cast<double>(forward.score_mod->program().backward.steps.size()) : 1,
                adds = static_cast<double>(forward.batch() * forward.heads() * forward.q_length()) *
-                      static_cast<double>(forward.kv_length()) * (steps + 1);  // to one element, at most
+                      static_cast<double>(forward.kv_length()) * (steps + 1);  // max terms per element
   sums_.bits = 61 - (adds > 1 ? std::ilogb(adds) : 0);
 }
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// On the host: the gradients of a call that are added up score by score (sums.hpp), of captured tensors and the mask.
+// Host code for gradients that are accumulated score by score (sums.hpp): of captured tensors and of the mask.
 #pragma once
 
 #include <vector>
@@ -11,14 +11,14 @@ namespace lowbit::level_zero {
 
 class CapturedGradients {
  public:
-  // "" or why they are too many.
+  // Why there are too many, or "".
   static std::string_view refuses(const AttentionBackwardArgs& args);
-  static int64_t bytes(const AttentionBackwardArgs& args);  // of the device, of `words`
+  static int64_t bytes(const AttentionBackwardArgs& args);  // device memory for `words`
   CapturedGradients(const AttentionBackwardArgs& args, const CallMods& mods, void* words);
 
   bool any() const { return !gradients_.empty(); }
-  // A pass over the scores to find the largest values, one to add them all; then writes the gradients.
-  // kernel: of the module attention_captured.
+  // One pass over the scores to find the largest values, one to add them all; then writes the gradients. kernel: in the
+  // module attention_captured.
   void run(const AttentionCall& call, const char* kernel, int64_t groups) const;
 
  private:

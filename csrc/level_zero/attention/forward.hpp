@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Forward: a work-group has a tile of queries of one head and passes over the keys that it may see with a running
-// softmax. Keys and then values of a tile lie in the same local memory.
+// The forward: a work-group has a tile of queries of one head, with a running softmax over the keys that it may see.
+// The keys of a tile, and then its values, use the same local memory.
 #pragma once
 
 #include "level_zero/attention/running.hpp"
@@ -24,7 +24,7 @@ struct Forward {
   int thread, first;  // first: query of this sub-group in the tile
   Sums sums;
 
-  // `rows` of them, zeros behind and beside.
+  // `rows` rows, with zeros past the last row and column.
   template <int kTileRows, int kTo>
   LOWBIT_INLINE void load(float (&to)[kTileRows][kTo], const gpu::HeadRows& tensor, int b, int h, int row, int rows,
                           int columns) const {
@@ -36,9 +36,9 @@ struct Forward {
     }
   }
 
-  // each(row, key, score) for every score of a tile.
+  // Calls each(row, key, score) for every score of a tile.
   template <class Each>
-  LOWBIT_INLINE void for_each(const gpu::TilePlace& at, Scores<kRows>& s, Each each) const {
+  LOWBIT_INLINE void for_each(const gpu::TilePosition& at, Scores<kRows>& s, Each each) const {
 #pragma unroll
     for (int r = 0; r < kRows; r++)
 #pragma unroll
@@ -46,11 +46,11 @@ struct Forward {
   }
 
   LOWBIT_INLINE void run(int b, int h, const gpu::TileStep& q_step) {
-    gpu::TilePlace at;
+    gpu::TilePosition at;
     for (gpu::TileStep step; step.index < static_cast<int>(call.kv_tiles.count); step.next(call.kv_tiles)) {
       if (!gpu::find_tile(call, b, h, q_step, step, at)) continue;
       at.cut |= at.cols < kKvTile;
-      __syncthreads();  // every thread is done with the values before
+      __syncthreads();  // all threads are done with the values before
       load(shared.tile.rows, call.k, b, h / call.group, at.k0, at.cols, call.e);
       __syncthreads();
       Scores<kRows> s;
@@ -69,9 +69,9 @@ struct Forward {
     }
   }
 
-  // The result takes the place of the queries.
+  // The result overwrites the queries.
   LOWBIT_INLINE void finish(int b, int h, int q0, int rows) {
-    __syncthreads();  // they are there, also where no tile was visible
+    __syncthreads();  // queries have arrived, even if no tile was visible
 #pragma unroll
     for (int r = 0; r < kRows; r++) {
       const float total = sum_of_lanes(sums.total[r]);

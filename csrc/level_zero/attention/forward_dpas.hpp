@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Forward by dpas: a work-group has a tile of queries of one head, each sub-group some of them, and passes over the
-// keys that it may see with a running softmax in float32. Probabilities are rounded to the dtype of the values.
+// The forward with dpas: a work-group has a tile of queries of one head, divided among its sub-groups, with a running
+// softmax in float32 over the keys that it may see. Probabilities are rounded to the dtype of the values.
 #pragma once
 
 #include "level_zero/attention/products.hpp"
@@ -36,19 +36,19 @@ struct ForwardDpas {
 
   // score = each(query, key, score) for every score of this lane.
   template <class Each>
-  LOWBIT_INLINE void for_each(const gpu::TilePlace& at, LaneScores<kRows>& s, Each each) const {
+  LOWBIT_INLINE void for_each(const gpu::TilePosition& at, LaneScores<kRows>& s, Each each) const {
     for_each_score<kRows>(s, shared.scores, [&](int j, int r, float score) LOWBIT_LAMBDA {
       return each(at.q0 + first + r, at.k0 + key_of(lane, j), score);
     });
   }
 
-  LOWBIT_INLINE void modify(const gpu::TilePlace& at, LaneScores<kRows>& s) const {
+  LOWBIT_INLINE void modify(const gpu::TilePosition& at, LaneScores<kRows>& s) const {
     if (kMods || call.bias)
       return for_each(at, s, [&](int q, int k, float score) LOWBIT_LAMBDA {
         return modified<kMods>(call, at, score, q, k);
       });
 #pragma unroll
-    for (int j = 0; j < kOfLane; j++)
+    for (int j = 0; j < kLaneScores; j++)
 #pragma unroll
       for (int r = 0; r < kRows; r++) {
         s[j][r] *= call.scale;
@@ -57,11 +57,11 @@ struct ForwardDpas {
       }
   }
 
-  // Scores to powers of e, sums and the result in relation to the largest score so far.
+  // Turns scores into powers of e relative to the largest so far, and rescales sums and result.
   LOWBIT_INLINE void softmax(LaneScores<kRows>& s) {
     Row largest = top, shrink;
 #pragma unroll
-    for (int j = 0; j < kOfLane; j++)
+    for (int j = 0; j < kLaneScores; j++)
 #pragma unroll
       for (int r = 0; r < kRows; r++) largest[r] = larger_of(largest[r], s[j][r]);
     over_lanes(largest, [](float a, float b) LOWBIT_LAMBDA { return larger_of(a, b); });
@@ -71,7 +71,7 @@ struct ForwardDpas {
       shrink[r] = exponential(top[r] - base);
       total[r] *= shrink[r];
 #pragma unroll
-      for (int j = 0; j < kOfLane; j++) {
+      for (int j = 0; j < kLaneScores; j++) {
         s[j][r] = exponential(s[j][r] - base);
         total[r] += s[j][r];
       }
@@ -83,11 +83,11 @@ struct ForwardDpas {
 
   LOWBIT_INLINE void run(int b, int h, const gpu::TileStep& q_step) {
     HeadReader keys(call.k, b, h / call.group, call.e), values(call.v, b, h / call.group, call.ev);
-    gpu::TilePlace at;
+    gpu::TilePosition at;
     for (gpu::TileStep step; step.index < static_cast<int>(call.kv_tiles.count); step.next(call.kv_tiles)) {
       if (!gpu::find_tile(call, b, h, q_step, step, at)) continue;
       at.cut |= at.cols < kKvTile;
-      __syncthreads();  // every thread is done with the tile before
+      __syncthreads();  // all threads are done with the tile before
       keys.first = values.first = at.k0, keys.rows = values.rows = at.cols;
       shared.k.load(keys), shared.v.load(values);
       __syncthreads();
@@ -112,7 +112,7 @@ struct ForwardDpas {
 
   LOWBIT_INLINE void finish(int b, int h, int q0, int rows) {
     over_lanes(total, [](float a, float b) LOWBIT_LAMBDA { return a + b; });
-    float own_top = top[0], own_total = total[0];  // of lane r that is row r
+    float own_top = top[0], own_total = total[0];  // lane r has those of row r
 #pragma unroll
     for (int r = 1; r < kRows; r++)
       if (lane == r) own_top = top[r], own_total = total[r];
@@ -123,10 +123,10 @@ struct ForwardDpas {
     for (int r = 0; r < kRows; r++) by[r] = shuffled(own, r);
     const int64_t begin = b * call.out.batch + h * call.out.head + (q0 + first) * call.out.row;
 #pragma unroll
-    for (int c = 0; c < kSums; c += kOfLane) {
+    for (int c = 0; c < kSums; c += kLaneScores) {
       LaneScores<kRows> part;
 #pragma unroll
-      for (int j = 0; j < kOfLane; j++) part[j] = out[c + j] * by;
+      for (int j = 0; j < kLaneScores; j++) part[j] = out[c + j] * by;
       for_each_score<kRows>(part, shared.scores, [&](int j, int r, float value) LOWBIT_LAMBDA {
         const int column = (c + j) * kLanes + lane;
         if (first + r < rows && column < call.ev)

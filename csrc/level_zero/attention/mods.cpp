@@ -13,7 +13,7 @@
 namespace lowbit::level_zero {
 namespace {
 
-// score_mod, its gradient and mask_mod as SPIR-V, kept for good, as programs of the device are.
+// score_mod, its gradient and mask_mod as SPIR-V, never freed, like the device's programs.
 std::span<const uint32_t> words_of(const ScoreCall* score, const ScoreCall* mask, bool sums) {
   static std::mutex mutex;
   static std::map<std::array<int64_t, 3>, std::vector<uint32_t>> known;
@@ -28,8 +28,8 @@ std::span<const uint32_t> words_of(const ScoreCall* score, const ScoreCall* mask
   return words;
 }
 
-// Whether a fault may be a mod's. A device that computes nothing (Intel's driver without a GPU) leaves memory as
-// it was.
+// Whether a fault can be that of a mod. A device that computes nothing (Intel's driver without a GPU)
+// leaves memory unchanged.
 bool may_be_noted(const ScoreCall& call, const int32_t (&noted)[4]) {
   const auto [seen, tensor, dim, index] = noted;
   if (seen != 1) return false;
@@ -84,7 +84,7 @@ std::string_view refuses_mod(const ScoreCall* call) {
   if (!call) return "";
   int words = 1;
   for (int i = 0; i < call->captured_count(); i++) words += 1 + 2 * call->captured()[i].rank;
-  return words <= TableCall::kMost ? "" : "a mod captures tensors with more than 127 addresses, sizes and strides";
+  return words <= TableCall::kMax ? "" : "a mod captures tensors with more than 127 addresses, sizes and strides";
 }
 
 }  // namespace lowbit::level_zero

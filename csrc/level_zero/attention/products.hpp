@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Tiles of attention as factors of dpas, bfloat16 or float16. Scores lie by keys on lanes: key_of(lane, j) is the key
-// of the j-th score of a lane, so that two bytes or four of each lane, probabilities in 16 bits, are the first factor
-// of the next product as they are. Columns are padded with zeros to a kernel's own.
+// Tiles of attention as factors of dpas, bfloat16 or float16. Scores are distributed over lanes by key: key_of(lane, j)
+// is the key of a lane's j-th score, so that two or four bytes per lane of 16-bit probabilities are the first factor of
+// the next product as computed. Columns are padded with zeros to those of the kernel.
 #pragma once
 
 #include "level_zero/attention/running.hpp"
@@ -10,9 +10,9 @@
 
 namespace lowbit::level_zero {
 
-constexpr int kStep = 16;                  // summed over by one dpas
-constexpr int kOfLane = kKvTile / kLanes;  // scores of a lane, of each of its rows
-constexpr int kPerPiece = kStep / kLanes;  // 16-bit floats of a lane and a row in the first factor
+constexpr int kStep = 16;                  // depth of one dpas
+constexpr int kLaneScores = kKvTile / kLanes;  // scores per lane and row
+constexpr int kPerPiece = kStep / kLanes;  // 16-bit floats per lane and row of the first factor
 constexpr int kTileSteps = kKvTile / kStep;
 
 LOWBIT_INLINE bool is_float16() { return specialised(0, 0) != 0; }
@@ -28,8 +28,8 @@ LOWBIT_INLINE void multiply_add(Rows<float, kRows>& sum, Rows<RowPiece, kRows> a
   else sum = mad_bf16(a, b, sum);
 }
 
-// Rows of a head in global memory, from `first` on. wide: they begin at multiples of 16 bytes. Where there is no row or
-// column, another one is read and counts as 0: no branch for each element.
+// Rows of a head in global memory, from `first` on. wide: rows begin at multiples of 16 bytes. Missing rows and columns
+// read another one, which counts as 0: no branch per element.
 struct HeadReader {
   const uint16_t* begin;
   int64_t stride;
@@ -47,7 +47,7 @@ struct HeadReader {
     const uint32_t bits = row(r)[column < columns ? column : columns - 1];
     return r < rows && column < columns ? bits : 0;
   }
-  // Whether the eight columns from a multiple of 8 on are there at once.
+  // Whether eight columns from a multiple of 8 on can be read at once.
   LOWBIT_INLINE bool has_eight(int column) const { return wide && column + 8 <= columns; }
   LOWBIT_INLINE u32x4 eight(int r, int column) const {
     const u32x4 words = *(const Global<u32x4>*)(row(r) + column);  // NOLINT: no other cast can
@@ -59,7 +59,7 @@ LOWBIT_INLINE i32x8 joined(const u32x4 (&halves)[2]) {
   return __builtin_bit_cast(i32x8, __builtin_shufflevector(halves[0], halves[1], 0, 1, 2, 3, 4, 5, 6, 7));
 }
 
-// A tile of rows as the second factor that is summed over columns: of each row, a column of the product, 16 at a time.
+// A tile of rows as the second factor, with their columns as depth: a row is a column of the product, 16 at a time.
 template <int kColumns>
 struct RowFactor {
   alignas(16) u32x4 data[kColumns / kStep][kKvTile][2];
@@ -75,7 +75,7 @@ struct RowFactor {
   LOWBIT_INLINE i32x8 factor(int step, int row) const { return joined(data[step][row]); }
 };
 
-// As the one that is summed over rows: of each column 16 rows at a time, in pairs.
+// The same with rows as depth: 16 rows at a time of each column, in pairs.
 template <int kColumns>
 struct PairFactor {
   alignas(16) u32x4 data[kTileSteps][kColumns][2];
@@ -99,7 +99,7 @@ struct PairFactor {
   LOWBIT_INLINE i32x8 factor(int step, int column) const { return joined(data[step][column]); }
 };
 
-// Rows of a sub-group as the first factor, in local memory: each lane writes and reads its own.
+// Rows of a sub-group as the first factor, in local memory: each lane writes and reads its own part.
 template <int kRows, int kColumns>
 struct OwnRows {
   Rows<RowPiece, kRows> piece[kColumns / kStep][kAttentionThreads];
@@ -120,34 +120,34 @@ struct OwnRows {
 };
 
 template <int kRows>
-using LaneScores = Rows<float, kRows>[kOfLane];
+using LaneScores = Rows<float, kRows>[kLaneScores];
 template <int kRows>
-using ScoreMemory = Rows<float, kRows>[kOfLane][kAttentionThreads];
+using ScoreMemory = Rows<float, kRows>[kLaneScores][kAttentionThreads];
 
-// value = each(j, r, value) for the j-th score of each row r of this lane, in a loop over local memory: the code for
-// one score is there once.
+// value = each(j, r, value) for the j-th score of each row r of this lane, in a loop over local memory: the code for a
+// score exists once.
 template <int kRows, class Each>
 LOWBIT_INLINE void for_each_score(LaneScores<kRows>& s, ScoreMemory<kRows>& memory, Each each) {
   const auto thread = static_cast<int>(threadIdx.x);
 #pragma unroll
-  for (int j = 0; j < kOfLane; j++) memory[j][thread] = s[j];
-  for (int i = 0; i < times(kOfLane * kRows); i++) {
+  for (int j = 0; j < kLaneScores; j++) memory[j][thread] = s[j];
+  for (int i = 0; i < times(kLaneScores * kRows); i++) {
     float& value = reinterpret_cast<float*>(&memory[i / kRows][thread])[i % kRows];
     value = each(i / kRows, i % kRows, value);
   }
 #pragma unroll
-  for (int j = 0; j < kOfLane; j++) s[j] = memory[j][thread];
+  for (int j = 0; j < kLaneScores; j++) s[j] = memory[j][thread];
 }
 
 template <int kRows, int kColumns>
 LOWBIT_INLINE void multiply_rows(LaneScores<kRows>& s, const OwnRows<kRows, kColumns>& rows,
                                  const RowFactor<kColumns>& tile, int lane, int columns) {
 #pragma unroll
-  for (int j = 0; j < kOfLane; j++) s[j] = 0;
+  for (int j = 0; j < kLaneScores; j++) s[j] = 0;
   for (int step = 0; step * kStep < columns; step++) {
     const Rows<RowPiece, kRows> a = rows.piece[step][threadIdx.x];
 #pragma unroll
-    for (int j = 0; j < kOfLane; j++) multiply_add<kRows>(s[j], a, tile.factor(step, key_of(lane, j)));
+    for (int j = 0; j < kLaneScores; j++) multiply_add<kRows>(s[j], a, tile.factor(step, key_of(lane, j)));
   }
 }
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Rows of the ops attention_forward and attention_backward. Block lists and indices of mods are checked on the device;
-// where there are some, the host waits and asks.
+// if there are any, the host waits for the result.
 #include "gpu/attention/make_call.hpp"
 #include "level_zero/attention/captured.hpp"
 #include "level_zero/backend.hpp"
@@ -10,7 +10,7 @@ namespace {
 
 using gpu::RowStatistics;
 
-// The memory that a call needs besides its tensors.
+// The workspace of a call.
 struct WorkspaceLayout {
   int64_t classes = 0, statistics = 0, unit = 0, captured = 0;  // bytes
   static constexpr int64_t at_classes() { return CallMods::kBytes; }
@@ -43,7 +43,7 @@ void make_classes(const AttentionForwardArgs& args, const AttentionCall& call) {
   if (rows) launch(args.place, program(args.place, "attention_prepare"), "make_classes", rows.numel(), call);
 }
 
-// lanes: of a sub-group that multiplies by dpas; 0: without.
+// lanes: sub-group size for dpas; 0: without dpas.
 void run_forward(const AttentionForwardArgs& args, int lanes) {
   const int columns = kernel_columns(larger(args.q.size(3), args.ev())),
             q_tile = lanes ? DpasShape{columns, lanes}.q_tile() : ForwardShape{columns}.q_tile();
@@ -51,7 +51,7 @@ void run_forward(const AttentionForwardArgs& args, int lanes) {
   const CallMods mods(args.place, args.score_mod, args.mask_mod, workspace.at(0), may_fail(args));
   const AttentionCall call = call_of(args, workspace, mods, q_tile, kKvTile);
   make_classes(args, call);
-  const int32_t constants[] = {args.q.dtype == DType::float16};  // as products.hpp has them
+  const int32_t constants[] = {args.q.dtype == DType::float16};  // in the order of products.hpp
   const Program& kernels =
       lanes == 8    ? mods.program("attention_forward_dpas8", "attention_forward_dpas8_mods", {constants})
       : lanes == 16 ? mods.program("attention_forward_dpas16", "attention_forward_dpas16_mods", {constants})
@@ -90,7 +90,7 @@ void run_backward(const AttentionBackwardArgs& args) {
   make_classes(forward, by_queries);
   launch(forward.place, of_rows, "row_statistics", ceil_div(rows, kSubGroups), by_queries);
   launch(forward.place, kernels, kernel_of(columns, {"queries_64", "queries_128", "queries_256"}),
-         heads * by_queries.q_tiles.count, by_queries);  // finds units for the others
+         heads * by_queries.q_tiles.count, by_queries);  // computes units for the other pass
   launch(forward.place, kernels, kernel_of(columns, {"keys_64", "keys_128", "keys_256"}),
          forward.batch() * forward.kv_heads() * by_keys.kv_tiles.count, by_keys);
   if (args.grad_sink) launch(forward.place, of_rows, "sink_gradient", forward.heads(), by_queries);
@@ -103,7 +103,7 @@ void run_backward(const AttentionBackwardArgs& args) {
 
 std::string_view refuses(const AttentionForwardArgs& args) {
   if (!is_activation(args.q.dtype)) return "inputs are neither float32 nor bfloat16 nor float16";
-  if (larger(args.q.size(3), args.ev()) > kMostColumns) return "head dims above 256";
+  if (larger(args.q.size(3), args.ev()) > kMaxColumns) return "head dims above 256";
   if (args.mask && args.mask.dtype == DType::float64) return "a mask of float64";
   for (const ScoreCall* mod : {args.score_mod, args.mask_mod})
     if (const std::string_view reason = refuses_mod(mod); !reason.empty()) return reason;

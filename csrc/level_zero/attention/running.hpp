@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The sums of a sub-group's queries while tiles of keys and values pass through local memory; all in float32. Of scores
-// a lane has every sixteenth key, of sums every sixteenth column; probabilities go from lane to lane.
+// The state of a sub-group's queries while tiles of keys and values pass through local memory; all in float32. A lane
+// has every sixteenth key of the scores, every sixteenth column of the sums; probabilities pass from lane to lane.
 #pragma once
 
 #include "gpu/attention/place.cuh"
@@ -34,7 +34,7 @@ LOWBIT_INLINE float exponential(float difference) { return power_of_2(difference
 
 template <int kColumns>
 struct SharedTile {
-  alignas(16) float rows[kKvTile][kColumns + 4];  // keys of neighbouring lanes in different banks
+  alignas(16) float rows[kKvTile][kColumns + 4];  // keys of adjacent lanes in different banks
 };
 
 template <int kRows>
@@ -71,8 +71,8 @@ LOWBIT_INLINE void multiply_rows(Scores<kRows>& s, const float (*rows)[kColumns]
   }
 }
 
-// sums += p times the rows of the tile. Columns in two turns where they are many: their values would not
-// fit the registers.
+// sums += p times the rows of the tile. Many columns are processed in two halves: their values would not
+// fit into registers.
 template <int kRows, int kColumns>
 LOWBIT_INLINE void multiply_onto(float (&sums)[kRows][kColumns / kSubGroup], const Scores<kRows>& p,
                                  const SharedTile<kColumns>& tile, int lane) {
@@ -109,7 +109,7 @@ struct Running {
     for (int r = 0; r < kRows; r++) top[r] = gpu::minus_infinity(), total[r] = 0;
   }
 
-  // Scores to powers of e, sums and the result in relation to the largest score so far.
+  // Turns scores into powers of e relative to the largest so far, and rescales sums and result.
   LOWBIT_INLINE void softmax(Scores<kRows>& s) {
 #pragma unroll
     for (int r = 0; r < kRows; r++) {
@@ -130,7 +130,7 @@ struct Running {
   }
 };
 
-// `rows` rows in local memory to a tensor, once all threads have written them.
+// Copies `rows` rows from local memory to a tensor, once all threads have written them.
 template <int kRows, int kColumns>
 LOWBIT_INLINE void store_rows(const gpu::HeadRows& to, DType dtype, int64_t begin,
                               const float (&from)[kRows][kColumns], int rows, int columns) {
@@ -141,7 +141,7 @@ LOWBIT_INLINE void store_rows(const gpu::HeadRows& to, DType dtype, int64_t begi
   }
 }
 
-// The end of a row, with a sink, a score without a value: `scale` is of its result.
+// The end of a row, with a sink, a score without a value: `scale` multiplies its result.
 struct RowEnd {
   float top, total, scale = 1;
 

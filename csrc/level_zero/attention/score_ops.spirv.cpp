@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Score programs call these functions, and the driver links them (score/spirv.hpp): the ops of score/ops.hpp, and those
-// that read captured tensors. A value has 32 bits: of a float, an int, or a bool that is 0 or 1.
+// The functions called by score programs, linked by the driver (score/spirv.hpp): the ops of score/ops.hpp, and those
+// that read captured tensors. A value has 32 bits: a float, an int, or a bool as 0 or 1.
 #define LOWBIT_LANES 16
 #include "level_zero/attention/call.hpp"
 #include "level_zero/device/vectors.hpp"
@@ -38,10 +38,10 @@ LOWBIT_INLINE void note_fault(Table table, int32_t tensor, int32_t dim, int32_t 
 // The nearest float, ties to even, by integer arithmetic: many of these GPUs have no double.
 LOWBIT_INLINE uint32_t float_bits_of_double(uint64_t bits) {
   const auto sign = static_cast<uint32_t>(bits >> 32) & 0x80000000u;
-  const auto exponent = static_cast<int32_t>(bits >> 52 & 0x7ff) - (1023 - 127);  // of a float
+  const auto exponent = static_cast<int32_t>(bits >> 52 & 0x7ff) - (1023 - 127);  // exponent of a float
   const uint64_t fraction = bits & 0xfffffffffffffu;
   if (exponent == 0x7ff - (1023 - 127)) return sign | 0x7f800000u | (fraction ? 0x400000u : 0);
-  const int32_t behind = exponent > 0 ? 29 : exponent < -24 ? 54 : 30 - exponent;  // digits beyond a float's
+  const int32_t behind = exponent > 0 ? 29 : exponent < -24 ? 54 : 30 - exponent;  // digits beyond a float's precision
   const uint64_t digits = fraction | uint64_t{1} << 52, kept = digits >> behind, half = uint64_t{1} << (behind - 1);
   const uint64_t rest = digits & (2 * half - 1);
   const uint64_t magnitude = kept + (rest > half || (rest == half && kept & 1)) +
@@ -65,8 +65,8 @@ extern "C" __device__ void score_check_divisor(lz::Table table, int32_t divisor)
   if (divisor == 0) lz::note_fault(table, -1, 0, 0);
 }
 
-// Adds one index to the place `at` of an element: by the stride of a captured tensor, or (stride_at 0) in its gradient,
-// which is contiguous.
+// Adds one index to the offset `at` of an element: with the stride of a captured tensor, or (stride_at 0) in its
+// gradient, which is contiguous.
 extern "C" __device__ int64_t score_index(lz::Table table, int32_t size_at, int32_t stride_at, int32_t tensor,
                                           int32_t dim, int64_t at, int32_t index) {
   const auto size = static_cast<int64_t>(table[size_at]);

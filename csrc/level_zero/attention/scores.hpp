@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// One score, from the product of query and key to the softmax: score_mod and mask_mod, which a driver links to the
+// One score, from the product of query and key to the softmax: score_mod and mask_mod, which the driver links to the
 // module (score/spirv.hpp), a mask, causality.
 #pragma once
 
@@ -16,14 +16,13 @@ LOWBIT_INLINE void refuse(const AttentionCall& call) {
   global<int32_t>(call.fault)[1] = kBlockListFault, global<int32_t>(call.fault)[0] = 1;
 }
 
-// Runs in one thread, before anything that may note a fault: the arguments of a launch have no addresses, they are
-// in registers.
+// Runs in one thread, before anything can fault. Arguments of a launch are in registers and have no addresses.
 LOWBIT_INLINE void write_table(const TableCall& call) {
   if (threadIdx.x != 0) return;
 #pragma unroll
   for (int i = 0; i < 4; i++) global<int32_t>(call.fault)[i] = 0;
 #pragma unroll
-  for (int i = 0; i < TableCall::kMost; i++) global<uint64_t>(call.table)[i] = call.words[i];
+  for (int i = 0; i < TableCall::kMax; i++) global<uint64_t>(call.table)[i] = call.words[i];
 }
 
 template <class Call>
@@ -34,9 +33,9 @@ LOWBIT_INLINE float bias_of(const Call& call, int b, int h, int q, int k) {
   return load_real(call.bias, call.bias_dtype, at);
 }
 
-// Mods are called only for rows and columns that exist.
+// Mods are called only for existing rows and columns.
 template <bool kMods>
-LOWBIT_INLINE float modified(const AttentionCall& call, const gpu::TilePlace& at, float product, int q, int k) {
+LOWBIT_INLINE float modified(const AttentionCall& call, const gpu::TilePosition& at, float product, int q, int k) {
   float s = product * call.scale;
   const int last_q = at.q0 + at.rows - 1, last_k = at.k0 + at.cols - 1;
   const int some_q = q < last_q ? q : last_q, some_k = k < last_k ? k : last_k;
@@ -49,7 +48,7 @@ LOWBIT_INLINE float modified(const AttentionCall& call, const gpu::TilePlace& at
   return at.cut && gpu::is_hidden(call, at, q, k) ? gpu::minus_infinity() : s;
 }
 
-// The end of a row of the forward. Returns the factor of the sums of its result; one lane writes lse and max_scores.
+// The end of a row of the forward. Returns the factor of its accumulated result; one lane writes lse and max_scores.
 LOWBIT_INLINE float finish_row(const AttentionCall& call, int b, int h, int row, float top, float total, bool writes) {
   const int64_t at = (static_cast<int64_t>(b) * call.heads + h) * call.q_tiles.length + row;
   Global<float>*const largest = global<float>(call.max_scores), *const lse = global<float>(call.lse);

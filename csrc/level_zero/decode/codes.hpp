@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Keys and values as they are stored (ops/decode.hpp), a dword at a time: of int8 four columns, of int4 four and the
-// four that are 16 columns further. And the rotation of rows in local memory.
+// Reads keys and values as stored (ops/decode.hpp), by dwords: four columns of int8, or four columns of int4 and the
+// four that are 16 columns further. Also the rotation of rows in local memory.
 #pragma once
 
 #include "level_zero/attention/running.hpp"
@@ -8,7 +8,7 @@
 
 namespace lowbit::level_zero {
 
-constexpr int kCodeGroup = 32;  // kKvGroup: elements of a scale of int4
+constexpr int kCodeGroup = 32;  // kKvGroup: elements per int4 scale
 
 LOWBIT_INLINE int words_of(const KvRows& of) { return of.kind == KvKind::int4 ? of.padded / 8 : of.padded / 4; }
 
@@ -16,7 +16,7 @@ LOWBIT_INLINE int64_t row_at(const gpu::HeadRows& rows, int b, int h, int64_t ro
   return b * rows.batch + h * rows.head + row * rows.row;
 }
 
-// to(column, value) for the columns of one dword of a row.
+// Calls to(column, value) for the columns of one dword of a row.
 template <class To>
 LOWBIT_INLINE void decode_word(const KvRows& of, int b, int h, int64_t row, int word, To to) {
   const auto* bytes = static_cast<const uint8_t*>(of.rows.data) + row_at(of.rows, b, h, row);
@@ -38,7 +38,7 @@ LOWBIT_INLINE void decode_word(const KvRows& of, int b, int h, int64_t row, int 
   }
 }
 
-// `rows` rows in local memory times the Hadamard matrix of `size`, over its root: its own inverse. By all threads.
+// Multiplies `rows` rows in local memory by the normalized Hadamard matrix of `size`, its own inverse. By all threads.
 template <int kRows, int kColumns>
 LOWBIT_INLINE void rotate(float (&rows)[kRows][kColumns], int columns, int size, int thread) {
   const float norm = 1.0f / __fsqrt_rn(static_cast<float>(size));

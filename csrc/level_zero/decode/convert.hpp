@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// kv_quantize and kv_dequantize: a sub-group has a row, in local memory.
+// kv_quantize and kv_dequantize: one row per sub-group, in local memory.
 #pragma once
 
 #include "level_zero/decode/codes.hpp"
@@ -7,7 +7,7 @@
 namespace lowbit::level_zero {
 
 struct CodeRows {
-  alignas(16) float rows[kSubGroups][kMostCodes];
+  alignas(16) float rows[kSubGroups][kMaxCodes];
 };
 
 struct RowPlace {
@@ -34,7 +34,7 @@ LOWBIT_INLINE int code_of(float x, float inverse, float low, float high) {
 }
 LOWBIT_INLINE float inverse_of(float scale) { return scale != 0 && scale == scale ? 1.0f / scale : 0.0f; }
 
-// The element of largest magnitude among those of all lanes, with its sign; nan if some element is nan or inf.
+// The element of largest magnitude over all lanes, with its sign; nan if any element is nan or inf.
 struct Extreme {
   float high = 0, low = 0, poison = 0;
 
@@ -64,7 +64,7 @@ LOWBIT_INLINE void quantize_int4(const KvCodesCall& call, const RowPlace& at, co
     const float low = row[group * kCodeGroup + lane], high = row[group * kCodeGroup + lane + 16];
     Extreme extreme;
     extreme.add(low), extreme.add(high);
-    const float found = extreme.value();  // becomes -8, the one level that has no opposite
+    const float found = extreme.value();  // becomes -8, the level without an opposite
     if (!at.is_there) continue;
     const float scale = stored_scale(call, row_at(call.codes.scales, at.b, at.h, at.l) + group,
                                      __fdiv_rn(found, -8.0f), lane == 0), inverse = inverse_of(scale);

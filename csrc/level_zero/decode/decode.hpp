@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// decode: a work-group has eight of the queries that share a head of keys, and a split of these; a second kernel
-// combines the splits. Codes are read once and are floats in local memory.
+// decode: a work-group has eight of the queries that share a head of keys, and a split of these keys; a second kernel
+// combines the splits. Codes are read once and converted to floats in local memory.
 #pragma once
 
 #include "level_zero/attention/scores.hpp"
@@ -20,7 +20,7 @@ struct Decode {
   const DecodeCall& call;
   Shared& shared;
   int b, kv_head, thread;
-  int row, h, l;  // of this sub-group: its query among those that share keys, head and place
+  int row, h, l;  // the sub-group's query: index among those that share keys, head, position
   Sums sums;
 
   LOWBIT_INLINE void load_q(int first) {
@@ -65,7 +65,7 @@ struct Decode {
     return call.bias ? s + bias_of(call, b, h, l, k) : s;
   }
 
-  // Whether some query of the call sees one of these keys.
+  // Whether any query of the call sees one of these keys.
   LOWBIT_INLINE bool is_seen(int first, int count) const {
     return !(call.causal && first > call.position + call.length - 1) &&
            !(call.window && first + count - 1 <= call.position - call.window);
@@ -76,7 +76,7 @@ struct Decode {
     for (int first = begin; first < end; first += kKvTile) {
       const int count = end - first < kKvTile ? end - first : kKvTile;
       if (!is_seen(first, count)) continue;
-      __syncthreads();  // every thread is done with the values before
+      __syncthreads();  // all threads are done with the values before
       load(call.k, first, count);
       __syncthreads();
       Scores<1> s;
@@ -125,7 +125,7 @@ LOWBIT_INLINE void decode_split(const DecodeCall& call) {
   decode.store(split);
 }
 
-// A sub-group for each query.
+// One sub-group per query.
 LOWBIT_INLINE void decode_combine(const DecodeCall& call) {
   const int64_t at = static_cast<int64_t>(blockIdx.x) * kSubGroups + threadIdx.x / kSubGroup;
   if (at >= static_cast<int64_t>(call.batch) * call.heads * call.length) return;

@@ -77,12 +77,12 @@ void run_dequantize(const KvDequantizeArgs& args) {
   run_codes(args.place, "kv_dequantize", codes_call(args, args.rotated));
 }
 
-// Codes are read a dword at a time.
+// Codes are read by dwords.
 bool is_aligned(const TensorView& codes) { return has_aligned_rows(codes, 4); }
 constexpr std::string_view kUnaligned = "rows of codes must begin at multiples of 4 bytes";
 
 std::string_view refuses_decode(const DecodeArgs& args) {
-  if (tile_columns(args) > kMostColumns) return "head dims above 256";
+  if (tile_columns(args) > kMaxColumns) return "head dims above 256";
   if (args.format() != KvFormat::floating && !(is_aligned(args.k) && is_aligned(args.v))) return kUnaligned;
   if (args.mask && args.mask.dtype == DType::float64) return "a mask of float64";
   for (const ScoreCall* mod : {args.score_mod, args.mask_mod})

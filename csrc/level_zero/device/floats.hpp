@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Functions of OpenCL on floats, and values of other lanes of a sub-group.
+// OpenCL functions on floats, and values of other lanes of a sub-group.
 #pragma once
 
 #include "core/dtype.hpp"
@@ -22,7 +22,7 @@ LOWBIT_INLINE float shuffled_xor(float value, int lanes) {
   return opencl_shuffle_xor(value, static_cast<uint32_t>(lanes));
 }
 
-// A barrier for local and for global memory.
+// A barrier for local and global memory.
 LOWBIT_INLINE void barrier_of_all_memory() { opencl_barrier(3); }
 
 }  // namespace lowbit::level_zero

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // Products and loads of a whole sub-group of an Intel GPU. LOWBIT_LANES is its size: 16 on Xe-HPC (pvc), 8 on Xe-HPG
-// (dg2). Lane l has a column of a product of 8 rows, or of one, and each row of its factors is 32 bytes: of the first
-// factor as they follow in memory, of the second a dword for each lane. Products of floats take 2, 4 or 8 rows.
+// (dg2). Lane l has a column of a product of 8 rows, or of one. Each row of a factor is 32 bytes: contiguous in the
+// first factor, a dword per lane in the second. Products of floats take 2, 4 or 8 rows.
 //
 // The functions of cl_intel_subgroup_matrix_multiply_accumulate and cl_intel_subgroups, by their mangled names. Tests
-// on CPUs link a module that has the former (tests/level_zero).
+// on CPUs link a module that implements the former (tests/level_zero).
 #pragma once
 
 #include "level_zero/device/vectors.hpp"
@@ -23,7 +23,7 @@ LOWBIT_CONVERGENT uint16_t block_read_16(const Global<uint16_t>* from)
 LOWBIT_CONVERGENT u16x8 block_read8_16(const Global<uint16_t>* from)
     __asm__("_Z30intel_sub_group_block_read_us8PU3AS1Kt");
 
-// A lane's elements of some rows or of one.
+// A lane's elements of some rows, or of one.
 template <class T, int kRows>
 using Rows = std::conditional_t<kRows == 1, T, Vector<T, kRows>>;
 
@@ -56,7 +56,7 @@ LOWBIT_MAD_ROWS(2, LOWBIT_MANGLED_ROWS(2))
 LOWBIT_MAD_ROWS(4, LOWBIT_MANGLED_ROWS(4))
 #if LOWBIT_LANES == 16
 LOWBIT_MAD_ROWS(8, LOWBIT_MANGLED_ROWS(8))
-#else  // the same type again is a letter
+#else  // a repeated type is mangled as one letter
 LOWBIT_MAD_ROWS(8, "Dv8_iS_Dv8_f")
 #endif
 #undef LOWBIT_MAD_ROWS

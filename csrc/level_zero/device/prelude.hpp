@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The parts of CUDA C++ and of the C++ library that device sources use, for clang that makes SPIR-V (tools/spirv). It
-// includes this text first: CUDA's words by functions of OpenCL, which are declared by their mangled names. Headers of
-// the library are this one under their names.
+// The parts of CUDA C++ and of the C++ library used by device sources, for the clang that makes SPIR-V (tools/spirv),
+// which includes this text first: CUDA's keywords and functions in terms of OpenCL functions, declared by their mangled
+// names. Headers of the library are this file under their names.
 #pragma once
 
 #include "gpu/device/std.cuh"
@@ -12,12 +12,12 @@
 #define LOWBIT_INLINE __device__ inline __attribute__((always_inline))
 #define LOWBIT_ALWAYS_INLINE LOWBIT_INLINE
 #define LOWBIT_NOINLINE LOWBIT_INLINE
-#define LOWBIT_LAMBDA __attribute__((always_inline))  // behind its parameters
+#define LOWBIT_LAMBDA __attribute__((always_inline))  // follows the parameters of a lambda
 #define LOWBIT_API
 #define __forceinline__ inline __attribute__((always_inline))
 
-// A kernel takes one struct by value. Every module says LOWBIT_LANES, the size of its sub-groups: tools/spirv asks the
-// device for it.
+// A kernel takes one struct by value. Every module defines LOWBIT_LANES, the size of its sub-groups, which tools/spirv
+// requests from the device.
 #if __clang_major__ < 19
 #define LOWBIT_ASSUME(text) __attribute__((assume(text)))
 #else
@@ -102,18 +102,18 @@ struct GroupIndex {
 #define threadIdx ThreadIndex{}
 #define blockIdx GroupIndex{}
 
-// A count that compilers do not know: a loop of that many turns stays one.
+// A count that compilers cannot see, so that a loop of that many iterations stays a loop.
 LOWBIT_INLINE int times(int count) { return count + static_cast<int>(opencl_global_offset(0)); }
 
 LOWBIT_INLINE void __syncthreads() { opencl_barrier(1); }  // local memory
 LOWBIT_INLINE int32_t __shfl_xor_sync(uint32_t, int32_t value, int lanes) { return opencl_shuffle_xor(value, lanes); }
 LOWBIT_INLINE float __shfl_xor_sync(uint32_t, float value, int lanes) { return opencl_shuffle_xor(value, lanes); }
-LOWBIT_INLINE float __shfl_sync(uint32_t, float value, int lane, int width) {  // of the lane's own `width` lanes
+LOWBIT_INLINE float __shfl_sync(uint32_t, float value, int lane, int width) {  // within groups of `width` lanes
   const uint32_t own = opencl_lane();
   return opencl_shuffle(value, own / width * width + static_cast<uint32_t>(lane) % width);
 }
 
-// Compiled without contraction; division and root are rounded to nearest (the host asks for it: runtime).
+// Compiled without contraction; division and square root are rounded to nearest (requested by the host: runtime).
 LOWBIT_INLINE float __fdiv_rn(float a, float b) { return a / b; }
 LOWBIT_INLINE float __fsqrt_rn(float a) { return opencl_sqrt(a); }
 LOWBIT_INLINE float __fmaf_rn(float a, float b, float c) { return opencl_fma(a, b, c); }
@@ -141,11 +141,11 @@ LOWBIT_INLINE uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t selector) {
 
 namespace lowbit::gpu {
 
-LOWBIT_INLINE float float_of_half(uint32_t bits) {  // of the lower half
+LOWBIT_INLINE float float_of_half(uint32_t bits) {  // the lower half
   return static_cast<float>(__builtin_bit_cast(_Float16, static_cast<uint16_t>(bits)));
 }
 
 }  // namespace lowbit::gpu
 
-// Functions without a word of CUDA are for the device, too.
+// Functions without CUDA attributes are for the device, too.
 #pragma clang force_cuda_host_device begin

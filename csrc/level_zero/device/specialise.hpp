@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Numbers that are constants by the time a device compiles a module: the host writes them into its SPIR-V
-// (OpSpecConstant, runtime/specialise.hpp), so that one module serves every format and unused code is not compiled.
+// Numbers that are constants when a device compiles a module: the host writes them into its SPIR-V (OpSpecConstant,
+// runtime/specialise.hpp), so that one module serves every format, and unused code is not compiled.
 #pragma once
 
 #include "core/bits.hpp"

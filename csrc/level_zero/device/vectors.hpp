@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Vectors as the functions of OpenCL take them, and pointers that are known to point to global memory: reads by another
-// one look in local memory, too.
+// Vector types of OpenCL functions, and pointers to global memory: reads through any other pointer check for local
+// memory, too.
 #pragma once
 
 #include "core/bits.hpp"

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Activations before products: those of gpu/linear/activations.cuh, and floats and sums that only these products need.
+// Prepares activations: the kernels of gpu/linear/activations.cuh, and floats and sums that only these products need.
 #pragma once
 
 #include "gpu/linear/activations.cuh"
@@ -8,15 +8,15 @@ namespace lowbit::level_zero {
 
 using gpu::LinearCall;
 
-// Codes, with one sum of a row or with sums of tiles and their parts.
+// Codes, with one sum per row, or with sums per tile or part of a tile.
 template <bool kParts>
 LOWBIT_INLINE void code_rows(const LinearCall& call) {
   const auto code_bits = static_cast<int>((call.sections.row_bytes - call.sections.codes) / (call.tiles * 128));
   gpu::quantize_rows<kParts>(call, gpu::tile_groups(call.spec), code_bits == 4 ? 0 : 1 << (code_bits - 1));
 }
 
-// Float32 as they are multiplied one by one: [m, padded k], zeros behind k. Those of a row below 2^-60 times 2^60, so
-// that products are not subnormal.
+// Float32 activations for elementwise products: [m, padded k], padded with zeros. A row below 2^-60 is multiplied by
+// 2^60, so that products are not subnormal.
 LOWBIT_INLINE void widen_rows(const LinearCall& call) {
   LOWBIT_SHARED(int32_t, warps, [gpu::kLinearWarps]);
   const int64_t row = blockIdx.x, padded = call.tiles * kTileK;
@@ -33,7 +33,7 @@ LOWBIT_INLINE void widen_rows(const LinearCall& call) {
 }
 
 // Sums of float activations that share a zero point, in the units in which they are multiplied (row_scale). A thread
-// makes one.
+// computes one.
 LOWBIT_INLINE void sum_rows(const LinearCall& call) {
   const int per_tile = gpu::tile_groups(call.spec);
   const int64_t per_row = int64_t{call.tiles} * per_tile, length = kTileK / per_tile,

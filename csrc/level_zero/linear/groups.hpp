@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The steps on the sums of a work-group: scales of groups along k, the sums of its sub-groups added in order, and
-// gpu/linear/epilogue.cuh. The formula of one sum is that of gpu/linear/call.hpp:
-// w_scale * (scale * (dot + start) + zero - w_zero * sum).
+// The end of linear within a work-group: applies the scales of groups along k, adds the sums of its workers in order,
+// and runs gpu/linear/epilogue.cuh. A sum of codes becomes (gpu/linear/call.hpp) w_scale * (scale * (dot + start) +
+// zero - w_zero * sum).
 #pragma once
 
 #include "gpu/linear/epilogue.cuh"
@@ -13,20 +13,21 @@ namespace lowbit::level_zero {
 using gpu::LinearCall;
 using gpu::RowSum;
 
-constexpr int kTeams = 8;  // sub-groups of a work-group
+// Workers take the tiles along k in turn (split-k within a work-group): sub-groups, or 16 threads each (portable.hpp).
+constexpr int kWorkers = 8;
 
 #define LOWBIT_LINEAR(name, ...)                                                    \
-  LOWBIT_KERNEL(name, lowbit::level_zero::kTeamThreads, lowbit::gpu::LinearCall) { \
+  LOWBIT_KERNEL(name, lowbit::level_zero::kGroupThreads, lowbit::gpu::LinearCall) { \
     lowbit::level_zero::__VA_ARGS__(args);                                          \
   }
 
-// Scale and zero point of one column and part of a tile.
+// Scale and zero point of one column in one part of a tile.
 struct Scale {
   float scale, zero;
 
   LOWBIT_INLINE Scale(const LinearCall& call, const uint8_t* panel, int part, int column)
       : scale(1.0f), zero(static_cast<float>(zero_of_symmetric())) {
-    const int of_part = part >> call.group_shift, group = of_part < call.groups ? of_part : call.groups - 1;
+    const int unclamped = part >> call.group_shift, group = unclamped < call.groups ? unclamped : call.groups - 1;
     const auto half_at = [&](int64_t section) {
       return gpu::float_of_half(global<uint16_t>(panel + section)[group * kPanelColumns + column]);
     };
@@ -39,30 +40,31 @@ LOWBIT_INLINE RowSum row_sum(const RowSum* from) {  // one load of 16 bytes
   return __builtin_bit_cast(RowSum, *global<u32x4>(from));
 }
 
-// The part of a weight's zero point that products have subtracted: that of a symmetric weight, but nothing of int4
-// codes (gpu/linear/activations.cuh).
+// The zero point that products have already subtracted: that of a symmetric weight, except for int4 codes, where it is
+// 0 (gpu/linear/activations.cuh).
 template <bool kCodes>
-LOWBIT_INLINE float taken_off() {
+LOWBIT_INLINE float subtracted_zero() {
   return kCodes && code_bits() == 4 ? 0.0f : static_cast<float>(zero_of_symmetric());
 }
 
 LOWBIT_INLINE float scaled_dot(int32_t dot, const RowSum& row, float zero) {
   const auto whole = static_cast<int32_t>(static_cast<uint32_t>(dot) + static_cast<uint32_t>(row.start));
   const float scaled = __fmaf_rn(static_cast<float>(whole), row.scale, row.zero);
-  return has_zero_points() ? __fmaf_rn(zero - taken_off<true>(), -row.sum, scaled) : scaled;
+  return has_zero_points() ? __fmaf_rn(zero - subtracted_zero<true>(), -row.sum, scaled) : scaled;
 }
 
-// result + the sum of a part of a tile for one row and column, times its scale.
+// result + scale * (the sum over a part of a tile, for one row and column).
 LOWBIT_INLINE float add_part(float result, int32_t dot, const RowSum* row, const Scale& of) {
   return __fmaf_rn(scaled_dot(dot, row_sum(row), of.zero), of.scale, result);
 }
 LOWBIT_INLINE float add_part(float result, float sum, const RowSum* row, const Scale& of) {
-  if (has_zero_points()) sum = __fmaf_rn(taken_off<false>() - of.zero, row_sum(row).sum, sum);
+  if (has_zero_points()) sum = __fmaf_rn(subtracted_zero<false>() - of.zero, row_sum(row).sum, sum);
   return __fmaf_rn(sum, of.scale, result);
 }
 
-// The sum of a row that holds inf or nan, weight by weight, of a format of several parts; without the column's scale.
-LOWBIT_INLINE float sum_alone(const LinearCall& call, const uint8_t* panel, int64_t row, int column,
+// The dot product of a row that contains inf or nan, weight by weight, for a format of several parts; without the
+// column's scale.
+LOWBIT_INLINE float nonfinite_dot(const LinearCall& call, const uint8_t* panel, int64_t row, int column,
                               const LevelParts* levels) {
   float sum = 0.0f;
   for (int64_t k = 0; k < call.spec.k; k++) {
@@ -83,26 +85,28 @@ LOWBIT_INLINE float sum_alone(const LinearCall& call, const uint8_t* panel, int6
   return sum;
 }
 
-// Adds up the sums of the sub-groups, 32 bits each: floats, or integers where codes have one scale for all k.
+// Adds the workers' sums, 32 bits each: floats, or integers if codes have one scale for all k.
 template <bool kCodes, int kSums, int kRows>
 LOWBIT_INLINE void finish_sums(const LinearCall& call, const uint8_t* panel, int64_t first_column, int64_t first_row,
                                const uint32_t (&sums)[kSums][kRows][kPanelColumns], const LevelParts* levels,
                                int threads) {
   for (int at = static_cast<int>(threadIdx.x); at < kRows * static_cast<int>(kPanelColumns); at += threads) {
-    const int column = at % static_cast<int>(kPanelColumns), of_block = at / static_cast<int>(kPanelColumns);
-    const int64_t row = first_row + of_block, n = first_column + column;
+    const int column = at % static_cast<int>(kPanelColumns), block_row = at / static_cast<int>(kPanelColumns);
+    const int64_t row = first_row + block_row, n = first_column + column;
     if (row >= call.m || n >= call.spec.n) continue;
     float sum = 0.0f, row_scale = 1.0f;
     if (kCodes && scales_per_tile() == 0) {
-      uint32_t whole = 0;  // with wrap-around, which start undoes
-      for (int i = 0; i < kSums; i++) whole += sums[i][of_block][column];
+      uint32_t whole = 0;  // wraps around, which start undoes
+      for (int i = 0; i < kSums; i++) whole += sums[i][block_row][column];
       sum = scaled_dot(static_cast<int32_t>(whole), row_sum(call.sums + row), 0.0f);
     } else {
-      for (int i = 0; i < kSums; i++) sum += __uint_as_float(sums[i][of_block][column]);
+      for (int i = 0; i < kSums; i++) sum += __uint_as_float(sums[i][block_row][column]);
     }
     if constexpr (!kCodes) {
       row_scale = call.row_scale[row];
-      if (weight_parts() > 1 && row_scale < 0.0f) sum = sum_alone(call, panel, row, column, levels), row_scale = 1.0f;
+      if (weight_parts() > 1 && row_scale < 0.0f) {
+        sum = nonfinite_dot(call, panel, row, column, levels), row_scale = 1.0f;
+      }
     }
     if (!has_floats()) {
       sum *= global<float>(panel + call.sections.column_scale)[column];

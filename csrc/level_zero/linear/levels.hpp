@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The 16 levels of a lookup format of half bytes, in shared memory.
+// The 16 levels of a 4-bit lookup format, in shared memory.
 #pragma once
 
 #include "gpu/linear/activations.cuh"
@@ -7,7 +7,7 @@
 
 namespace lowbit::level_zero {
 
-// Cut into parts: 8 bytes each.
+// A level cut into parts: 8 bytes.
 struct LevelParts {
   uint32_t first, last;  // parts 0 and 1; part 2
 };
@@ -24,7 +24,7 @@ LOWBIT_INLINE LevelParts level_parts(Format format, int code) {
   if (is_table(Format::name) && format == Format::name) level = level_of<Format::name>(code);
   LOWBIT_FORMATS(LOWBIT_FORMAT)
 #undef LOWBIT_FORMAT
-  float part[gpu::kMostParts];
+  float part[gpu::kMaxParts];
   gpu::cut(level, part);
   return {gpu::upper_halves(part[0], part[1]), gpu::upper_halves(part[2], 0.0f)};
 }

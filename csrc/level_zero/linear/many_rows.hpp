@@ -1,22 +1,23 @@
 // SPDX-License-Identifier: Apache-2.0
-// linear of many rows by dpas: a work-group makes 16 columns of 128 rows (dg2: 64), 16 (8) of each sub-group. Together
-// they decode 4 tiles of the weight into shared memory, half a tile each, and then multiply them by their own rows.
+// linear for many rows with dpas: a work-group computes 16 columns of 128 rows (dg2: 64), 16 (8) rows per
+// sub-group. Together they decode 4 tiles of the weight into shared memory, half a tile each, then multiply them by
+// their own rows.
 #pragma once
 
 #include "level_zero/linear/product.hpp"
 
 namespace lowbit::level_zero {
 
-constexpr int kManyBlocks = 2 / kSides, kManyRows = kTeams * kManyBlocks * 8;
+constexpr int kManyBlocks = 2 / kSides, kManyRows = kWorkers * kManyBlocks * 8;
 
-// The weights that one sub-group decodes: factors of products, 32 bytes of each lane.
+// The weights decoded by one sub-group: factors of products, 32 bytes per lane.
 struct DecodedHalf {
-  u32x8 factor[2][gpu::kMostParts][kSides][kLanes];  // of codes only the first
+  u32x8 factor[2][gpu::kMaxParts][kSides][kLanes];  // for codes, only the first part
 };
 
 template <bool kCodes>
 union ManyRowsMemory {
-  DecodedHalf halves[kTeams];
+  DecodedHalf halves[kWorkers];
   uint32_t sums[1][kManyRows][kPanelColumns];
 };
 
@@ -27,12 +28,12 @@ LOWBIT_INLINE void decode_half(const uint8_t* tile, int half, int lane, const Le
   if constexpr (kCodes) {
 #pragma unroll
     for (int side = 0; side < kSides; side++)
-      to.factor[0][0][side][lane] = as_activations_are_ordered(codes.bytes(side, half));
+      to.factor[0][0][side][lane] = in_activation_order(codes.bytes(side, half));
   } else {
     for (int which = 0; which < 2; which++) {
       for_chunks(codes, tile, half, which, levels, [&](int first, int sides, const Chunk* chunk) LOWBIT_LAMBDA {
 #pragma unroll
-        for (int part = 0; part < gpu::kMostParts; part++)
+        for (int part = 0; part < gpu::kMaxParts; part++)
           if (part < weight_parts())
 #pragma unroll
             for (int side = 0; side < kSides; side++)
@@ -50,14 +51,14 @@ LOWBIT_INLINE void linear_of_many(const LinearCall& call) {
   write_levels<kCodes>(call, levels);
   const auto group = static_cast<uint32_t>(blockIdx.x), blocks = static_cast<uint32_t>(ceil_div(call.m, kManyRows));
   const int64_t panel = group / blocks, first_row = int64_t{group % blocks} * kManyRows;
-  const int team = static_cast<int>(threadIdx.x) / kLanes, lane = static_cast<int>(threadIdx.x) % kLanes;
-  Product<kCodes, 8, kManyBlocks> product(call, panel, first_row + team * (kManyBlocks * 8), lane, levels);
+  const int worker = static_cast<int>(threadIdx.x) / kLanes, lane = static_cast<int>(threadIdx.x) % kLanes;
+  Product<kCodes, 8, kManyBlocks> product(call, panel, first_row + worker * (kManyBlocks * 8), lane, levels);
   const bool has_rows = product.first_row < call.m;
-  for (int first = 0; first < call.tiles; first += kTeams / 2) {
-    const int own = first + team / 2;
-    if (own < call.tiles) decode_half<kCodes>(product.tile_at(own), team % 2, lane, levels, memory[0].halves[team]);
+  for (int first = 0; first < call.tiles; first += kWorkers / 2) {
+    const int own = first + worker / 2;
+    if (own < call.tiles) decode_half<kCodes>(product.tile_at(own), worker % 2, lane, levels, memory[0].halves[worker]);
     __syncthreads();
-    const int count = call.tiles - first < kTeams / 2 ? 2 * (call.tiles - first) : kTeams;
+    const int count = call.tiles - first < kWorkers / 2 ? 2 * (call.tiles - first) : kWorkers;
     for (int i = 0; has_rows && i < count; i++) {
       const int tile = first + i / 2, half = i % 2;
       const DecodedHalf& decoded = memory[0].halves[i];
@@ -75,9 +76,9 @@ LOWBIT_INLINE void linear_of_many(const LinearCall& call) {
     }
     __syncthreads();
   }
-  product.write_sums(&memory[0].sums[0][team * (kManyBlocks * 8)]);
+  product.write_sums(&memory[0].sums[0][worker * (kManyBlocks * 8)]);
   __syncthreads();
-  finish_sums<kCodes>(call, product.panel, panel * kPanelColumns, first_row, memory[0].sums, levels, kTeamThreads);
+  finish_sums<kCodes>(call, product.panel, panel * kPanelColumns, first_row, memory[0].sums, levels, kGroupThreads);
 }
 
 }  // namespace lowbit::level_zero

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// linear where there is no dpas: float activations by fma, codes by products of bytes. A work-group makes 16 columns of
-// 1 or 8 rows: 16 threads have a column each, and 8 such teams take the tiles along k in turn. Float activations are
+// linear without dpas: float activations by fma, codes by byte products. A work-group computes 16 columns of 1 or 8
+// rows: 16 threads, one per column, are a worker, and 8 workers take the tiles along k in turn. Float activations are
 // float32 [m, padded k]; codes are ordered as for the other kernels.
 #pragma once
 
@@ -8,7 +8,7 @@
 
 namespace lowbit::level_zero {
 
-constexpr int kTeamLanes = static_cast<int>(kPanelColumns), kTeamThreads = kTeams * kTeamLanes;
+constexpr int kWorkerLanes = static_cast<int>(kPanelColumns), kGroupThreads = kWorkers * kWorkerLanes;
 
 // The codes of one column in a row of a tile: four k of the first half of the tile, and four of the second.
 struct Steps {
@@ -16,7 +16,7 @@ struct Steps {
 
   LOWBIT_INLINE Steps(const uint8_t* tile, int row, int column) : codes{0, 0} {
     const int count = code_bits();
-    const auto word_at = [=](int at) { return global<uint32_t>(tile)[at * kTeamLanes + column]; };
+    const auto word_at = [=](int at) { return global<uint32_t>(tile)[at * kWorkerLanes + column]; };
     if (count == 8) {
       codes[0] = word_at(row), codes[1] = word_at(row + 8);
       return;
@@ -30,18 +30,18 @@ struct Steps {
   }
 };
 
-LOWBIT_INLINE float float8_value(uint32_t code) {  // float8 of weights.hpp
+LOWBIT_INLINE float float8_value(uint32_t code) {  // the same as float8 of weights.hpp
   const float u = __uint_as_float((code & 0x7fu) << 20 | (uint32_t{112} << 23)), twice = u * 2.0f - 0x1p-14f;
   return __uint_as_float(__float_as_uint((u < twice ? u : twice) * 256.0f) | (code & 0x80u) << 24);
 }
 
-// Weights of a column at k .. k + 3 of a tile, before their scale.
+// Weights of a column at k .. k + 3 of a tile, before scaling.
 LOWBIT_INLINE void weights_at(const uint8_t* tile, uint32_t codes, int k, int column, const LevelParts* levels,
                               float (&weight)[4]) {
 #pragma unroll
   for (int i = 0; i < 4; i++) {
     const uint32_t code = codes >> 8 * i & 0xff;
-    const int at = (k + i) * kTeamLanes + column;
+    const int at = (k + i) * kWorkerLanes + column;
     if (has_bfloat16())
       weight[i] = float_from_bfloat16(global<uint16_t>(tile)[(k + i) / 2 * 32 + column * 2 + i % 2]);
     else if (has_floats())
@@ -63,13 +63,13 @@ struct Product {
   int64_t first_row;
   int column;
   const LevelParts* levels;
-  Part sum[2][kRows];  // of the first and the second half of a tile
+  Part sum[2][kRows];  // for the first and the second half of a tile
   float result[kRows];
 
   LOWBIT_INLINE void multiply_codes(const Steps& steps, int tile, int row) {
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-      const int at = row < 4 ? 2 * row : 2 * row - 7;  // as activations are ordered
+      const int at = row < 4 ? 2 * row : 2 * row - 7;  // order of the activations
       const auto* x = global<uint32_t>(call.ordered) + ((first_row / 8 * call.tiles + tile) * 2 + half) * 64 + at;
 #pragma unroll
       for (int r = 0; r < kRows; r++) {
@@ -105,7 +105,7 @@ struct Product {
     }
   }
 
-  // Behind so many rows of a tile.
+  // After that many rows of a tile.
   LOWBIT_INLINE void end_rows(int tile, int rows) {
     const int scales = scales_per_tile();
     if (scales == 4 && rows == 4) add_scaled(0, tile * 4), add_scaled(1, tile * 4 + 2);
@@ -122,8 +122,8 @@ struct Product {
   LOWBIT_INLINE const uint8_t* tile_at(int tile) const {
     return panel + call.sections.codes + int64_t{tile} * (128 * code_bits());
   }
-  LOWBIT_INLINE void run(int team) {
-    for (int tile = team; tile < call.tiles; tile += kTeams)
+  LOWBIT_INLINE void run(int worker) {
+    for (int tile = worker; tile < call.tiles; tile += kWorkers)
       for (int row = 0; row < 8; row++) {
         const Steps steps(tile_at(tile), row, column);
         if constexpr (kCodes) multiply_codes(steps, tile, row);
@@ -136,26 +136,26 @@ struct Product {
 template <bool kCodes, int kRows>
 LOWBIT_INLINE void linear(const LinearCall& call) {
   LOWBIT_SHARED(LevelParts, levels, [16]);
-  LOWBIT_SHARED(uint32_t, sums, [kTeams][kRows][kPanelColumns]);
+  LOWBIT_SHARED(uint32_t, sums, [kWorkers][kRows][kPanelColumns]);
   const auto group = static_cast<uint32_t>(blockIdx.x), blocks = static_cast<uint32_t>(ceil_div(call.m, kRows));
   const int64_t panel = group / blocks, first_row = int64_t{group % blocks} * kRows;
-  const int thread = static_cast<int>(threadIdx.x), team = thread / kTeamLanes;
+  const int thread = static_cast<int>(threadIdx.x), worker = thread / kWorkerLanes;
   if (!kCodes && has_levels()) {
     if (thread < 16) levels[thread] = level_parts(call.spec.format, thread);
     __syncthreads();
   }
   Product<kCodes, kRows> product{.call = call, .panel = call.weight + panel * call.sections.row_bytes,
-                                 .first_row = first_row, .column = thread % kTeamLanes, .levels = levels,
+                                 .first_row = first_row, .column = thread % kWorkerLanes, .levels = levels,
                                  .sum = {}, .result = {}};
-  product.run(team);
+  product.run(worker);
 #pragma unroll
   for (int r = 0; r < kRows; r++) {
     const auto sum = product.sum[0][r] + product.sum[1][r];
-    sums[team][r][product.column] = scales_per_tile() ? __builtin_bit_cast(uint32_t, product.result[r])
+    sums[worker][r][product.column] = scales_per_tile() ? __builtin_bit_cast(uint32_t, product.result[r])
                                                       : __builtin_bit_cast(uint32_t, sum);
   }
   __syncthreads();
-  finish_sums<kCodes>(call, product.panel, panel * kPanelColumns, first_row, sums, levels, kTeamThreads);
+  finish_sums<kCodes>(call, product.panel, panel * kPanelColumns, first_row, sums, levels, kGroupThreads);
 }
 
 }  // namespace lowbit::level_zero

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// linear by dpas: a work-group makes 16 columns. Of few rows, 1 or 8, its sub-groups take the tiles along k in turn,
-// the codes of the next one on their way, and their sums are added at the end, in order. Of many rows each sub-group
-// has its own; weights are decoded once for all of them, into shared memory (many_rows.hpp). The same bits every time.
+// linear with dpas: a work-group computes 16 columns. For few rows, 1 or 8, its sub-groups take the tiles along k in
+// turn, with the codes of the next one in flight, and their sums are added at the end, in order. For many rows each
+// sub-group has its own rows; weights are decoded once for all of them, into shared memory (many_rows.hpp). The same
+// bits every time.
 #pragma once
 
 #include "level_zero/linear/groups.hpp"
@@ -9,21 +10,21 @@
 
 namespace lowbit::level_zero {
 
-constexpr int kTeamThreads = kTeams * kLanes;
+constexpr int kGroupThreads = kWorkers * kLanes;
 constexpr int kPieceBytes = 256;  // 8 rows of 32 bytes: 16 k of a part of floats, 32 k of codes
 
-LOWBIT_INLINE u32x8 as_activations_are_ordered(u32x8 bytes) {
+LOWBIT_INLINE u32x8 in_activation_order(u32x8 bytes) {
   return __builtin_shufflevector(bytes, bytes, 0, 4, 1, 5, 2, 6, 3, 7);
 }
 
-// Sums of a sub-group. kRows: of one product, 1 or 8. kBlocks: of so many rows.
+// Accumulators of a sub-group. kRows: of one product, 1 or 8. kBlocks: number of such blocks of rows.
 template <bool kCodes, int kRows, int kBlocks>
 struct Product {
   using Part = std::conditional_t<kCodes, int32_t, float>;
   static constexpr int kAllRows = kRows * kBlocks;
 
   const LinearCall& call;
-  const uint8_t *panel, *ordered;  // of the first block
+  const uint8_t *panel, *ordered;  // ordered: of the first block
   int64_t first_row;
   int lane;
   const LevelParts* levels;
@@ -48,7 +49,7 @@ struct Product {
       for (auto& side : block) side = 0;
   }
 
-  LOWBIT_INLINE static int pieces() { return kCodes ? 2 : 4 * x_parts(); }  // of the activations of a tile
+  LOWBIT_INLINE static int pieces() { return kCodes ? 2 : 4 * x_parts(); }  // per tile of activations
   LOWBIT_INLINE Rows<RowPiece, kRows> rows_of(int tile, int piece, int block) const {
     return load_rows<kRows>(ordered + ((int64_t{block} * call.tiles + tile) * pieces() + piece) * kPieceBytes);
   }
@@ -67,7 +68,7 @@ struct Product {
     }
   }
 
-  // factor(side, part) is chunk `which` of a half tile, of so many sides.
+  // factor(side, part) is chunk `which` of a half tile, for that many sides.
   template <class Factor>
   LOWBIT_INLINE void multiply_floats(int tile, int half, int which, int first_side, int sides, Factor&& factor) {
     for (int i = 0; i < x_parts(); i++) {
@@ -76,8 +77,8 @@ struct Product {
       for (int block = 0; block < kBlocks; block++)
         a[block] = rows_of(tile, (half * 2 + which) * x_parts() + i, block);
 #pragma unroll
-      for (int j = 0; j < gpu::kMostParts; j++)  // the rest is below 2^-24 of a product
-        if (j < weight_parts() && i + j < gpu::kMostParts)
+      for (int j = 0; j < gpu::kMaxParts; j++)  // the rest is below 2^-24 of a product
+        if (j < weight_parts() && i + j < gpu::kMaxParts)
 #pragma unroll
           for (int side = 0; side < kSides; side++) {
             if (side < first_side || side >= first_side + sides) continue;
@@ -108,7 +109,7 @@ struct Product {
     clear();
   }
 
-  // Behind chunk `which` of a half tile.
+  // After chunk `which` of a half tile.
   LOWBIT_INLINE void end_chunk(int tile, int half, int which) {
     const int scales = scales_per_tile(), next = half * 2 + which + 1;
     if (scales > 0 && next * scales % 4 == 0) add_scaled(tile * scales + next * scales / 4 - 1);
@@ -122,7 +123,7 @@ struct Product {
     for (int which = kCodes; which < 2; which++) {
       if constexpr (kCodes) {
         multiply_codes(tile, half, [&](int side) LOWBIT_LAMBDA {
-          return as_activations_are_ordered(codes.bytes(side, half));
+          return in_activation_order(codes.bytes(side, half));
         });
       } else {
         const auto multiply = [&](int first, int sides, const Chunk* chunk) LOWBIT_LAMBDA {
@@ -137,17 +138,17 @@ struct Product {
 
   // Whether there are registers for the codes of the next tile.
   LOWBIT_INLINE static bool loads_ahead() { return code_bits() % 4 == 0 && weight_parts() <= 3 - kSides; }
-  LOWBIT_INLINE void take_turns(int team) {
+  LOWBIT_INLINE void take_turns(int worker) {
     Codes next;
-    if (loads_ahead() && team < call.tiles) next.load(tile_at(team), 0);
-    for (int tile = team; tile < call.tiles; tile += kTeams) {
+    if (loads_ahead() && worker < call.tiles) next.load(tile_at(worker), 0);
+    for (int tile = worker; tile < call.tiles; tile += kWorkers) {
       Codes now;
       for (int half = 0; half < 2; half++) {
         const bool first = half == 0;
         if (Codes::of_half() || first) {
           if (loads_ahead()) {
             now = next;
-            const int ahead = Codes::of_half() && first ? tile : tile + kTeams;
+            const int ahead = Codes::of_half() && first ? tile : tile + kWorkers;
             if (ahead < call.tiles) next.load(tile_at(ahead), first);
           } else {
             now.load(tile_at(tile), half);
@@ -158,7 +159,7 @@ struct Product {
     }
   }
 
-  // Into shared memory, from this row on: floats, or integers of codes with one scale for all k.
+  // Writes to shared memory from this row on: floats, or integers for codes with one scale for all k.
   LOWBIT_INLINE void write_sums(uint32_t (*to)[kPanelColumns]) const {
 #pragma unroll
     for (int block = 0; block < kBlocks; block++)
@@ -186,20 +187,20 @@ LOWBIT_INLINE void write_levels(const LinearCall& call, LevelParts (&levels)[16]
   __syncthreads();
 }
 
-// kRows: 8, or 1 of a call of one row.
+// kRows: 8, or 1 for a call with one row.
 template <bool kCodes, int kRows>
 LOWBIT_INLINE void linear(const LinearCall& call) {
   LOWBIT_SHARED(LevelParts, levels, [16]);
-  LOWBIT_SHARED(uint32_t, sums, [kTeams][kRows][kPanelColumns]);
+  LOWBIT_SHARED(uint32_t, sums, [kWorkers][kRows][kPanelColumns]);
   write_levels<kCodes>(call, levels);
   const auto group = static_cast<uint32_t>(blockIdx.x), blocks = static_cast<uint32_t>(ceil_div(call.m, kRows));
   const int64_t panel = group / blocks, first_row = int64_t{group % blocks} * kRows;
-  const int team = static_cast<int>(threadIdx.x) / kLanes;
+  const int worker = static_cast<int>(threadIdx.x) / kLanes;
   Product<kCodes, kRows, 1> product(call, panel, first_row, static_cast<int>(threadIdx.x) % kLanes, levels);
-  product.take_turns(team);
-  product.write_sums(sums[team]);
+  product.take_turns(worker);
+  product.write_sums(sums[worker]);
   __syncthreads();
-  finish_sums<kCodes>(call, product.panel, panel * kPanelColumns, first_row, sums, levels, kTeamThreads);
+  finish_sums<kCodes>(call, product.panel, panel * kPanelColumns, first_row, sums, levels, kGroupThreads);
 }
 
 }  // namespace lowbit::level_zero

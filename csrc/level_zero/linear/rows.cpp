@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows of the op linear: activations are put in order, then multiplied (gpu/linear/call.hpp), by dpas where the device
-// has it.
+// Rows of the op linear: activations are reordered, then multiplied (gpu/linear/call.hpp), by dpas if the
+// device has it.
 #include <bit>
 
 #include "gpu/linear/call.hpp"
@@ -15,10 +15,10 @@ namespace {
 using gpu::LinearCall;
 using gpu::RowSum;
 
-constexpr int kActivationThreads = 256, kTeams = 8;  // as activations.spirv.cpp and product.hpp have them
-constexpr int64_t kFewestOfMany = 64;                // rows from which on a weight is decoded once for many
+constexpr int kActivationThreads = 256, kWorkers = 8;  // as in activations.spirv.cpp and groups.hpp
+constexpr int64_t kMinManyRows = 64;                // min rows for decoding a weight once for many
 
-// How a call is run. lanes: of a sub-group that multiplies by dpas; 0: without.
+// How a call is run. lanes: sub-group size for dpas; 0: without dpas.
 struct LinearKind {
   int lanes, x_parts, scales_per_tile;
   bool codes, asymmetric;
@@ -27,16 +27,16 @@ struct LinearKind {
       : lanes(lanes), x_parts(0),
         scales_per_tile(is_float(args.weight_spec.format) ? 0 : gpu::tile_groups(args.weight_spec)),
         codes(!stays_float(args.x_format)), asymmetric(args.weight_spec.asymmetric) {
-    if (args.x_format == XFormat::float8_row) x_parts = 1;  // the scale of the row comes in at the end
+    if (args.x_format == XFormat::float8_row) x_parts = 1;  // the scale of the row is applied at the end
     else if (!codes) x_parts = args.dtype == DType::float32 ? 3 : args.dtype == DType::float16 ? 2 : 1;
   }
 
   int64_t many_rows() const { return lanes == 16 ? 128 : 64; }
-  int64_t rows_at_once(int64_t m) const { return m == 1 ? 1 : lanes && m >= kFewestOfMany ? many_rows() : 8; }
+  int64_t rows_at_once(int64_t m) const { return m == 1 ? 1 : lanes && m >= kMinManyRows ? many_rows() : 8; }
   const char* kernel(int64_t m) const {
     return m == 1 ? "linear_1" : rows_at_once(m) == 8 ? "linear_8" : "linear_many";
   }
-  int threads() const { return kTeams * (lanes ? lanes : 16); }
+  int threads() const { return kWorkers * (lanes ? lanes : 16); }
   std::string_view module() const {
     switch (lanes) {
       case 8: return codes ? "linear_codes_dpas8" : "linear_floats_dpas8";
@@ -53,7 +53,7 @@ struct LinearKind {
   bool sums_rows() const { return codes || asymmetric; }
 };
 
-// The memory that a call needs besides its tensors: activations in order, and the sums and scales of their rows.
+// The workspace of a call: reordered activations, and sums and scales of their rows.
 struct WorkspaceLayout {
   int64_t ordered, sums, rows;  // bytes
   WorkspaceLayout(const LinearArgs& args, const LinearKind& kind) {
@@ -101,7 +101,7 @@ void run_linear(const LinearArgs& args, int lanes) {
 void run_dpas(const LinearArgs& args) { run_linear(args, dpas_lanes(args.place)); }
 void run_portable(const LinearArgs& args) { run_linear(args, 0); }
 
-// Whether weights.hpp and portable.hpp read a format. The GPU only quantizes and dequantizes others.
+// Whether weights.hpp and portable.hpp read a format. Others are only quantized and dequantized on the GPU.
 constexpr bool is_read(Format format) {
   return is_integer(format) || is_table(format) || format == Format::float32 || format == Format::bfloat16 ||
          format == Format::float16 || format == Format::fp8_e4m3;
@@ -113,7 +113,7 @@ std::string_view refuses(const LinearArgs& args) {
   if (!is_read(kFormat)) return "the products on Intel GPUs do not read this format";
   if (gpu::lacks_groups(args.weight_spec)) return gpu::kNoSmallGroups;
   if (stays_float(args.x_format) == kCodes) return kCodes ? "float activations" : "int8 activations";
-  if (kCodes && args.weight_spec.k > gpu::kMostCodesK) return "k above 131072: an int32 cannot hold the sum";
+  if (kCodes && args.weight_spec.k > gpu::kMaxCodesK) return "k above 131072: an int32 cannot hold the sum";
   return "";
 }
 template <Format kFormat, bool kCodes>

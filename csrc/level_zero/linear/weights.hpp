@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// A tile of a weight, 16 columns x 64 k, as the second factor of products: it takes rows of the packed layout as they
-// are, a dword of four codes (of two bfloat16) for each column. A lane of 16 has column l; a lane of 8 columns l and l
-// + 8.
+// A tile of a weight, 16 columns x 64 k, as the second factor of products, which takes rows of the packed layout as
+// they are, a dword of four codes (or two bfloat16) per column. With 16 lanes, lane l has column l; with 8, columns l
+// and l + 8.
 #pragma once
 
 #include "level_zero/device/matrix.hpp"
@@ -9,9 +9,9 @@
 
 namespace lowbit::level_zero {
 
-constexpr int kSides = static_cast<int>(kPanelColumns) / kLanes;  // columns of a lane
+constexpr int kSides = static_cast<int>(kPanelColumns) / kLanes;  // columns per lane
 
-// Rows of 64 bytes: of each column of this lane a dword of each.
+// Rows of 64 bytes: one dword of each row, for each column of this lane.
 template <class Rows>
 struct Words {
   Rows side[kSides];
@@ -20,7 +20,7 @@ struct Words {
 template <class Rows>
 LOWBIT_INLINE Words<Rows> words_of(Rows left, Rows right) {
   Words<Rows> words;
-  words.side[0] = left, words.side[kSides - 1] = right;  // the same where there is one side
+  words.side[0] = left, words.side[kSides - 1] = right;  // equal if there is one side
   return words;
 }
 
@@ -44,13 +44,13 @@ LOWBIT_INLINE Words<u32x2> load_two(const uint8_t* from) {
   return words_of<u32x2>(rows.even, rows.odd);
 }
 
-// 16 k of a column: pairs of bfloat16, of each part.
+// 16 k of a column: pairs of bfloat16, for each part.
 struct Chunk {
-  u32x8 part[gpu::kMostParts];
+  u32x8 part[gpu::kMaxParts];
 };
 
-// Codes of a tile, or of a half of it where they are bytes: the rows of the plane of 8 or 4 bits, of that of 2 bits and
-// of that of 1 bit (formats/codec.hpp). Of floats nothing: they are read where they are multiplied.
+// Codes of a tile, or of half a tile if they are bytes: the rows of its planes of 8 or 4 bits, 2 bits and 1 bit
+// (formats/codec.hpp). Empty for floats, which are read when they are multiplied.
 struct Codes {
   Words<u32x8> whole;
   Words<u32x4> two;
@@ -69,7 +69,7 @@ struct Codes {
       if (count & 4) whole = load_words(tile + (count & 3) * 128);
     }
   }
-  // The codes of 32 k of a column, four in each word.
+  // The codes for 32 k of a column, four per word.
   LOWBIT_INLINE u32x8 bytes(int side, int half) const {
     constexpr u32x8 kOne = {0, 0, 1, 1, 2, 2, 3, 3}, kTwo = {0, 0, 0, 0, 2, 2, 2, 2};
     const int count = code_bits();
@@ -93,21 +93,21 @@ struct Codes {
 LOWBIT_INLINE u32x8 interleaved(u32x4 even, u32x4 odd) {
   return __builtin_shufflevector(even, odd, 0, 4, 1, 5, 2, 6, 3, 7);
 }
-// The upper 16 bits of floats, side by side.
+// The upper 16 bits of floats, packed.
 template <int count>
 LOWBIT_INLINE Vector<uint32_t, count> upper_halves(Vector<uint32_t, count> low, Vector<uint32_t, count> high) {
   return low >> 16 | (high & 0xffff0000u);
 }
 LOWBIT_INLINE u32x4 bits_of_floats(Vector<float, 4> a) { return __builtin_bit_cast(u32x4, a); }
 
-// Integers less the zero point of a symmetric weight, which are exact in bfloat16: of a byte of each word.
+// Integers minus the zero point of a symmetric weight, exact in bfloat16: from one byte of each word.
 LOWBIT_INLINE u32x4 integers(u32x4 words, int byte) {
   return bits_of_floats(__builtin_convertvector(words >> 8 * byte & 0xffu, Vector<float, 4>) -
                         static_cast<float>(zero_of_symmetric()));
 }
 
-// float8_e4m3: exponent and mantissa where float32 has them, behind bits of a higher exponent,
-// times 2^8 (formats/fp8_e4m3.hpp).
+// float8_e4m3: shifts exponent and mantissa to their position in float32, below the bits of a larger exponent; the
+// values are multiplied by 2^8 (formats/fp8_e4m3.hpp).
 LOWBIT_INLINE u32x4 float8(u32x4 words, int byte) {
   const u32x4 codes = words >> 8 * byte;
   const auto u = __builtin_bit_cast(Vector<float, 4>, (codes & 0x7fu) << 20 | (uint32_t{112} << 23));
@@ -115,7 +115,7 @@ LOWBIT_INLINE u32x4 float8(u32x4 words, int byte) {
   return bits_of_floats(level) | (codes & 0x80u) << 24;
 }
 
-LOWBIT_INLINE void look_up(u32x4 words, const LevelParts* levels, u32x8 (&part)[gpu::kMostParts]) {
+LOWBIT_INLINE void look_up(u32x4 words, const LevelParts* levels, u32x8 (&part)[gpu::kMaxParts]) {
   const bool one_part = weight_parts() == 1;
 #pragma unroll
   for (int i = 0; i < 8; i++) {  // two k each
@@ -129,9 +129,9 @@ LOWBIT_INLINE void look_up(u32x4 words, const LevelParts* levels, u32x8 (&part)[
 }
 
 // Floats of even and odd k, cut into parts.
-LOWBIT_INLINE void cut_pairs(f32x8 even, f32x8 odd, u32x8 (&part)[gpu::kMostParts]) {
+LOWBIT_INLINE void cut_pairs(f32x8 even, f32x8 odd, u32x8 (&part)[gpu::kMaxParts]) {
 #pragma unroll
-  for (int i = 0; i < gpu::kMostParts; i++) {
+  for (int i = 0; i < gpu::kMaxParts; i++) {
     const auto low = __builtin_bit_cast(u32x8, even), high = __builtin_bit_cast(u32x8, odd);
     part[i] = upper_halves<8>(low, high);
     even -= __builtin_bit_cast(f32x8, low & 0xffff0000u), odd -= __builtin_bit_cast(f32x8, high & 0xffff0000u);
@@ -158,7 +158,7 @@ LOWBIT_INLINE void float16_chunk(const uint8_t* from, Chunk (&chunk)[kSides]) {
     const u16x8 a = read(0), b = read(256);
     cut_pairs(floats_of_halves(__builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14)),
               floats_of_halves(__builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15)), chunk[0].part);
-  } else {  // of each k columns l and l + 8
+  } else {  // columns l and l + 8 for each k
     const u16x8 a = read(0), b = read(128), c = read(256), d = read(384);
     const u16x8 even_ab = __builtin_shufflevector(a, b, 0, 4, 8, 12, 1, 5, 9, 13),
                 odd_ab = __builtin_shufflevector(a, b, 2, 6, 10, 14, 3, 7, 11, 15),
@@ -172,7 +172,7 @@ LOWBIT_INLINE void float16_chunk(const uint8_t* from, Chunk (&chunk)[kSides]) {
   }
 }
 
-// A chunk of a weight of floats.
+// A chunk of a float weight.
 LOWBIT_INLINE void float_chunk(const uint8_t* from, Chunk (&chunk)[kSides]) {
   if (!has_bfloat16()) {
     if (code_bits() == 32) float32_chunk(from, chunk);
@@ -198,8 +198,8 @@ LOWBIT_INLINE Chunk chunk_of(u32x4 words, const LevelParts* levels) {
   return chunk;
 }
 
-// body(first side, count of sides, chunks) for chunk `which` of a half tile: of floats both sides are read at once, of
-// codes one after the other takes fewer registers.
+// Calls body(first side, count of sides, chunks) for chunk `which` of a half tile: both sides at once for floats; one
+// after the other for codes, which takes fewer registers.
 template <class Body>
 LOWBIT_INLINE void for_chunks(const Codes& codes, const uint8_t* tile, int half, int which, const LevelParts* levels,
                               Body&& body) {

@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-// The arguments of the kernels of optimizers, the same text for host and device. Constants are made by the host: they
-// are computed in double, which many of these GPUs lack.
+// Arguments of the optimizer kernels: the same text for host and device. The host computes the constants, in double,
+// which many of these GPUs lack.
 #pragma once
 
 #include "gpu/optim/constants.hpp"
 
 namespace lowbit::level_zero {
 
-constexpr int kEach = 4;  // elements a thread: a module of 8 is twice as long
+constexpr int kEach = 4;  // elements per thread: a module with 8 is twice as large
 
-// Elements that share a scale. Those of formats without scales are dealt out as in blocks of 256.
+// Elements that share a scale. For formats without scales, elements are assigned as in blocks of 256.
 LOWBIT_INLINE constexpr int block_of(StateFormat format) {
   switch (format) {
     case StateFormat::float32: case StateFormat::bfloat16: case StateFormat::dynamic8: case StateFormat::float8:
@@ -19,7 +19,7 @@ LOWBIT_INLINE constexpr int block_of(StateFormat format) {
   __builtin_unreachable();
 }
 
-// Moments that a rule has with the numbers that are used most: SGD its momentum, AdamW no amsgrad.
+// Moments of a rule with common hyperparameters: SGD has momentum, AdamW no amsgrad.
 template <class Rule>
 constexpr int kUsualMoments = static_cast<int>(larger(moments_of<Rule>(Hyper{}), 1));
 
@@ -31,7 +31,7 @@ struct StepEntry {
 };
 
 struct StepCall {
-  const void* entries;  // StepEntry of each tensor
+  const void* entries;  // one StepEntry per tensor
   int32_t count;
 };
 

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// Steps that few ask for, <rule>_<moments>_<format>: AdamW with amsgrad, and SGD without momentum, which has no states
-// and so no format but float32. tools/spirv leaves out the kernels that are empty.
+// Uncommon steps, <rule>_<moments>_<format>: AdamW with amsgrad, and SGD without momentum, which has no states and so
+// only the format float32. tools/spirv removes the kernels that are empty.
 #include "level_zero/optim/step.hpp"
 
 namespace lowbit::level_zero {
 
 template <class Rule, int kCount, StateFormat kFormat>
 LOWBIT_INLINE void other_step(const StepCall& call) {
-  constexpr bool kHasCount = kCount >= moments_of<Rule>(Hyper{}) && kCount <= kMostMoments<Rule>;
+  constexpr bool kHasCount = kCount >= moments_of<Rule>(Hyper{}) && kCount <= kMaxMomentsOf<Rule>;
   if constexpr (kHasCount && kCount != kUsualMoments<Rule> && (kCount > 0 || kFormat == StateFormat::float32))
     step<typename Rule::template Step<kCount>, kFormat>(call);
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows of the ops optim_step, encode_state and decode_state: tables for the kernels of step.hpp.
+// Rows of the ops optim_step, encode_state and decode_state: makes tables for the kernels of step.hpp.
 #include <type_traits>
 #include <vector>
 
@@ -15,10 +15,10 @@ namespace {
 using gpu::kStepThreads;
 using gpu::kTaskElements;
 
-// The numbers from which the host computes constants, read from the device and written back.
+// Inputs of the constants that the host computes, read from the device and written back.
 struct Numbers {
   float grad_scale = 1, found_inf = 0;
-  std::vector<float> step_counts;  // of each tensor
+  std::vector<float> step_counts;  // one per tensor
 };
 
 Numbers read_numbers(const OptimStepArgs& args) {
@@ -62,10 +62,10 @@ void step_with(const OptimStepArgs& args, Numbers& numbers) {
   const std::string kernel = is_usual ? rule : concat(rule, "_", Step::kMoments, "_", format);
   program(args.place, is_usual ? concat("optim_step_", format) : "optim_step_others")
       .launch(args.place, kernel.c_str(), tasks, kStepThreads, &call, sizeof call);
-  wait(args.place.device);  // the table is read until then
+  wait(args.place.device);  // until then the table is in use
 }
 
-// With args.moments moments, which are at most kCount.
+// With args.moments moments, at most kCount.
 template <class Rule, int kCount>
 void step_of(const OptimStepArgs& args, Numbers& numbers) {
   if constexpr (kCount > moments_of<Rule>(Hyper{}))
@@ -77,7 +77,7 @@ struct OptimKernels {
   static void step(const OptimStepArgs& args) {
     Numbers numbers = read_numbers(args);
     if (numbers.found_inf != 0) return;
-    with_rule(args.rule, [&]<class Rule>() { step_of<Rule, kMostMoments<Rule>>(args, numbers); });
+    with_rule(args.rule, [&]<class Rule>() { step_of<Rule, kMaxMomentsOf<Rule>>(args, numbers); });
   }
 
   static void convert(const auto& args, const std::string& op, const gpu::ConvertArgs& given) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// optim_step by the update of csrc/gpu: a work-group is a CTA, a sub-group of 16 a warp.
+// optim_step with the update of csrc/gpu: a work-group is a CTA, a sub-group of 16 a warp.
 #pragma once
 
 #define LOWBIT_LANES 16
@@ -25,8 +25,8 @@ LOWBIT_INLINE void step(const StepCall& call) {
 
 }  // namespace lowbit::level_zero
 
-// A driver makes code of a whole module: that of a state format has one kernel of each rule, <rule>, with the moments
-// that are used most, and optim_step_others has the rest.
+// A driver compiles whole modules: that of a state format has one kernel per rule, <rule>, with the common number of
+// moments, and optim_step_others has the rest.
 #define LOWBIT_USUAL_STEP(name, Rule, format)                                                               \
   LOWBIT_KERNEL(name, lowbit::gpu::kStepThreads, lowbit::level_zero::StepCall) {                           \
     using Step = lowbit::Rule::Step<lowbit::level_zero::kUsualMoments<lowbit::Rule>>;                       \

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Dequantizes all of a packed weight, or rows that are named. Integer formats have one kernel, that of int8:
-// tools/spirv leaves out the empty ones of the others.
+// Dequantizes a packed weight, or selected rows. Integer formats share one kernel, that of int8: tools/spirv removes
+// the empty kernels of the others.
 #define LOWBIT_LANES 16
 #include "formats/list.hpp"
 #include "gpu/quantize/dequantize.cuh"

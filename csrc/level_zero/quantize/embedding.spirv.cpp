@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows of a weight that lies row by row, as those of embeddings do; kernels as those of dequantize.spirv.cpp.
+// Rows of a row-major weight, such as an embedding; kernels as in dequantize.spirv.cpp.
 #define LOWBIT_LANES 16
 #include "formats/list.hpp"
 #include "gpu/quantize/dequantize.cuh"

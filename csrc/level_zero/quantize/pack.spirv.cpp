@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A float weight to packed panels, by the kernels of csrc/gpu. Integer formats have those of int8: tools/spirv leaves
-// out the empty ones of the others.
+// Packs a float weight to panels, with the kernels of csrc/gpu. Integer formats share those of int8: tools/spirv
+// removes the empty kernels of the others.
 #define LOWBIT_LANES 16
 #include "gpu/quantize/pack.cuh"
 

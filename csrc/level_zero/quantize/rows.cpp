@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows of the op dequantize, for all of a weight and for some rows of it, by the kernel of csrc/gpu.
+// Rows of the op dequantize, for a whole weight and for some of its rows, with the kernel of csrc/gpu.
 #include "formats/list.hpp"
 #include "gpu/quantize/make_dequantize_call.hpp"
 #include "gpu/refuses_format.hpp"

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The part of oneAPI Level Zero that is used, declared by us: the ABI is stable from 1.0 on, and no header of it is
-// there when this is built. Names in comments are those of its specification.
+// The part of oneAPI Level Zero in use, declared here: the ABI is stable from 1.0 on, and the build has no headers of
+// it. Names in comments are those of its specification.
 #pragma once
 
 #include <cstddef>
@@ -44,7 +44,7 @@ struct DeviceProperties {
   Header header{Kind::device_properties};
   int type = 0;  // 1: GPU
   uint32_t vendor = 0, device = 0, flags = 0, subdevice = 0, core_clock = 0;
-  uint64_t most_bytes = 0;  // of one allocation
+  uint64_t max_bytes = 0;  // per allocation
   uint32_t hardware_contexts = 0, queue_priority = 0, threads_per_eu = 0, simd_width = 0, eus_per_subslice = 0,
            subslices_per_slice = 0, slices = 0;
   uint64_t timer_resolution = 0;
@@ -54,20 +54,20 @@ struct DeviceProperties {
 };
 struct ComputeProperties {
   Header header{Kind::compute_properties};
-  uint32_t most_group = 0, most_group_xyz[3] = {}, most_groups_xyz[3] = {}, most_shared_bytes = 0, sub_groups = 0,
+  uint32_t max_group = 0, max_group_xyz[3] = {}, max_groups_xyz[3] = {}, max_shared_bytes = 0, sub_groups = 0,
            sub_group_sizes[8] = {};
 };
 struct ModuleProperties {
   Header header{Kind::module_properties};
-  uint32_t spirv_version = 0, flags = 0, fp16_flags = 0, fp32_flags = 0, fp64_flags = 0, most_argument_bytes = 0,
+  uint32_t spirv_version = 0, flags = 0, fp16_flags = 0, fp32_flags = 0, fp64_flags = 0, max_argument_bytes = 0,
            printf_bytes = 0;
   uint8_t native_kernels[16] = {};
 };
-struct DotProducts {  // ze_intel_device_module_dp_exp_properties_t, behind ModuleProperties: of drivers from 24.05 on
+struct DotProducts {  // ze_intel_device_module_dp_exp_properties_t, after ModuleProperties: drivers from 24.05 on
   Header header{Kind::dot_products};
   uint32_t flags = 0;  // 1: dp4a, 2: dpas; older drivers write nothing
 };
-struct DeviceMemoryProperties {  // of one kind of memory
+struct DeviceMemoryProperties {  // one kind of memory
   Header header{Kind::device_memory_properties};
   uint32_t flags = 0, clock = 0, bus_bits = 0;
   uint64_t bytes = 0;
@@ -75,8 +75,8 @@ struct DeviceMemoryProperties {  // of one kind of memory
 };
 struct KernelProperties {
   Header header{Kind::kernel_properties};
-  uint32_t arguments = 0, group_size[3] = {}, sub_groups = 0, sub_group_size = 0, most_sub_group_size = 0,
-           most_sub_groups = 0, local_bytes = 0, private_bytes = 0, spill_bytes = 0;
+  uint32_t arguments = 0, group_size[3] = {}, sub_groups = 0, sub_group_size = 0, max_sub_group_size = 0,
+           max_sub_groups = 0, local_bytes = 0, private_bytes = 0, spill_bytes = 0;
   uint8_t uuid[32] = {};
 };
 struct ContextDescription {
@@ -113,7 +113,7 @@ struct ModuleDescription {
   const char* flags = nullptr;
   const void* constants = nullptr;
 };
-struct LinkedModules {  // ze_module_program_exp_desc_t, behind a ModuleDescription
+struct LinkedModules {  // ze_module_program_exp_desc_t, after a ModuleDescription
   Header header{Kind::linked_modules};
   uint32_t count = 0;
   const std::size_t* bytes = nullptr;
@@ -129,7 +129,7 @@ struct KernelDescription {
 struct GroupCount {
   uint32_t x = 1, y = 1, z = 1;
 };
-inline constexpr uint32_t kIndirectAccess = 1 | 2 | 4;  // of host, device and shared memory
+inline constexpr uint32_t kIndirectAccess = 1 | 2 | 4;  // host, device and shared memory
 
 #define LOWBIT_LEVEL_ZERO(X)                                                                                         \
   X(init, "zeInit", uint32_t flags)                                                                                  \

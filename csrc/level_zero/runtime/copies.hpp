@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Some bytes of many places between host and device. Memory of our own device the host reads and writes in place; that
-// of torch's own xpu it cannot, and the device copies them.
+// Scattered small copies between host and device. The host accesses memory of our own device in place; it cannot access
+// that of torch's own xpu, which the device copies.
 #pragma once
 
 #include <cstring>
@@ -9,7 +9,7 @@
 
 namespace lowbit::level_zero {
 
-// The host's side must live until finish() returns, which must be called.
+// Host memory must live until finish() returns, which must be called.
 class Copies {
  public:
   explicit Copies(Device device) : device_(device) {}

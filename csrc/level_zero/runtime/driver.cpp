@@ -16,7 +16,7 @@ constexpr int kGpu = 1;
 constexpr uint32_t kDpas = 2;
 constexpr uint64_t kForEver = UINT64_MAX;
 
-// A driver's threads and queues are those of the process that opened it; a child would wait for them for ever.
+// A driver's threads and queues belong to the process that opened it; a forked child would wait for them forever.
 std::atomic<bool> opened_by_parent{false};
 
 std::string meaning(Result result) {
@@ -52,7 +52,7 @@ std::vector<Handle> all_of(Get&& get, std::string_view what) {
   return all;
 }
 
-// For drivers that do not say which dot products a device has: by the PCI ids of devices with dpas.
+// For drivers that do not report a device's dot products: PCI ids of devices with dpas.
 int known_lanes(const DeviceProperties& of) {
   constexpr uint32_t kIntel = 0x8086;
   struct Range {
@@ -70,7 +70,7 @@ int known_lanes(const DeviceProperties& of) {
   return 0;
 }
 
-// A dpas is an instruction of the narrowest sub-groups: 8 lanes on Xe-HPG, 16 from Xe-HPC on.
+// dpas needs the narrowest sub-groups: 8 lanes on Xe-HPG, 16 from Xe-HPC on.
 int lanes_of(DeviceHandle device, const DeviceProperties& of) {
   DotProducts products;
   ModuleProperties modules;
@@ -108,7 +108,7 @@ Gpu make_gpu(DriverHandle driver, Context context, DeviceHandle handle, const De
   return made;
 }
 
-// Contexts, lists and events stay for as long as the process lives.
+// Contexts, lists and events are kept until the process ends.
 std::vector<Gpu> find_gpus() {
   std::vector<Gpu> found;
   for (DriverHandle driver : all_of<DriverHandle>(api().drivers, "zeDriverGet")) {

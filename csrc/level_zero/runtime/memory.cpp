@@ -20,10 +20,10 @@ struct Block {
 struct Blocks {
   std::mutex mutex;
   std::map<const char*, Block> live;
-  std::vector<MemoryUsage> usage;  // of each device
+  std::vector<MemoryUsage> usage;  // one per device
 };
 
-// The blocks of all devices; made with them, never freed: tensors may be freed after static destructors.
+// The blocks of all devices; never freed: tensors may be freed after static destructors.
 Blocks& blocks() {
   static std::atomic<Blocks* const*> kept{nullptr};
   return *made_once(kept, [] {
@@ -35,7 +35,7 @@ Blocks& blocks() {
 
 Device device_at(int device) { return {DeviceType::level_zero, static_cast<int16_t>(device)}; }
 
-// The block around an address; null if it is none of ours.
+// The block that contains an address; null for memory that is not ours.
 const Block* block_of(const Blocks& all, const void* pointer) {
   const auto* const address = static_cast<const char*>(pointer);
   const auto after = all.live.upper_bound(address);
@@ -76,7 +76,7 @@ void* allocate(int device, std::size_t bytes) {
 }
 
 void deallocate(void* pointer) noexcept {
-  if (!pointer || is_forked()) return;  // of a child, the parent gives it back
+  if (!pointer || is_forked()) return;  // in a child: the parent frees it
   Blocks& all = blocks();
   int device;
   {
@@ -91,7 +91,7 @@ void deallocate(void* pointer) noexcept {
   try {
     wait(device_at(device));
     api().free(gpu(device_at(device)).context, pointer);
-  } catch (const Error&) {  // a lost device can give nothing back
+  } catch (const Error&) {  // a lost device cannot free anything
   }
 }
 

@@ -11,7 +11,7 @@
 namespace lowbit::level_zero {
 namespace {
 
-// Division and root of 2.5 and 3 ulp otherwise: not the bits of the CPU.
+// By default, division and square root have 2.5 and 3 ulp: not the bits of the CPU.
 #define LOWBIT_FLAGS "-cl-fp32-correctly-rounded-divide-sqrt"
 constexpr const char* kFlags[] = {LOWBIT_FLAGS, LOWBIT_FLAGS " -ze-opt-large-register-file"};
 #undef LOWBIT_FLAGS
@@ -51,7 +51,7 @@ Module build(const Gpu& on, const Image& image, const char* flags) {
   std::vector<const void*> constants(images.size());
   const LinkedModules all{.count = static_cast<uint32_t>(images.size()), .bytes = bytes.data(), .images = images.data(),
                           .flags = of_each.data(), .constants = constants.data()};
-  // The first stays in the description, where drivers do not look at it: the loader's validation refuses one without.
+  // The first image stays in the description, where drivers ignore it: the loader's validation refuses one without.
   if (images.size() > 1) description.header = {Kind::module, &all};
   return create(on, description, image.name);
 }
@@ -63,7 +63,7 @@ std::string native_image(Module module) {
   return api().native_binary(module, &bytes, reinterpret_cast<uint8_t*>(image.data())) == 0 ? image : "";
 }
 
-// Loads from the cache, which returns only whole files: a driver may die of half a module.
+// Loads from the cache, which returns only whole files: a driver may crash on a truncated module.
 Module load(const Gpu& on, const Image& image, const char* flags) {
   Hash hash;
   for (const auto& words : image.modules) hash.add(bytes_of(words));
@@ -89,7 +89,7 @@ uint32_t spilled_bytes(KernelHandle kernel) {
 struct Programs {
   using Key = std::pair<const Gpu*, std::string>;
   mutable std::mutex mutex;
-  mutable std::map<Key, Program> loaded;  // whose nodes never move
+  mutable std::map<Key, Program> loaded;  // nodes never move
 };
 
 }  // namespace
@@ -118,7 +118,7 @@ const Program& program(const Place& place, std::string_view module, const Build&
 Program::Program(const Gpu& on, Image image)
     : on_(on), image_(std::move(image)), modules_{load(on, image_, kFlags[0]), nullptr} {}
 
-// Where registers do not suffice, the kernel gets twice as many for half as many threads at once, if that helps.
+// If registers do not suffice, the kernel gets twice as many, with half as many threads at once, if that helps.
 KernelHandle Program::make(const char* kernel) const {
   const auto from = [&](Module module) {
     const KernelDescription description{.name = kernel};
@@ -144,7 +144,7 @@ void Program::launch(const Place& place, const char* kernel, int64_t groups, int
     return concat(name_of(place.device), ": ", kernel, " of ", image_.name, ", ", groups, " groups of ", threads,
                   " threads");
   };
-  const std::lock_guard lock(mutex_);  // arguments are set in the kernel itself
+  const std::lock_guard lock(mutex_);  // arguments are stored in the kernel object
   auto found = kernels_.find(kernel);
   if (found == kernels_.end()) found = kernels_.emplace(kernel, make(kernel)).first;
   const GroupCount count{static_cast<uint32_t>(groups)};

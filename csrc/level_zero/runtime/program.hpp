@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Modules of SPIR-V (modules.hpp), specialised and built for one device, each once in a process; the driver's code for
-// one is kept on disk.
+// SPIR-V modules (modules.hpp), specialised and built for one device, once per process; the driver's code is
+// cached on disk.
 #pragma once
 
 #include <map>
@@ -16,15 +16,15 @@ namespace lowbit::level_zero {
 
 struct Image {
   std::string name;
-  std::vector<std::vector<uint32_t>> modules;  // that of the kernels, then those that are linked to it
+  std::vector<std::vector<uint32_t>> modules;  // the module of the kernels, then those linked to it
 };
 
 class Program {
  public:
   Program(const Gpu& on, Image image);
 
-  // Launches a kernel by its name, with one struct as its argument, after all earlier work of the device. Nothing is
-  // waited for.
+  // Launches a kernel by its name, with one struct as its argument, after all earlier work of the device.
+  // Does not wait.
   void launch(const Place& place, const char* kernel, int64_t groups, int threads, const void* args,
               std::size_t bytes) const;
 
@@ -33,7 +33,7 @@ class Program {
 
   const Gpu& on_;
   Image image_;
-  mutable Module modules_[2];  // the second with large registers, once a kernel of the first has spilled some
+  mutable Module modules_[2];  // the second with large registers, if a kernel of the first has spilled
   mutable std::mutex mutex_;
   mutable std::map<std::string, KernelHandle, std::less<>> kernels_;
 };
@@ -41,7 +41,7 @@ class Program {
 // How a module is built.
 struct Build {
   std::span<const int32_t> constants = {};  // values by number (runtime/specialise.hpp)
-  // A module of functions that it imports (score/spirv.hpp). With it comes the module score_ops.
+  // A module with functions that it imports (score/spirv.hpp). The module score_ops comes with it.
   std::span<const uint32_t> mods = {};
 };
 

@@ -8,8 +8,8 @@
 
 namespace lowbit::level_zero {
 
-// A SPIR-V module in which each OpSpecConstant of 32 bits has the value constants[its SpecId]; those behind the last
-// keep their own.
+// A SPIR-V module in which each 32-bit OpSpecConstant has the value constants[its SpecId]; those with larger ids keep
+// their own.
 std::vector<uint32_t> specialised(std::vector<uint32_t> module, std::span<const int32_t> constants);
 
 }  // namespace lowbit::level_zero

@@ -110,11 +110,11 @@ def test_a_prompt_in_pieces_of_heads_has_the_bits_of_the_whole(
     log = tmp_path / "log"
     monkeypatch.setenv("LOWBIT_EMULATED_LOG", str(log))
     for heads, ctas in ((4, ["8", "4"]), (0, ["2"] * 6)):
-        before = internals.most_decoded_bytes(2 * heads * 190 * (64 + ev))
+        before = internals.max_decoded_bytes(2 * heads * 190 * (64 + ev))
         try:
             parts = run(case, data, DEVICE, "_sim")
         finally:
-            internals.most_decoded_bytes(before)
+            internals.max_decoded_bytes(before)
         launches = [line.split()[1:3] for line in log.read_text().splitlines() if line.startswith("launch")]
         assert all(torch.equal(a, b) for a, b in zip(parts, whole, strict=True))
         if kernel:

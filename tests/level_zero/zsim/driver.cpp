@@ -59,7 +59,7 @@ ze_result_t device_properties(ze_device_handle_t, ze_device_properties_t* to) {
   return ZE_RESULT_SUCCESS;
 }
 ze_result_t compute_properties(ze_device_handle_t, ze_device_compute_properties_t* to) {
-  to->maxTotalGroupSize = to->maxGroupSizeX = to->maxGroupSizeY = to->maxGroupSizeZ = kMostGroup;
+  to->maxTotalGroupSize = to->maxGroupSizeX = to->maxGroupSizeY = to->maxGroupSizeZ = kMaxGroup;
   to->maxGroupCountX = to->maxGroupCountY = to->maxGroupCountZ = UINT32_MAX;
   to->maxSharedLocalMemory = 64 << 10;
   to->numSubGroupSizes = 0;

@@ -247,7 +247,7 @@ ze_result_t kernel_properties(ze_kernel_handle_t kernel, ze_kernel_properties_t*
 }
 
 ze_result_t set_group_size(ze_kernel_handle_t kernel, uint32_t x, uint32_t y, uint32_t z) {
-  if (!x || !y || !z || uint64_t{x} * y * z > kMostGroup) return ZE_RESULT_ERROR_INVALID_GROUP_SIZE_DIMENSION;
+  if (!x || !y || !z || uint64_t{x} * y * z > kMaxGroup) return ZE_RESULT_ERROR_INVALID_GROUP_SIZE_DIMENSION;
   kernel->group[0] = x, kernel->group[1] = y, kernel->group[2] = z;
   return ZE_RESULT_SUCCESS;
 }

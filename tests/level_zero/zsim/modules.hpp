@@ -5,7 +5,7 @@
 
 namespace zsim {
 
-inline constexpr uint32_t kMostGroup = 1024;  // threads of a work-group
+inline constexpr uint32_t kMaxGroup = 1024;  // threads of a work-group
 
 template <class Handle>
 ze_result_t destroy(Handle handle) {

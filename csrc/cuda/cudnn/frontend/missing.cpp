@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// In place of plan.cpp where this was built without the headers of cuDNN.
+// Replaces plan.cpp in a build without the headers of cuDNN.
 #include "cuda/cudnn/plan.hpp"
 
 namespace lowbit::cuda {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The one file that includes cudnn-frontend: a shape as its graph, and the graph as a plan. A minute to compile.
+// The only file that includes cudnn-frontend: a shape as its graph, and the graph as a plan. Takes a minute to compile.
 #include "cuda/cudnn/plan.hpp"
 
 #include <cudnn_frontend.h>
@@ -7,7 +7,7 @@
 #include "cuda/runtime/libraries.hpp"
 
 namespace cudnn_frontend {
-void* cudnn_dlhandle = nullptr;  // what it calls cuDNN through
+void* cudnn_dlhandle = nullptr;  // the library through which cudnn-frontend calls cuDNN
 }
 
 namespace lowbit::cuda {
@@ -19,7 +19,7 @@ using Tensor = std::shared_ptr<fe::graph::Tensor_attributes>;
 
 constexpr int64_t kStatistics = AttentionShape::kTensors;
 
-// Pointers are given in the order of these numbers: run_plan.
+// Pointers are passed in the order of these numbers: run_plan.
 int64_t uid(int64_t tensor) {
   return tensor <= AttentionShape::out ? tensor + 1 : tensor == kStatistics ? AttentionShape::out + 2 : tensor + 2;
 }
@@ -32,7 +32,7 @@ fe::DataType_t type_of(DType dtype) {
   return dtype == DType::float16 ? fe::DataType_t::HALF : fe::DataType_t::BFLOAT16;
 }
 
-// For a graph that has no handle; before its nodes, which would ask the CUDA runtime.
+// For a graph without a handle; called before nodes are added, which would otherwise query the CUDA runtime.
 void describe_device(Graph& graph, const CudnnDevice& device) {
   auto properties = std::make_shared<fe::DeviceProperties>();
   std::vector<uint8_t> text(device.description.begin(), device.description.end());
@@ -113,13 +113,13 @@ Plan finished(std::shared_ptr<Graph> graph) {
   return plan;
 }
 
-// Turns cuDNN's refusals into reasons, and its exceptions too: it throws where a library that it needs is missing.
+// Turns cuDNN's refusals into reasons, and its exceptions too: it throws if a library that it needs is missing.
 template <class Make>
 Plan plan_or_reason(Make&& make) {
   try {
     open_cudnn();
     return make();
-  } catch (const std::exception& error) {  // in the first line; the others are about its engines
+  } catch (const std::exception& error) {  // the first line; the others concern its engines
     const std::string_view words = error.what();
     return {.graph = nullptr, .refused = concat("cuDNN: ", words.substr(0, words.find('\n')))};
   }
@@ -135,7 +135,7 @@ Plan make_plan(const AttentionShape& shape, const CudnnDevice& device) {
     ensure(graph->validate());
     ensure(device.handle ? graph->build_operation_graph(native(device.handle)) : graph->build_operation_graph());
     ensure(graph->create_execution_plans({fe::HeurMode_t::A, fe::HeurMode_t::FALLBACK}));
-    graph->deselect_workspace_greater_than(most_workspace(shape));
+    graph->deselect_workspace_greater_than(max_workspace(shape));
     ensure(graph->check_support());
     ensure(graph->build_plans());
     const std::vector<int64_t> given = graph->get_variant_pack_uids_sorted();

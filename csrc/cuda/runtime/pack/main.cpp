@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// lowbit_pack FOLDER ARCHITECTURE...: compiles the kernels that are used most into FOLDER/cuda; a step of the build.
+// lowbit_pack FOLDER ARCHITECTURE...: compiles the most common kernels into FOLDER/cuda, as a part of the build.
 #include <cstdio>
 #include <cstdlib>
 
