@@ -2,13 +2,14 @@
 """The tests that a run takes.
 
 A test function is a kind of check; its parameters are variants of it. `pytest` alone runs every kind of check once: the
-functions marked `core` with all their variants (every kernel row against float64), of each other function one variant and
-of the rest one in QUICK. `--share N` runs one in N of the rest and `--everything` all. Tests named by a path, -k or -m run whole.
+functions marked `core` with all their variants (every kernel row against float64), of each other function one variant
+and of the rest one in QUICK. `--share N` runs one in N of the rest and `--everything` all. Tests named by a path, -k or
+-m run whole.
 
-The core and the one variant of each function are the same on every commit, by a hash of the test's id. The rest rotates, by a
-hash of the id and a seed: the date (UTC), or what `--share-seed` says. The end of a run prints it, and `--share-seed` repeats it
-on other commits, as a bisect needs. Every kernel row gets its turn, which a counter does not give (it meets the same rows again
-where their number is a multiple of N).
+The core and the one variant of each function are the same on every commit, by a hash of the test's id. The rest
+rotates, by a hash of the id and a seed: the date (UTC), or what `--share-seed` says. The end of a run prints it, and
+`--share-seed` repeats it on other commits, as a bisect needs. Every kernel row gets its turn, which a counter does not
+give (it meets the same rows again where their number is a multiple of N).
 """
 
 from __future__ import annotations
