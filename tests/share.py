@@ -2,32 +2,34 @@
 """The tests that a run takes.
 
 A test function is a kind of check; its parameters are variants of it. `pytest` alone runs every kind of check once: the
-functions marked `core` with all their variants (every kernel row against float64), of each other function one variant and
-of the rest one in QUICK. `--share N` runs one in N of the rest and `--everything` all. Tests named by a path, -k or -m run whole.
+functions marked `core` with all their variants (every kernel row against float64), of each other function one variant
+and of the rest one in QUICK. `--share N` runs one in N of the rest and `--everything` all. Tests named by a path, -k or
+-m run whole.
 
-Variants are chosen by a hash of the test's id and of the commit: the next commit has others, and every kernel row gets its
-turn, which a counter does not give (it meets the same rows again where their number is a multiple of N).
+The core and the one variant of each function are the same on every commit, by a hash of the test's id. The rest
+rotates, by a hash of the id and a seed: the date (UTC), or what `--share-seed` says. The end of a run prints it, and
+`--share-seed` repeats it on other commits, as a bisect needs. Every kernel row gets its turn, which a counter does not
+give (it meets the same rows again where their number is a multiple of N).
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
-import subprocess
 import unittest
 from collections.abc import Iterable
-from pathlib import Path
+from datetime import datetime, timezone
 
 import pytest
 
 QUICK = 12
-NO_COMMIT = "no commit"
-COMMIT = "LOWBIT_TEST_COMMIT"
+SEED = "LOWBIT_TEST_SEED"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("share", "which variants of tests run (tests/share.py)")
     group.addoption("--share", type=_count, metavar="N", help=f"one variant in N, and one of each test function; {QUICK} where no test is named")
+    group.addoption("--share-seed", metavar="TEXT", help="which variants of the rest; the date where nothing is said, and printed at the end of a run")
     group.addoption("--everything", action="store_const", dest="share", const=1, help="every variant of every test")
 
 
@@ -49,7 +51,7 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
         option.numprocesses, option.dist = "auto", "worksteal"
     if option.share is None:
         option.share = QUICK if whole_suite else 1
-    os.environ[COMMIT] = os.environ.get(COMMIT) or _head() or NO_COMMIT  # for workers and nested runs
+    os.environ[SEED] = option.share_seed or os.environ.get(SEED) or f"{datetime.now(timezone.utc):%Y-%m-%d}"  # for workers and nested runs
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -58,25 +60,16 @@ def pytest_configure_node(node: object) -> None:
     node.workerinput["share"] = node.config.option.share
 
 
-def _head() -> str:
-    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
-    except FileNotFoundError:
-        return ""
-
-
-def chosen(items: Iterable[pytest.Item], share: int, commit: str) -> list[pytest.Item]:
-    """One in `share` of the items, at least one of each function (one that can run here, if there is one), all that are core."""
+def chosen(items: Iterable[pytest.Item], share: int, seed: str) -> list[pytest.Item]:
+    """All that are core, one of each function (one that can run here, if there is one), and by the seed one in `share` of the items."""
     items = list(items)
-    numbers = {item: _number(item.nodeid, commit) for item in items}
     first: dict[str, pytest.Item] = {}
-    for item in sorted(items, key=lambda item: (not _can_run(item), numbers[item])):
+    for item in sorted(items, key=lambda item: (not _can_run(item), _number(item.nodeid))):
         first.setdefault(_kind(item), item)
     taken = set(first.values())
     if "LOWBIT_TEST_DEVICE" not in os.environ:  # what core tests promise, they promise of rows of the CPU
         taken |= {item for item in items if item.get_closest_marker("core")}
-    return [item for item in items if item in taken or numbers[item] * share < 1]
+    return [item for item in items if item in taken or _number(f"{seed} {item.nodeid}") * share < 1]
 
 
 def _kind(item: pytest.Item) -> str:
@@ -85,9 +78,9 @@ def _kind(item: pytest.Item) -> str:
     return item.nodeid.rpartition("::")[0] if is_torchs else item.nodeid.partition("[")[0]
 
 
-def _number(nodeid: str, commit: str) -> float:
+def _number(text: str) -> float:
     """Between 0 and 1. A smaller share is a part of a larger one."""
-    return int.from_bytes(hashlib.sha256(f"{commit} {nodeid}".encode()).digest()[:6], "big") / 2**48
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big") / 2**48
 
 
 def _can_run(item: pytest.Item) -> bool:
@@ -97,7 +90,7 @@ def _can_run(item: pytest.Item) -> bool:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    taken = chosen(items, config.option.share, os.environ[COMMIT])
+    taken = chosen(items, config.option.share, os.environ[SEED])
     left = set(items).difference(taken)
     if left:
         config.hook.pytest_deselected(items=[item for item in items if item in left])
@@ -122,8 +115,6 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     config = terminalreporter.config
     if config.option.share == 1:
         return
-    commit = os.environ[COMMIT]
-    by = f"by commit {commit[:12]}" if commit != NO_COMMIT else f"the same ones each time: no git here that knows a commit, {COMMIT} can name one"
     terminalreporter.write_line(
-        f"share: one variant in {config.option.share} ({by}): {config.stash.get(_LEFT_OUT, 0)} left out; all run by pytest --everything"
+        f"share: one variant in {config.option.share} (by --share-seed {os.environ[SEED]}): {config.stash.get(_LEFT_OUT, 0)} left out; all run by pytest --everything"
     )

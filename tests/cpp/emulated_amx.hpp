@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstring>
+#include <initializer_list>
 #include <type_traits>
 
 #include "../tests/cpp/emulated_vnni.hpp"
@@ -10,6 +11,10 @@
 
 namespace lowbit::cpu::LOWBIT_ISA_NAME {
 namespace {
+
+inline float without_subnormal(float x) {  // as factors, as sums and on the way to bfloat16 they count as zero
+  return __builtin_fabsf(x) < 0x1p-126f ? __builtin_copysignf(0.0f, x) : x;
+}
 
 class TileUnit : public TileNumbers {
  public:
@@ -36,6 +41,7 @@ class TileUnit : public TileNumbers {
     for (int64_t row = 0; row < kRows; row++)
       for (int64_t column = 0; column < 16; column++) {
         Sum sum = at<Sum>(sums, row * 64 + column * 4);
+        if constexpr (std::is_same_v<Sum, float>) sum = without_subnormal(sum);
         for (int64_t byte = 0; byte < bytes_; byte += 4) {
           const int64_t x = row * 64 + byte, w = byte / 4 * 64 + column * 4;
           if constexpr (std::is_same_v<Sum, int32_t>)
@@ -53,16 +59,19 @@ class TileUnit : public TileNumbers {
     std::memcpy(&value, tiles_[tile] + byte, sizeof value);
     return value;
   }
-  static float bfloat16(int tile, int64_t byte) {  // subnormal factors count as zero
-    const float value = float_from_bfloat16(at<uint16_t>(tile, byte));
-    return __builtin_fabsf(value) < 0x1p-126f ? 0.0f : value;
+  static float bfloat16(int tile, int64_t byte) {
+    return without_subnormal(float_from_bfloat16(at<uint16_t>(tile, byte)));
   }
 
   static inline thread_local char tiles_[8][1024];
   static inline thread_local int64_t bytes_ = 0;
 };
 
-inline void store_32_bf16(uint16_t* p, f32x16 a, f32x16 b) { store_bf16(p, a), store_bf16(p + 16, b); }
+inline void store_32_bf16(uint16_t* p, f32x16 a, f32x16 b) {
+  for (f32x16* x : {&a, &b})
+    for (float& lane : x->lane) lane = without_subnormal(lane);
+  store_bf16(p, a), store_bf16(p + 16, b);
+}
 inline i32x16 lookup32_u16(const uint16_t* table, i32x16 index) {
   uint16_t halves[32];
   std::memcpy(halves, &index, sizeof halves);
@@ -72,7 +81,7 @@ inline i32x16 lookup32_u16(const uint16_t* table, i32x16 index) {
 }
 inline i32x16 bf16_pairs(f32x16 a, f32x16 b) {
   uint16_t halves[2][16];
-  store_bf16(halves[0], a), store_bf16(halves[1], b);
+  store_32_bf16(halves[0], a, b);
   int32_t pairs[16];
   for (int i = 0; i < 16; i++) pairs[i] = static_cast<int32_t>(halves[0][i] | uint32_t{halves[1][i]} << 16);
   return load_i32(pairs);

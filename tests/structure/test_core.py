@@ -51,22 +51,28 @@ def items() -> list[pytest.Item]:
 
 
 def test_a_share_has_each_function_and_no_row_less_than_others(items: list[pytest.Item]) -> None:
-    taken = [item.nodeid for item in chosen(items, 3, "a commit")]
+    taken = [item.nodeid for item in chosen(items, 3, "a seed")]
     assert len(MANY) / 4 < len(taken) < len(MANY) / 2
     assert {nodeid.partition("[")[0] for nodeid in taken} == {nodeid.partition("[")[0] for nodeid in MANY}
     of_rows = Counter(nodeid.partition("[")[2] for nodeid in taken)
     assert len(of_rows) == ROWS and max(of_rows.values()) < CASES, of_rows  # a counter takes a third of the rows, always
 
 
-def test_another_commit_has_another_share_and_a_smaller_share_is_part_of_a_larger(items: list[pytest.Item]) -> None:
-    small, large, other = (set(chosen(items, *how)) for how in ((12, "a commit"), (3, "a commit"), (12, "another")))
+def test_another_seed_has_another_rest_and_a_smaller_share_is_part_of_a_larger(items: list[pytest.Item]) -> None:
+    small, large, other = (set(chosen(items, *how)) for how in ((12, "a seed"), (3, "a seed"), (12, "another")))
     assert small < large and small != other and len(small | other) > 1.5 * len(small)
-    assert set(chosen(items, 1, "a commit")) == set(items)
+    assert set(chosen(items, 1, "a seed")) == set(items)
+
+
+def test_every_seed_has_the_same_variant_of_each_function(items: list[pytest.Item]) -> None:
+    fixed = set(chosen(items, 10**9, "a seed"))
+    assert len(fixed) == CASES
+    assert all(fixed <= set(chosen(items, share, f"seed {share}")) for share in (2, 12, 10**9))
 
 
 def test_core_tests_and_what_can_run_here_come_first(items: list[pytest.Item]) -> None:
     items[7].get_closest_marker = lambda name: object()
     for item in items[:ROWS]:
         item.callspec = SimpleNamespace(params={"row": {"available": item is items[9]}})
-    taken = chosen(items, 10**9, "a commit")
+    taken = chosen(items, 10**9, "a seed")
     assert items[7] in taken and items[9] in taken and len(taken) == CASES + 1

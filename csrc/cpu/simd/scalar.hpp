@@ -79,7 +79,10 @@ LOWBIT_INLINE f32x16 sqrt(f32x16 a) { LOWBIT_LANES a.lane[i] = std::sqrt(a.lane[
 // Bit operations, for the codes of optimizer states and for random numbers. A mask is -1 or 0 in every lane.
 LOWBIT_INLINE i32x16 bits_of(f32x16 a) { i32x16 r; std::memcpy(&r, &a, 64); return r; }
 LOWBIT_INLINE f32x16 float_of(i32x16 a) { f32x16 r; std::memcpy(&r, &a, 64); return r; }
-LOWBIT_INLINE i32x16 sub(i32x16 a, i32x16 b) { LOWBIT_LANES a.lane[i] -= b.lane[i]; return a; }
+LOWBIT_INLINE i32x16 sub(i32x16 a, i32x16 b) {  // wraps, as add
+  LOWBIT_LANES a.lane[i] = static_cast<int32_t>(static_cast<uint32_t>(a.lane[i]) - static_cast<uint32_t>(b.lane[i]));
+  return a;
+}
 LOWBIT_INLINE i32x16 mul(i32x16 a, i32x16 b) {
   LOWBIT_LANES a.lane[i] = static_cast<int32_t>(static_cast<uint32_t>(a.lane[i]) * static_cast<uint32_t>(b.lane[i]));
   return a;
@@ -152,7 +155,7 @@ sub_saturating_u16(i32x16 a, i32x16 b) {  // upper halves, not below 0; the lowe
 LOWBIT_INLINE i32x16 count_down_above(i32x16 n, f32x16 a, f32x16 b) {
   LOWBIT_LANES n.lane[i] -= a.lane[i] > b.lane[i];
   return n;
-}  // n - 1 where a > b; neither negative
+}  // n - 1 where a > b; neither negative nor nan
 template <int count>
 LOWBIT_INLINE i32x16 shift_right_signed(i32x16 a) {
   LOWBIT_LANES a.lane[i] >>= count;
@@ -211,7 +214,11 @@ LOWBIT_INLINE float sum(f32x16 a) {  // halves, then halves of these: the same o
 LOWBIT_INLINE void transpose_16x16(const float* from, int64_t from_stride, float* to, int64_t to_stride) {
   for (int i = 0; i < 16; i++) for (int j = 0; j < 16; j++) to[j * to_stride + i] = from[i * from_stride + j];
 }
-LOWBIT_INLINE float largest(f32x16 a) { float m = a.lane[0]; LOWBIT_LANES m = a.lane[i] > m ? a.lane[i] : m; return m; }
+LOWBIT_INLINE float largest(f32x16 a) {  // of no nan: with one it may be any lane
+  float m = a.lane[0];
+  LOWBIT_LANES m = a.lane[i] > m ? a.lane[i] : m;
+  return m;
+}
 
 // 16 pairs of int16, for products with the codes of keys and values.
 struct i16x32 { int16_t lane[32]; };

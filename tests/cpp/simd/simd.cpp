@@ -1,0 +1,27 @@
+// SPDX-License-Identifier: Apache-2.0
+// Every function of cpu/simd/ on one instruction set against plain C++. Prints the functions that it checks, and what
+// fails. Started by tests/cpp/test_simd.py, which says the instruction set and compares the list with the headers.
+#include LOWBIT_ISA_HEADER
+
+#include "cpu/simd/double.hpp"
+#include "cpu/simd/math.hpp"
+
+#include "lanes.hpp"
+#include "loads_and_stores.hpp"
+#include "math.hpp"
+#include "products.hpp"
+#ifdef LOWBIT_HAS_TILES
+#include "tiles.hpp"
+#endif
+
+int main() {
+  check_floats(), check_integers(), check_reductions(), check_doubles();
+  check_loads(), check_pairs_and_halves(), check_stores(), check_lookups(), check_tails();
+  check_codes(), check_dots(), check_semi_sparse_dot();
+  check_math();
+#ifdef LOWBIT_HAS_TILES
+  check_tiles();
+#endif
+  std::printf("%d failed\n", report.failed);
+  return report.failed != 0;
+}
