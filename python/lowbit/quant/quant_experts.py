@@ -15,8 +15,10 @@ from torch import Tensor, nn
 
 from lowbit import devices
 from lowbit.formats.spec import LinearSpec, OpArgs, StoredWeight
+from lowbit.ops.experts import ACTIVATIONS, experts
 from lowbit.ops.fakes import FLOATS
 from lowbit.ops.gather_linear import gather_linear
+from lowbit.quant.expert_gates import KnownGate
 from lowbit.quant.experts import DOWN, Form, dense_product, may_be_experts, refuses, run
 from lowbit.quant.kinds import (
     Kind,
@@ -46,6 +48,8 @@ class QuantExperts(PackedModule):
     stored: dict[str, StoredWeight]
     """How each packed weight is stored, by its key; one that is not in it is float."""
     op_args: dict[str, OpArgs]
+    known_gate: KnownGate | None
+    """The step between the products, where the op `experts` has it."""
     float_class: type[nn.Module]
     """Its former class: that of ``dequantize_``, which also has the gate."""
 
@@ -64,8 +68,8 @@ class QuantExperts(PackedModule):
             raise
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Return ``[T, H]``, dtype of ``hidden_states``; the sum over the experts of a token is in float32, in the
-        order of ``top_k_index``.
+        """Return ``[T, H]``, dtype of ``hidden_states``; the sum over the experts of a token is in float32: in
+        the order of experts in one call of `lowbit.experts`, else in the order of ``top_k_index``.
 
         Args:
             hidden_states: ``[T, H]``; float32, bfloat16 or float16.
@@ -81,6 +85,8 @@ class QuantExperts(PackedModule):
         if form is None:
             return _float_forward(self, hidden_states, top_k_index, top_k_weights)
         _check(hidden_states, top_k_index, top_k_weights)
+        if _is_one_call(self, form, hidden_states):
+            return self._in_one_call(form, hidden_states, top_k_index, top_k_weights)
 
         def product(key: str, x: Tensor, index: Tensor, bias: Tensor | None) -> Tensor:
             weight = inside["_parameters"][key]
@@ -89,6 +95,31 @@ class QuantExperts(PackedModule):
             return dense_product(form.float_weight(self, key), weight, x, index, bias)
 
         return run(self, inside["float_class"], form, product, hidden_states, top_k_index, top_k_weights)
+
+    def _in_one_call(self, form: Form, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        inside = self.__dict__
+        parameters, (of_first, of_down) = inside["_parameters"], (inside["op_args"][key] for key in form.keys)
+        activation, gated, interleaved, alpha, limit, up_offset = inside["known_gate"].gate
+        bias = parameters.get(f"{form.first}_bias")
+        if form.interleaved and bias is not None:  # it has the order of the float weight
+            bias = torch.cat([bias[:, ::2], bias[:, 1::2]], 1)
+        return experts(
+            x,
+            parameters[form.first],
+            parameters[DOWN],
+            index,
+            weights,
+            of_first,
+            of_down,
+            ACTIVATIONS[activation],
+            gated=gated,
+            interleaved=interleaved,
+            alpha=alpha,
+            limit=limit or None,
+            up_offset=up_offset,
+            gate_up_bias=bias,
+            down_bias=parameters.get(f"{DOWN}_bias"),
+        ).to(x.dtype)  # under autocast too
 
     def dequantize(self, key: str, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return the packed weight of this name as float, ``[E, n, k]``: of rows that took turns the first of each two
@@ -103,6 +134,21 @@ class QuantExperts(PackedModule):
     def extra_repr(self) -> str:
         sizes = (f"{key} {stored}" for key, stored in self.stored.items())
         return f"{self.float_class.__name__}, {', '.join(sizes)}"
+
+
+def _is_one_call(module: Any, form: Form, x: Tensor) -> bool:
+    """Whether the op `experts` computes the whole of it: both weights are packed, their activations are both rounded or
+    both not, and the op has the step between them."""
+    inside = module.__dict__
+    known, op_args = inside["known_gate"], inside["op_args"]
+    return (
+        known is not None
+        and not form.normed
+        and x.is_cpu
+        and len(op_args) == len(form.keys)
+        and (op_args[form.first][-1] > 0) == (op_args[DOWN][-1] > 0)
+        and known.holds(module)
+    )
 
 
 def _check(x: Tensor, index: Tensor, weights: Tensor) -> None:
@@ -160,6 +206,7 @@ class _ExpertsKind(Kind):
         twin = twin_of(module, QuantExperts)
         if not isinstance(module, QuantExperts):
             twin.form, twin.stored, twin.op_args = Form.of(module), {}, {}
+            twin.known_gate = KnownGate.of(module, twin.form, type(module))
         twin.stored = twin.stored | {key: stored}
         twin.op_args = twin.op_args | {key: stored.spec.op_args(stored.n, stored.k)}
         twin.spec = stored.spec
@@ -184,7 +231,7 @@ class _ExpertsKind(Kind):
         twin._parameters |= weights
         for key in module.stored:
             del twin._buffers[layout_name(key)]
-        del twin.form, twin.stored, twin.op_args, twin.spec
+        del twin.form, twin.stored, twin.op_args, twin.known_gate, twin.spec
         become_float(module, twin)
 
 
