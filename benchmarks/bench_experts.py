@@ -15,27 +15,16 @@ from __future__ import annotations
 import argparse
 
 import torch
+from bench_gather_linear import FORMATS, packed_weights
 from harness import MIB, Call, describe, duration, header, interleave, options, rotate, table
 from torch import Tensor
 from torch.nn import functional
 
 import lowbit
-from lowbit import _C, experts, gather_linear, testing
+from lowbit import _C, experts, gather_linear
 
-FORMATS = {
-    "int4 32 int8_group": ("int4", 32, "int8_group"),
-    "int8 int8_row": ("int8", 0, "int8_row"),
-    "int4 32 float": ("int4", 32, "float"),
-    "bfloat16 float": ("bfloat16", 0, "float"),
-}
 CALLS = 12  # fresh indices, in turns
 Route = tuple[Tensor, Tensor]
-
-
-def packed_weights(count: int, n: int, k: int, format: str, group_size: int) -> Tensor:
-    """Weights that differ in memory and not in numbers: quantizing each takes longer than the benchmark."""
-    one = testing.pack_weight(torch.randn(n, k) / k**0.5, format, group_size)
-    return one.expand(count, *one.shape).contiguous()
 
 
 def routes(args: argparse.Namespace, tokens: int) -> list[Route]:

@@ -30,7 +30,7 @@ INDICES = 12  # fresh ones, in turns
 
 def packed_weights(count: int, n: int, k: int, format: str, group_size: int) -> torch.Tensor:
     """Weights that differ in memory and not in numbers: quantizing each takes longer than the benchmark."""
-    one = testing.pack_weight(torch.randn(n, k), format, group_size)
+    one = testing.pack_weight(torch.randn(n, k) / k**0.5, format, group_size)
     return one.expand(count, *one.shape).contiguous()
 
 

@@ -25,8 +25,9 @@ _FUNCTIONS = (
     "block_classes",
 )  # fmt: skip
 _INTERNALS = ("decode", "score_program_eval", "score_program_backward")
-OF_THE_CPU = {"test_odd_objects", "test_registration"}
-"""Files of tests/ops about numpy arrays and about the CPU's kernels at torch's dispatcher."""
+OF_THE_CPU = {"test_odd_objects", "test_registration", "test_a_kept_program_sees_what_changes"}
+"""Files of tests/ops about numpy arrays and about the CPU's kernels at torch's dispatcher, and a test of tensors that an
+op keeps: it would keep the copies."""
 _library = torch.library.Library("lowbit", "IMPL")
 ran: set[str] = set()
 """Every row that ran there."""

@@ -89,7 +89,7 @@ PeakRate peak_rate(Arithmetic arithmetic, int threads, int repeats) {
   constexpr int64_t kRounds = 200000;  // 1 to 10 ms
   PeakRate best;
   for (const Backend* backend : backends()) {
-    if (backend->peaks.empty() || backend->device != DeviceType::cpu) continue;
+    if (backend->peaks.empty() || backend->device != Device{}.type) continue;
     if (!backend->unavailable({}).empty()) continue;
     for (const Peak& peak : backend->peaks)
       for (int repeat = 0; peak.arithmetic == arithmetic && repeat < repeats; repeat++) {

@@ -38,7 +38,7 @@ def piped(monkeypatch: pytest.MonkeyPatch):
 
 
 def answers(file: Path, *prompts: str, system: str = "") -> list[str]:
-    """What the model says to each prompt when it reads the conversation anew each time."""
+    """Return what the model says to each prompt, for which it reads the whole conversation anew."""
     model, tokenizer = lowbit.load_gguf(file)
     text, said = system, []
     for prompt in prompts:

@@ -78,9 +78,9 @@ class Plan(LayerTable):
         a warning says so.
 
         Raises:
-            ValueError: names all layers that the model does not have, or has in another size or already quantized, those
-                without a line, and those whose kernel row is not in this build or serves none of their calls; a weight
-                that is not finite.
+            ValueError: names all layers that the model does not have, or has in another size or already quantized,
+                those without a line, and those whose kernel row is not in this build or serves none of their calls; a
+                weight that is not finite.
         """
         model = getattr(model, "_orig_mod", model)
         check_rows(self.rows)

@@ -5,7 +5,7 @@ another model."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from difflib import get_close_matches
 from typing import Any
 
@@ -54,7 +54,8 @@ def check_fits(rows: Sequence[PlanRow], model: nn.Module) -> None:
     """Raise ValueError with all layers that the model does not have, or has in another size or already quantized, with
     those that have no line, and those whose kernel row serves none of their calls."""
     modules, named = dict(model.named_modules()), {row.layer for row in rows}
-    wrong = [f"{row.layer} ({reason})" for row in rows if (reason := _misfit(row, modules.get(row.layer)))]
+    here = {str(found["name"]) for found in _C.kernels("linear") if found["available"]}
+    wrong = [f"{row.layer} ({reason})" for row in rows if (reason := _misfit(row, modules.get(row.layer), here))]
     wrong += [
         f"{name} (no line in the plan)"
         for name, module in modules.items()
@@ -64,8 +65,8 @@ def check_fits(rows: Sequence[PlanRow], model: nn.Module) -> None:
         raise ValueError(f"Plan: model must have the layers of the plan, got {', '.join(wrong)}")
 
 
-def _misfit(row: PlanRow, module: nn.Module | None) -> str:
-    """Why a layer cannot be as its line says; empty: it can."""
+def _misfit(row: PlanRow, module: nn.Module | None, here: Container[str]) -> str:
+    """Why a layer cannot be as its line says; empty: it can. ``here``: the kernel rows that this machine can run."""
     if row.spec is None:
         return ""
     if module is None or kind_of(module) is not LINEAR:
@@ -74,15 +75,12 @@ def _misfit(row: PlanRow, module: nn.Module | None) -> str:
         return f"already quantized as {module.spec.name}"
     if features_of(module) != row.shape:
         return f"{text_of_size(features_of(module))}, wanted {text_of_size(row.shape)}"
-    return _unserved(row, module)
+    # A row that wants another machine is no fault: a plan is valid on all of them, and the first that fits serves.
+    return _unserved(row, module) if row.row in here and row.calls else ""
 
 
 def _unserved(row: PlanRow, module: nn.Module) -> str:
-    """Why the kernel row of a line can serve none of its calls. A row that wants another machine is no fault: a plan is
-    valid on all of them, and the first row that fits takes its place."""
-    here = {str(known["name"]) for known in _C.kernels("linear") if known["available"]}
-    if row.row not in here or not row.calls:
-        return ""
+    """Why the kernel row of a line can serve none of its calls; empty: it can."""
     device = places.type_of_rows(next(module.parameters()).device, "linear")
     numbers = row.spec.op_args(*row.shape)
     if any(serves(row.row, m, *numbers, dtype, device) for m, dtype, _ in row.calls):

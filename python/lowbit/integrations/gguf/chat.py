@@ -69,7 +69,7 @@ def _loaded(path: Path, activations: str | None) -> tuple[nn.Module, Any]:
     if not path.is_dir():
         return load_gguf(path, activations=activations or "int8")
     if activations is not None:
-        raise ValueError(f"chat: activations must not be given with a folder, whose config says it, got {activations!r}")
+        raise ValueError(f"chat: activations must not be given with a folder, whose config has them, got {activations}")
     model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="lowbit")
     fuse(model)
     return model, AutoTokenizer.from_pretrained(path)
