@@ -1,10 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The step between the two products of a module of experts, as the op `experts` can take it."""
+"""The step between the two products of a module of experts, as the op `experts` takes it.
+
+A class of transformers writes this step in Python: a product of an activation, between clamps, with a scale inside, an
+offset. Which of the op's steps it is, if any, is found by comparing both in float64, from sums of 2^-6 to 2^40, so that
+every clamp cuts some of them; numbers of the module are tried as the scale and the limit.
+"""
 
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -13,69 +18,68 @@ from torch import Tensor, nn
 from lowbit.ops.experts import ACTIVATIONS, Gate, gated_value
 from lowbit.quant.experts import Form, gate, parts_in_float64
 
-_ALPHAS = (1.0, 1.702)
-_TOLERANCE = 1e-6  # of float64 results: some classes compute a part in float32
-_known: dict[tuple[Any, ...], Gate | None] = {}
-"""The results of `_found` for modules that are alike."""
+_EXPONENTS = (2, -6, -3, 0, 4, 6, 9, 12, 16, 20, 30, 40)  # of 2, the sizes of sums; most steps differ in the first
+_ALPHA = 1.702  # of gpt-oss, and of gelu's approximation by a sigmoid
+_TOLERANCE = 1e-6  # of the step of absolute sums: some classes compute it in float32
 
 
-@dataclass(frozen=True, slots=True)
-class KnownGate:
-    """A step that the op has, and what it was found from: with other values, the class computes another one."""
+def known_gate(module: Any, cls: type[nn.Module], form: Form, n: int) -> Gate | None:
+    """Return the step of the op that ``cls`` computes with the attributes of ``module``, in training and otherwise.
 
-    gate: Gate
-    activation: Any
-    numbers: tuple[float, ...]
+    Args:
+        module: float or packed; its rows of the first product are those of ``form``.
+        cls: its class as a float module.
+        n: the columns of the first product.
 
-    @classmethod
-    def of(cls, module: Any, form: Form, float_class: type[nn.Module]) -> KnownGate | None:
-        """Compare the step of a module with those of the op, in float64; None: it is none of them."""
-        activation, numbers = _activation(module), _numbers(module)
-        key = float_class, form.gated, form.interleaved, repr(activation), numbers
-        if key not in _known:
-            _known[key] = _found(module, form, float_class, numbers)
-        found = _known[key]
-        return None if found is None else cls(found, activation, numbers)
-
-    def holds(self, module: Any) -> bool:
-        """Whether the module still computes it; a hook on its activation waits for a call."""
-        activation = _activation(module)
-        return (
-            activation is self.activation
-            and _numbers(module) == self.numbers
-            and not (isinstance(activation, nn.Module) and (activation._forward_hooks or activation._forward_pre_hooks))
-        )
-
-
-def _activation(module: Any) -> Any:
-    inside = module.__dict__
-    return inside["_modules"].get("act_fn") or inside.get("act_fn")
-
-
-def _numbers(module: Any) -> tuple[float, ...]:
-    return tuple(value for value in module.__dict__.values() if type(value) is float)
-
-
-def _found(module: Any, form: Form, float_class: type[nn.Module], numbers: tuple[float, ...]) -> Gate | None:
-    """Try each activation with each number of the module as its alpha and limit, and clamped or not."""
-    generator = torch.Generator().manual_seed(0)
-    hidden = 8 * torch.randn(64, 32, generator=generator, dtype=torch.float64, device="cpu")
-    numbers += tuple(value for name in dir(float_class) if type(value := getattr(float_class, name)) is float)
-    own = float_class.__new__(float_class)
-    own.__dict__ = module.__dict__ | {"_modules": parts_in_float64(module)}
-    try:
-        with torch.no_grad(), torch.autocast("cpu", enabled=False):
-            wanted = gate(own, float_class, form, hidden)
-    except Exception:  # the class is the caller's, and may raise anything
+    Returns:
+        The step for packed weights, whose rows of gate and up are one after the other where ``form.interleaved``;
+        None: the op has no such step, or an activation has parameters, whose values may change.
+    """
+    parts = parts_in_float64(module)
+    if any(True for part in parts.values() if part for _ in itertools.chain(part.parameters(), part.buffers())):
         return None
-    positive = sorted({number for number in numbers if number > 0})
-    others = itertools.product((*_ALPHAS, *positive), (0.0, *positive), (0.0, 1.0))
-    for activation, (alpha, limit, offset) in itertools.product(range(len(ACTIVATIONS)), [*others]):
-        tried = Gate(activation, form.gated, form.interleaved, alpha, limit, offset)
-        if _is_close(gated_value(hidden, tried), wanted):
-            return tried._replace(interleaved=False)  # rows that took turns are packed one after the other
-    return None
+    generator = torch.Generator().manual_seed(0)
+    sums = torch.randn(len(_EXPONENTS), n, generator=generator, dtype=torch.float64, device="cpu")
+    sums *= torch.tensor([2.0**exponent for exponent in _EXPONENTS], dtype=torch.float64, device="cpu")[:, None]
+    results = []
+    for training in (False, True):
+        own = cls.__new__(cls)
+        own.__dict__ = module.__dict__ | {"_modules": parts}
+        own.train(training)
+        try:
+            with torch.no_grad(), torch.autocast("cpu", enabled=False), torch.random.fork_rng(devices=[]):
+                results.append(gate(own, cls, form, sums))
+        except Exception:  # the class is the caller's, and may raise anything
+            return None
+    tried = (each for each in _gates(form, _numbers(module, cls)) if all(_is(each, sums, of) for of in results))
+    found = next(tried, None)
+    return found if found is None or not form.interleaved else found._replace(interleaved=False)
 
 
-def _is_close(got: Tensor, wanted: Tensor) -> bool:
-    return got.shape == wanted.shape and bool((got - wanted).norm() <= _TOLERANCE * wanted.norm())
+def _numbers(module: Any, cls: type[nn.Module]) -> list[float]:
+    """Every number above 0 that the module or its class has, as limits of its step may be."""
+    held = itertools.chain(*(vars(of).values() for of in (*cls.__mro__, module)))
+    return sorted({float(value) for value in held if type(value) in (int, float) and 0 < value < 1e6})
+
+
+def _gates(form: Form, numbers: list[float]) -> Iterator[Gate]:
+    for activation, name in enumerate(ACTIVATIONS):
+        alphas = (1.0, _ALPHA, *numbers) if name == "silu" else (1.0,)
+        if not form.gated:
+            yield from (Gate(activation, False, False, alpha, 0.0, 0.0) for alpha in alphas)
+            continue
+        orders = (True,) if form.interleaved else (False, True)
+        for numbers_of_one in itertools.product(orders, alphas, (0.0, *numbers), (0.0, 1.0)):
+            yield Gate(activation, True, *numbers_of_one)
+
+
+def _is(tried: Gate, sums: Tensor, results: Tensor) -> bool:
+    """Whether every element is close, size by size: the first one differs for most."""
+    return len(results) == len(sums) and all(
+        _is_close(gated_value(row, tried), result, gated_value(row.abs(), tried))
+        for row, result in zip(sums, results, strict=True)
+    )
+
+
+def _is_close(got: Tensor, wanted: Tensor, size: Tensor) -> bool:
+    return got.shape == wanted.shape and bool(((got - wanted).abs() <= _TOLERANCE * size).all())
