@@ -184,8 +184,11 @@ def test_gradients_go_through_clamps() -> None:
 
 
 def test_packing_leaves_the_module_and_the_generator_as_they_are() -> None:
-    experts = with_step(Experts, lambda self, hidden: functional.dropout(self.act_fn(halves(hidden)[0]) * halves(hidden)[1]))
-    experts.eval()
+    def step(self: Any, hidden: Tensor) -> Tensor:
+        gate, up = halves(hidden)
+        return functional.dropout(self.act_fn(gate) * up, training=self.training)
+
+    experts = with_step(Experts, step).eval()
     state = torch.get_rng_state()
     lowbit.quantize_(experts, lowbit.int8_weight_only())
     assert not experts.training and not experts.act_fn.training and experts.op_gate is None
