@@ -3,22 +3,28 @@
 
 #include <pybind11/stl.h>
 
+#include <tuple>
+
 #include "bindings/register.hpp"
 #include "bindings/tensor_caster.hpp"
+#include "ops/experts.hpp"
 #include "ops/preferred_row.hpp"
 #include "ops/route.hpp"
 
 namespace lowbit {
 namespace {
 
+DType activation_dtype(std::string_view asker, std::string_view name) {
+  for (DType candidate : {DType::float32, DType::bfloat16, DType::float16})
+    if (name_of(candidate) == name) return candidate;
+  throw Error(ErrorKind::value, concat(asker, ": dtype must be float32, bfloat16 or float16, got ", name));
+}
+
 LinearArgs call_of(std::string_view asker, int64_t m, int64_t n, int64_t k, int64_t format, int64_t group_size,
                    bool asymmetric, int64_t x_format_, std::string_view dtype, std::string_view device) {
   const WeightSpec spec = weight_spec(asker, n, k, format, group_size, asymmetric);
-  LinearArgs args{.m = m, .weight_spec = spec, .x_format = x_format(x_format_, spec), .dtype = DType::other};
-  for (DType candidate : {DType::float32, DType::bfloat16, DType::float16})
-    if (name_of(candidate) == dtype) args.dtype = candidate;
-  check(args.dtype != DType::other, ErrorKind::value, asker,
-        ": dtype must be float32, bfloat16 or float16, got ", dtype);
+  LinearArgs args{.m = m, .weight_spec = spec, .x_format = x_format(x_format_, spec),
+                  .dtype = activation_dtype(asker, dtype)};
   args.place.device.type = device_type(asker, device);
   return args;
 }
@@ -45,6 +51,25 @@ std::string select_linear(int64_t m, int64_t n, int64_t k, int64_t format, int64
       select(call_of("select_linear", m, n, k, format, group_size, asymmetric, x_format, dtype, device)).row.name);
 }
 
+using WeightNumbers = std::tuple<int64_t, int64_t, int64_t, int64_t, bool, int64_t>;  // as an op takes them
+
+std::string select_experts(const WeightNumbers& gate_up, const WeightNumbers& down, std::string_view dtype,
+                           std::string_view device) {
+  constexpr std::string_view kAsker = "select_experts";
+  const auto weights = [&](const WeightNumbers& numbers) {
+    const auto& [n, k, format, group_size, asymmetric, x_format_] = numbers;
+    ExpertWeights result;
+    result.spec = weight_spec(kAsker, n, k, format, group_size, asymmetric);
+    result.x_format = x_format(x_format_, result.spec);
+    return result;
+  };
+  ExpertsArgs args;
+  args.gate_up = weights(gate_up), args.down = weights(down);
+  args.x.dtype = activation_dtype(kAsker, dtype);
+  args.place.device.type = device_type(kAsker, device);
+  return std::string(select(args).row.name);
+}
+
 }  // namespace
 
 void register_linear(py::module_& m) {
@@ -60,6 +85,8 @@ void register_linear(py::module_& m) {
   m.def("select_linear", select_linear, arg("m"), arg("n"), arg("k"), arg("format"), arg("group_size"),
         arg("asymmetric"), arg("x_format"), arg("dtype"), arg("device") = "cpu",
         "Name the row that would serve such a call; rows behind it are not asked.");
+  m.def("select_experts", select_experts, arg("gate_up_args"), arg("down_args"), arg("dtype"), arg("device") = "cpu",
+        "Name the row that would serve a call of experts with weights of these two.");
   m.def("row_number", number_of_row, arg("op"), arg("name"),
         "Return the number that a call prefers this row by; a ValueError lists the rows of the op.");
 }

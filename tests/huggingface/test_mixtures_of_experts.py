@@ -23,7 +23,7 @@ from tiny_architectures import tiny_config, tiny_model  # noqa: E402
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING  # noqa: E402
 
 import lowbit  # noqa: E402
-from lowbit import QuantExperts  # noqa: E402
+from lowbit import _C, QuantExperts  # noqa: E402
 from lowbit.quant.kinds import kind_of  # noqa: E402
 from lowbit.quant.quant_experts import EXPERTS  # noqa: E402
 
@@ -35,6 +35,8 @@ CLASSES = sorted(
 )
 FAMILIES = ["Qwen3Moe", "Mixtral", "Olmoe", "GptOss", "GraniteMoe", "DeepseekV3", "Glm4Moe"]
 INT4 = lowbit.int8_dynamic_activation_int4_weight(group_size=32)
+BY_TWO_PRODUCTS = {"Inkling2Experts": "a gate with soft caps", "MuseSparkExperts": "a norm after down_proj", "Step3p7Experts": "a clamp behind silu"}
+"""Classes of which the op `experts` does not compute the whole, and why."""
 IDS = torch.randint(0, 128, (2, 11), generator=torch.Generator().manual_seed(3))
 
 
@@ -68,11 +70,14 @@ def test_each_class_of_experts_computes_with_packed_weights(module: str, name: s
     assert kind_of(experts) is EXPERTS
     report = lowbit.quantize_(experts, lowbit.int8_weight_only())
     assert type(experts) is QuantExperts and [row.note for row in report.rows] == ["", ""], report
+    assert (experts.op_gate is None) == (name in BY_TWO_PRODUCTS)
     _, _, k = EXPERTS.weights(experts)[0].shape
     x = 2 * torch.randn(9, k)
     index = torch.rand(9, experts.form.experts).argsort(-1)[:, :2]
     weights = torch.rand(9, 2)
     y = experts(x, index, weights)
+    op = "experts" if experts.op_gate is not None else "gather_linear"
+    assert {row.kernel for row in report.rows} == {_C.last_kernel(op)}
     decoded = copy.deepcopy(experts)
     lowbit.dequantize_(decoded)
     assert type(decoded) is cls and decoded.state_dict().keys() == before.state_dict().keys()
@@ -82,7 +87,9 @@ def test_each_class_of_experts_computes_with_packed_weights(module: str, name: s
     float_result = plain(before, x, index, weights)
     assert 1e-4 < (y - float_result).norm() / float_result.norm() < 0.03
     index[::3, 1] = experts.form.experts
-    assert torch.equal(experts(x, index, weights), experts(x, index.where(index < experts.form.experts, 0), weights.where(index < experts.form.experts, 0)))
+    some = index < experts.form.experts
+    wanted = plain(decoded, x.double(), index.where(some, 0), weights.where(some, 0).double())
+    assert (experts(x, index, weights) - wanted).norm() <= 2e-6 * wanted.norm()
 
 
 def family(name: str) -> Any:

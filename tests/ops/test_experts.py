@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from expert_layers import ExpertsLayer
 from refusals import refused_alike
 from row_fixture import fixture_of
 from settings import ambient, forced, same_for_any_threads
@@ -108,71 +109,11 @@ def case(of: Of, gated: bool) -> Case:
     return Case(packed[0], packed[1], (args[0], args[1]), biases[0], biases[1], decoded)
 
 
-def rounded(x: Tensor, weight: Any, x_format: str) -> Tensor:
-    """x as it enters a product, float64."""
-    return reference.linear._activations(x, weight, x_format)
-
-
-def of_error(x: Tensor, error: Tensor, weight: Any, x_format: str) -> Tensor:
-    """How much the rounded x may differ where each of its elements is off by so much: codes beside a boundary are
-    others, and scales are as far off as the largest elements."""
-    if x_format == "float":
-        return error
-    length = x.shape[1] if x_format != "int8_group" else weight.group_size or x.shape[1]
-    x, both = x.float().double(), x_format == "int8_row_asymmetric"
-    relative, least, most = torch.zeros_like(x), torch.zeros_like(x), torch.zeros_like(x)
-    for begin in range(0, x.shape[1], length):  # elements that have one scale; its own ends move it
-        part = slice(begin, begin + length)
-        size = x[:, part].abs().amax(1, True)
-        relative[:, part] = error[:, part].amax(1, True) / size.clamp(min=1e-30)
-        least[:, part] = x[:, part].amin(1, True).clamp(max=0) if both else -size
-        most[:, part] = x[:, part].amax(1, True).clamp(min=0) if both else size
-    ends, exact = (x <= least) | (x >= most), rounded(x, weight, x_format)
-    reach = torch.where(ends, 0.0, error + 2 * relative * x.abs())
-    moved = [rounded((x + sign * reach).clamp(least, most), weight, x_format) for sign in (1, -1)]
-    off = torch.maximum(*((each - exact).abs() for each in moved)) + 2 * relative * exact.abs()
-    return off + ends * both * (most - least) / 254  # a zero point between two codes
-
-
 def reference_of(of: Of, form: Form, x: Tensor, index: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """The result in float64, and its budget: the errors of the first product go through act and the second one."""
-    x_format, u, roundoff = of[3], testing.ROUNDOFF["float32"], testing.ROUNDOFF[str(x.dtype)[6:]]
+    """The result in float64, and its budget."""
     mine = case(of, form.gated)
-    wanted, allowed = torch.zeros(len(x), OUT, dtype=torch.float64), torch.zeros(len(x), OUT, dtype=torch.float64)
-    added = torch.zeros_like(wanted)
-    for e in range(E):
-        up, down = mine.decoded[0][e], mine.decoded[1][e]
-        sums = reference.linear.product(x, up, x_format) + mine.gate_up_bias[e].double()
-        error = (H + 8) * u * (reference.linear.magnitude(x, up, x_format) + mine.gate_up_bias[e].double().abs())
-        hidden = form.function(sums)
-        # The change of act by errors of both factors, twice for its curvature, and 16 roundings of its terms.
-        corners = [(form.function(sums + a * error * sign) - hidden).abs()
-                   for a in (1, -1) for sign in (1, alternating(sums, form))]  # fmt: skip
-        size = form.function(sums.abs()).abs() + hidden.abs() + 1e-3 * sums.abs().amax(-1, keepdim=True) ** 2
-        off = 2 * functools.reduce(torch.maximum, corners) + 16 * u * size + roundoff * hidden.abs()
-        off = off + torch.finfo(x.dtype).smallest_normal * roundoff
-        dense = (down.decode() if hasattr(down, "decode") else down).double().abs()
-        value = rounded(hidden.float() if x_format != "float" else hidden, down, x_format)
-        value = value @ (down.decode() if hasattr(down, "decode") else down).double().T + mine.down_bias[e].double()
-        magnitude = reference.linear.magnitude(hidden.float(), down, x_format) + mine.down_bias[e].double().abs()
-        error = (INNER + 8) * u * magnitude + of_error(hidden, off, down, x_format) @ dense.T
-        factor = (weights.double() * (index == e)).sum(1, keepdim=True)
-        weight = (weights.double().abs() * (index == e)).sum(1, keepdim=True)
-        wanted += factor * value
-        allowed += weight * error
-        added += weight * (value.abs() + error)
-    allowed += (index.shape[1] + 1) * u * added
-    return wanted, allowed + roundoff * (wanted.abs() + allowed) + torch.finfo(x.dtype).smallest_normal * roundoff
-
-
-def alternating(sums: Tensor, form: Form) -> Tensor:
-    """+1 for gates, -1 for ups."""
-    signs = torch.ones(sums.shape[-1], dtype=torch.float64)
-    if form.interleaved:
-        signs[1::2] = -1
-    else:
-        signs[sums.shape[-1] // 2 :] = -1
-    return signs
+    layer = ExpertsLayer(mine.decoded[0], mine.decoded[1], (of[3], of[3]), form.function, form.interleaved, mine.gate_up_bias, mine.down_bias)
+    return layer(x, index, weights)
 
 
 @functools.cache

@@ -49,8 +49,8 @@ class ExpertsKind(Kind):
             LayerWeight("down", HIDDEN, INNER, None, E, transposed=True, permutation=turned),
         )
 
-    def kernel(self, weight: LayerWeight, spec: Any, like: Tensor) -> str:
-        return LINEAR.kernel(weight, spec, like)
+    def kernel(self, module: nn.Module, weight: LayerWeight, spec: Any, like: Tensor) -> str:
+        return LINEAR.kernel(module, weight, spec, like)
 
     def hold(self, module: Any, key: str, packed: nn.Parameter, stored: StoredWeight, dtype: Any = None) -> None:
         module.__class__ = PackedExperts

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""QuantExperts: every format beside the float module with the decoded weights in float64, pairs of no expert, gradients,
-state dicts, and modules that stay float with the reason."""
+"""QuantExperts: every format beside the decoded weights in float64, pairs of no expert, gradients, state dicts, and modules
+that stay float with the reason. The steps between the products are in test_expert_gates.py."""
 
 from __future__ import annotations
 
@@ -13,117 +13,17 @@ from typing import Any
 
 import pytest
 import torch
+from expert_modules import CLASSES, HIDDEN, INNER, PICKED, TOKENS, E, Experts, InTurns, decoded, layer_of, made, routed
 from torch import Tensor, nn
 
 import lowbit
 from lowbit import _C, QuantExperts
-from lowbit.quant.experts import Form, dense_product
-from lowbit.quant.kinds import LayerWeight, layout_name, packed_weights, weights_of
+from lowbit.quant.experts import Form
+from lowbit.quant.kinds import layout_name, packed_weights, weights_of
 from lowbit.quant.layout import numbers_of
 from lowbit.quant.packing import Selected, hold_packed, pack_weight
 from lowbit.quant.quant_experts import EXPERTS
-
-E, HIDDEN, INNER, TOKENS, PICKED = 5, 100, 36, 23, 3
-EPSILON = 2.0**-24
-
-
-class Experts(nn.Module):
-    """As transformers has them, in plain torch: gated, or an MLP, transposed, in turns, with biases."""
-
-    gated, turned, turns = True, False, False
-
-    def __init__(self, *, bias: bool = False, inner: int = INNER) -> None:
-        super().__init__()
-        self.is_transposed, self.is_concatenated, self.num_experts = self.turned, not self.turns, E
-        self.act_fn = nn.SiLU()
-        first = "gate_up_proj" if self.gated else "up_proj"
-        for key, n, k in ((first, inner * (1 + self.gated), HIDDEN), ("down_proj", HIDDEN, inner)):
-            weight = torch.randn(E, n, k) * k**-0.5
-            self.register_parameter(key, nn.Parameter(weight.mT.contiguous() if self.turned else weight))
-            if bias:
-                self.register_parameter(f"{key}_bias", nn.Parameter(torch.randn(E, n) / 4))
-
-    def product(self, key: str, x: Tensor, expert: int) -> Tensor:
-        weight, bias = getattr(self, key)[expert], self._parameters.get(f"{key}_bias")
-        return nn.functional.linear(x, weight.T if self.turned else weight, None if bias is None else bias[expert])
-
-    def _apply_gate(self, hidden: Tensor) -> Tensor:
-        gate, up = (hidden[..., ::2], hidden[..., 1::2]) if self.turns else hidden.chunk(2, dim=-1)
-        return self.act_fn(gate) * up
-
-    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        result = torch.zeros_like(hidden_states)
-        for expert in range(E):
-            token, place = (top_k_index == expert).nonzero(as_tuple=True)
-            hidden = self.product("gate_up_proj" if self.gated else "up_proj", hidden_states[token], expert)
-            hidden = self._apply_gate(hidden) if self.gated else self.act_fn(hidden)
-            y = self.product("down_proj", hidden, expert) * top_k_weights[token, place, None]
-            result.index_add_(0, token, y.to(result.dtype))
-        return result
-
-
-class Turned(Experts):
-    turned = True
-
-
-class InTurns(Experts):
-    turned = turns = True
-
-
-class Ungated(Experts):
-    gated = False
-
-
-class UngatedTurned(Ungated):
-    turned = True
-
-
-CLASSES = [Experts, Turned, InTurns, Ungated, UngatedTurned]
-
-
-def routed(seed: int = 0, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
-    """x, experts of each token with one that is named twice and one without tokens, and their weights."""
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(TOKENS, HIDDEN, generator=generator).to(dtype)
-    index = torch.randint(0, E - 1, (TOKENS, PICKED), generator=generator)
-    index[2] = 1
-    return x, index, torch.rand(TOKENS, PICKED, generator=generator)
-
-
-def made(cls: type[Experts] = Experts, **options: Any) -> Experts:
-    torch.manual_seed(0)
-    return cls(**options)
-
-
-def decoded(experts: QuantExperts) -> nn.Module:
-    """The float module with the weights that the packed ones stand for, in float64."""
-    twin = copy.deepcopy(experts)
-    lowbit.dequantize_(twin, torch.float32)
-    return twin.double()
-
-
-def budget(experts: Any, x: Tensor, index: Tensor, weights: Tensor, epsilon: float) -> Tensor:
-    """The error that roundings of ``epsilon`` may make, to first order: of each product k + 8 of the sum of its absolute
-    terms, carried through the gate, whose factors and slopes are at most 1.1."""
-    first, down = (LayerWeight(of.key, of.n, of.k, of.bias, E, of.transposed) for of in weights_of(experts))  # rows as they lie
-
-    def absolute(weight: LayerWeight, value: Tensor, *, bias: bool = True) -> Tensor:
-        held = experts._parameters[weight.bias].abs() if bias and weight.bias else None
-        return dense_product(weight, experts._parameters[weight.key].abs(), value.abs(), index, held)
-
-    held = experts._parameters[first.bias] if first.bias else None
-    hidden = dense_product(first, experts._parameters[first.key], x, index, held)
-    off = (first.k + 8) * epsilon * absolute(first, x)
-    if experts.gated:
-        (gate, up), (gate_off, up_off) = (
-            (value[..., ::2], value[..., 1::2]) if experts.turns else value.chunk(2, dim=-1) for value in (hidden, off)
-        )
-        inside = experts.act_fn(gate) * up
-        off = 1.1 * (up.abs() + up_off) * gate_off + experts.act_fn(gate).abs() * up_off
-    else:
-        inside, off = experts.act_fn(hidden), 1.1 * off
-    off = absolute(down, off + 8 * epsilon * inside.abs(), bias=False)
-    return ((off + (down.k + 8) * epsilon * absolute(down, inside)) * weights.double()[..., None]).sum(1)
+from lowbit.testing import assert_within
 
 
 @pytest.mark.core
@@ -133,51 +33,15 @@ def test_the_result_is_that_of_the_decoded_weights_in_float64(cls: type[Experts]
     experts = made(cls, bias=bias)
     report = lowbit.quantize_(experts, config)
     assert type(experts) is QuantExperts and not report.left and len(report.quantized) == 2
-    spec = config.spec(torch.float32)
     x, index, weights = routed()
     with torch.no_grad():
         y = experts(x, index, weights)
-        assert _C.last_kernel("gather_linear") == report.rows[1].kernel
-        if spec.x_format == "float":
-            exact = decoded(experts)
-            wanted = exact(x.double(), index, weights.double())
-            allowed = budget(exact, x.double(), index, weights, EPSILON if not spec.is_float else 2.0**-8)
-            assert ((y - wanted).abs() <= allowed).all()
-        else:
-            assert torch.equal(y, by_linear(experts, x, index, weights))
-
-
-def by_linear(experts: Any, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-    """One call of `linear` for each expert: with int8 activations the same bits; with float8 ones x is scaled alike."""
-    form, twin = experts.form, copy.deepcopy(experts)
-
-    def product(key: str, value: Tensor, pairs: Tensor) -> Tensor:
-        value = value[:, None].expand(*pairs.shape, -1) if value.dim() == 2 else value
-        args, bias = experts.op_args[key], experts._parameters.get(f"{key}_bias")
-        y = value.new_empty(*pairs.shape, args[0])
-        for expert in range(E):
-            mine = pairs == expert
-            in_turns = form.interleaved and key == form.first
-            of_expert = None if bias is None or in_turns else bias[expert]
-            rows = torch.ops.lowbit.linear(value[mine], getattr(experts, key)[expert], *args, of_expert)
-            if in_turns:
-                rows = rows.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
-                rows = rows if bias is None else rows + bias[expert]
-            y[mine] = rows
-        return y
-
-    hidden = product(form.first, x, index)
-    twin.__class__ = experts.float_class
-    hidden = twin._apply_gate(hidden) if form.gated else twin.act_fn(hidden)
-    y = product("down_proj", hidden, index)
-    total = torch.zeros(len(x), y.shape[-1])
-    for j in range(index.shape[1]):
-        total = torch.addcmul(total, y[:, j], weights[:, j, None])
-    return total
+    assert [row.kernel for row in report.rows] == [_C.last_kernel("experts")] * 2
+    assert_within(y, *layer_of(experts)(x, index, weights), f"{config} {cls.__name__}")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("router", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("router", [torch.float32, torch.bfloat16, torch.float64])
 def test_activations_and_shares_of_other_dtypes(dtype: torch.dtype, router: torch.dtype) -> None:
     experts = made(InTurns, bias=True).to(dtype)
     lowbit.quantize_(experts, lowbit.int4_weight_only(group_size=32))
@@ -185,26 +49,23 @@ def test_activations_and_shares_of_other_dtypes(dtype: torch.dtype, router: torc
     weights = weights.to(router)
     y = experts(x, index, weights)
     assert y.dtype == dtype
-    exact = decoded(experts)
-    allowed = budget(exact, x.double(), index, weights, 2.0**-9 if dtype == torch.bfloat16 else 2.0**-11)
-    assert ((y - exact(x.double(), index, weights.double())).abs() <= allowed).all()
+    assert_within(y, *layer_of(experts)(x, index, weights), f"{dtype} {router}")
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert experts.float()(x.float(), index, weights).dtype == torch.float32
 
 
-def test_the_sum_over_the_experts_of_a_token_is_in_float32_in_their_order() -> None:
-    experts = made().bfloat16()
-    lowbit.quantize_(experts, lowbit.int8_weight_only())
-    x, index, weights = routed(dtype=torch.bfloat16)
-    y = experts(x, index, weights)
-    parts = [experts(x, index[:, j : j + 1], torch.ones(TOKENS, 1)) for j in range(PICKED)]
-    total = torch.zeros(TOKENS, HIDDEN)
-    for j, part in enumerate(parts):
-        total = torch.addcmul(total, part.float(), weights[:, j, None])
-    # An expert has other rows in calls of its own, so that sums inside of products may have another order.
-    assert (y - total.bfloat16()).abs().max() <= 2.0**-7 * total.abs().max()
-    turned = experts(x, index.flip(1), weights.flip(1))
-    assert (turned - y).abs().max() <= 2.0**-7 * total.abs().max()
+def test_the_results_of_a_token_are_added_in_the_order_of_experts() -> None:
+    """Whatever their order in top_k_index: a token has the same bits, and with int8 activations in any batch."""
+    _, _, weights = routed()
+    index = torch.rand(TOKENS, E).argsort(1)[:, :PICKED]
+    for config in (lowbit.int8_weight_only(), lowbit.int8_dynamic_activation_int4_weight(group_size=32)):
+        experts = made(bias=True).bfloat16()
+        lowbit.quantize_(experts, config)
+        x = routed(dtype=torch.bfloat16)[0]
+        y = experts(x, index, weights)
+        assert torch.equal(experts(x, index.flip(1), weights.flip(1)), y)
+    each = [experts(x[t : t + 1], index[t : t + 1], weights[t : t + 1]) for t in range(TOKENS)]
+    assert torch.equal(torch.cat(each), y)
 
 
 @pytest.mark.parametrize("cls", CLASSES)
@@ -299,10 +160,24 @@ def test_two_weights_may_have_two_formats_and_one_may_be_float() -> None:
         lowbit.load(loaded, experts.state_dict())
         assert packed_weights(loaded) == packed_weights(experts) and torch.equal(loaded(x, index, weights), y)
     assert [EXPERTS.spec_of(experts, weight).name for weight in weights_of(experts)] == ["int4 g32", "int8 per-channel"]
+    assert experts.op_gate is not None
     state = experts.state_dict()
     state["down_proj_layout"] = state["gate_up_proj_layout"]
     with pytest.raises(ValueError, match="down_proj must be packed as int8 per-channel of 5 matrices of n=100 k=36, got int4"):
         experts.load_state_dict(state)
+
+
+def test_activations_of_one_product_alone_may_be_rounded() -> None:
+    """The op `experts` has no such call: two of gather_linear."""
+    experts = made(bias=True)
+    configs = {"gate_up_proj": lowbit.int8_dynamic_activation_int4_weight(group_size=32), "down_proj": lowbit.int8_weight_only()}
+    for weight in weights_of(experts):
+        spec, value = configs[weight.key].spec(torch.float32), experts._parameters[weight.key]
+        item = Selected.of("", experts, weight, spec, value)
+        hold_packed(item, pack_weight(weight.matrix(value.detach()), spec)[0], _C.LAYOUT)
+    assert experts.op_gate is None and item.kernel.startswith("gather_linear_int8_")
+    x, index, weights = routed()
+    assert_within(experts(x, index, weights), *layer_of(experts)(x, index, weights), "int8 activations, then float ones")
 
 
 def test_the_float_module_comes_back() -> None:
@@ -404,11 +279,11 @@ def test_bad_input_is_refused_by_name() -> None:
         ({"hidden_states": x[None]}, ValueError, r"QuantExperts: hidden_states must have shape \[T, H\], got \[1, 23, 100\]"),
         ({"top_k_index": index[1:]}, ValueError, r"QuantExperts: top_k_index must have shape \[23, J\], got \[22, 3\]"),
         ({"top_k_weights": weights[:, 1:]}, ValueError, r"QuantExperts: top_k_weights must have shape \[23, 3\], got \[23, 2\]"),
-        ({"hidden_states": x[:, 1:]}, ValueError, r"gather_linear: x must have shape"),
-        ({"hidden_states": x.double()}, TypeError, "gather_linear: x must be float32, bfloat16 or float16, got float64"),
-        ({"top_k_index": index.float()}, TypeError, "gather_linear: index must be int32 or int64, got float32"),
-        ({"top_k_index": index + 3}, ValueError, r"gather_linear: index must be 0 to 4, .* = 6"),
-        ({"top_k_index": index - 1}, ValueError, r"gather_linear: index must be 0 to 4, .* = -1"),
+        ({"hidden_states": x[:, 1:]}, ValueError, r"experts: x must have shape"),
+        ({"hidden_states": x.double()}, TypeError, "experts: x must be float32, bfloat16 or float16, got float64"),
+        ({"top_k_index": index.float()}, TypeError, "experts: index must be int32 or int64, got float32"),
+        ({"top_k_index": index + 3}, ValueError, r"experts: index must be 0 to 4, .* = 6"),
+        ({"top_k_index": index - 1}, ValueError, r"experts: index must be 0 to 4, .* = -1"),
     ):
         given = {"hidden_states": x, "top_k_index": index, "top_k_weights": weights} | change
         with pytest.raises(error, match=text):
@@ -452,7 +327,7 @@ def test_gptq_leaves_them_float_and_a_calibration_passes_them_by() -> None:
     assert len(report.quantized) == 3 and not report.skipped
 
 
-def test_a_graph_of_it_has_no_break() -> None:
+def test_it_is_one_op_of_a_graph() -> None:
     experts = made(InTurns, bias=True).requires_grad_(False)
     lowbit.quantize_(experts, lowbit.int8_dynamic_activation_int4_weight(group_size=32))
     x, index, weights = routed()
@@ -461,3 +336,14 @@ def test_a_graph_of_it_has_no_break() -> None:
     assert torch.equal(compiled(x[:7], index[:7], weights[:7]), experts(x[:7], index[:7], weights[:7]))
     exported = torch.export.export(experts, (x, index, weights), dynamic_shapes=({0: torch.export.Dim("t")},) * 3)
     assert torch.equal(exported.module()(x[:9], index[:9], weights[:9]), experts(x[:9], index[:9], weights[:9]))
+    ops = [str(node.target) for node in exported.graph.nodes if "lowbit" in str(node.target)]
+    assert len(ops) == 1 and ops[0].startswith("lowbit.experts")
+
+
+def test_pickles_from_before_the_op_was_called_load() -> None:
+    experts = made(bias=True)
+    lowbit.quantize_(experts, lowbit.int4_weight_only(group_size=32))
+    del experts.__dict__["op_gate"]
+    loaded = pickle.loads(pickle.dumps(experts))
+    x, index, weights = routed()
+    assert_within(loaded(x, index, weights), *layer_of(loaded)(x, index, weights), "by two products")

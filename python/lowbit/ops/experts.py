@@ -165,6 +165,11 @@ class _Experts(torch.autograd.Function):
         return grad_x, None, None, None, grad_weights, None, None, None, grad_gate_up_bias, grad_down_bias
 
 
+def gated_value(sums: Tensor, gate: Gate) -> Tensor:
+    """Return act(gate, up) of the sums of the first product ``[..., 2 I]``, or without a gate ``[..., I]``."""
+    return _gated(sums, gate)[0]
+
+
 def _gated(sums: Tensor, gate: Gate) -> tuple[Tensor, list[Tensor]]:
     """Return act(gate, up) of the sums of the first product, and its derivatives to the gate, and to up if there
     is one."""

@@ -118,18 +118,22 @@ def run(
     none = index == form.experts
     index = index.masked_fill(none, 0)
     hidden = _first(module, form, product, x, index)
-    if not form.gated:
-        hidden = module.act_fn(hidden)
-    elif hasattr(cls, _GATE):
-        hidden = getattr(cls, _GATE)(module, hidden)
-    else:
-        gate, up = hidden.chunk(2, dim=-1)
-        hidden = module.act_fn(gate) * up
+    hidden = gate(module, cls, form, hidden)
     hidden = hidden.masked_fill(none[..., None], 0)  # so that the product is finite, which is then multiplied by 0
     y = product(DOWN, hidden, index, module._parameters.get(f"{DOWN}_bias"))
     if form.normed:
         y = module._modules[_NORM](y)
     return _weighted_sum(y, router_weights.masked_fill(none, 0)).to(x.dtype)
+
+
+def gate(module: Any, cls: type, form: Form, hidden: Tensor) -> Tensor:
+    """Compute what is between the products of a module, by its class of old."""
+    if not form.gated:
+        return module.act_fn(hidden)
+    if hasattr(cls, _GATE):
+        return getattr(cls, _GATE)(module, hidden)
+    given, up = hidden.chunk(2, dim=-1)
+    return module.act_fn(given) * up
 
 
 def _first(module: Any, form: Form, product: Product, x: Tensor, index: Tensor) -> Tensor:
@@ -206,7 +210,7 @@ def _comparison(module: nn.Module, form: Form, packed_class: type[nn.Module]) ->
     own, ours = cls.__new__(cls), packed_class.__new__(packed_class)
     held = {name: value for name, value in module._parameters.items() if value is not None}
     parameters = {name: _random(value.shape, generator) for name, value in held.items()}
-    parts = {name: _double(part) for name, part in module._modules.items()}
+    parts = parts_in_float64(module)
     for twin in (own, ours):
         twin.__dict__ = module.__dict__ | {"_parameters": parameters, "_modules": parts, "float_class": cls}
     weights = {key: form.float_weight(own, key) for key in form.keys}
@@ -231,6 +235,11 @@ def _random(shape: torch.Size, generator: torch.Generator) -> Tensor:
     strides = [1] * len(shape)
     values = torch.randn(sum(shape), generator=generator, dtype=torch.float64, device="cpu") * 4 * shape[-1] ** -0.5
     return values.as_strided(shape, strides)
+
+
+def parts_in_float64(module: nn.Module) -> dict[str, nn.Module | None]:
+    """Return copies of the modules inside of a module, for a trial of its class."""
+    return {name: _double(part) for name, part in module._modules.items()}
 
 
 def _double(part: nn.Module | None) -> nn.Module | None:

@@ -128,8 +128,9 @@ class Kind(ABC):
         return True
 
     @abstractmethod
-    def kernel(self, weight: LayerWeight, spec: LinearSpec, like: Tensor) -> str:
-        """Name the kernel row that will serve a weight on the device of ``like``, with activations of its dtype."""
+    def kernel(self, module: nn.Module, weight: LayerWeight, spec: LinearSpec, like: Tensor) -> str:
+        """Name the kernel row that will serve a weight of a layer on the device of ``like``, with activations of its
+        dtype."""
 
     @abstractmethod
     def hold(self, module: Any, key: str, packed: nn.Parameter, stored: StoredWeight, dtype: Any = None) -> None:

@@ -59,7 +59,7 @@ class Selected:
         """
         kind = kind_of(module)
         spec = spec if kind.multiplies else replace(spec, x_format="float")
-        return cls(name, module, weight, spec, kind.kernel(weight, spec, like), note)
+        return cls(name, module, weight, spec, kind.kernel(module, weight, spec, like), note)
 
     @property
     def value(self) -> Tensor:

@@ -131,7 +131,7 @@ class _EmbeddingKind(Kind):
     def can_hold(self, module: nn.Module) -> bool:
         return type(module) is nn.Embedding or is_scaled_embedding(module)
 
-    def kernel(self, weight: LayerWeight, spec: LinearSpec, like: Tensor) -> str:
+    def kernel(self, module: nn.Module, weight: LayerWeight, spec: LinearSpec, like: Tensor) -> str:
         device = devices.places.type_of_rows(like.device, "dequantize")
         rows = (row for row in _C.kernels("dequantize") if row["available"] and row["device"] == device)
         return next(row["name"] for row in rows if row["name"].startswith("dequantize_rows_"))

@@ -13,10 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowbit import devices
+from lowbit import _C, devices
 from lowbit.formats.spec import LinearSpec, OpArgs, StoredWeight
+from lowbit.ops.experts import ACTIVATIONS, Gate, experts
 from lowbit.ops.fakes import FLOATS
 from lowbit.ops.gather_linear import gather_linear
+from lowbit.quant.expert_gates import known_gate
 from lowbit.quant.experts import DOWN, Form, dense_product, may_be_experts, refuses, run
 from lowbit.quant.kinds import (
     Kind,
@@ -30,7 +32,7 @@ from lowbit.quant.kinds import (
 from lowbit.quant.layout import PackedModule
 from lowbit.quant.quant_linear import LINEAR
 
-_OP = "gather_linear"
+_OPS = "experts", "gather_linear"
 
 
 class QuantExperts(PackedModule):
@@ -46,6 +48,8 @@ class QuantExperts(PackedModule):
     stored: dict[str, StoredWeight]
     """How each packed weight is stored, by its key; one that is not in it is float."""
     op_args: dict[str, OpArgs]
+    op_gate: Gate | None
+    """The step between the products, where one call of the op `experts` computes the whole module."""
     float_class: type[nn.Module]
     """Its former class: that of ``dequantize_``, which also has the gate."""
 
@@ -63,9 +67,16 @@ class QuantExperts(PackedModule):
                     return found.__get__(self, type(self)) if hasattr(found, "__get__") else found
             raise
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """With another activation or limit the class computes another step: it is compared again."""
+        nn.Module.__setattr__(self, name, value)  # super() refuses where another thread made it float
+        if "op_gate" in self.__dict__ and name[0] != "_" and name != "training" and not isinstance(value, Tensor):
+            self.__dict__["op_gate"] = _op_gate(self, self.float_class)
+
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Return ``[T, H]``, dtype of ``hidden_states``; the sum over the experts of a token is in float32, in the
-        order of ``top_k_index``.
+        """Return ``[T, H]``, dtype of ``hidden_states``: one call of `lowbit.experts`, which adds the results of a token
+        in float32 in the order of experts; or where it has no such module two of `gather_linear`, with the step of the
+        float class between them, and then results are added in the order of ``top_k_index``.
 
         Args:
             hidden_states: ``[T, H]``; float32, bfloat16 or float16.
@@ -81,6 +92,9 @@ class QuantExperts(PackedModule):
         if form is None:
             return _float_forward(self, hidden_states, top_k_index, top_k_weights)
         _check(hidden_states, top_k_index, top_k_weights)
+        op_gate = inside.get("op_gate")  # none in pickles of old
+        if op_gate is not None and not _is_hooked(inside["_modules"].get("act_fn")):
+            return _in_one_call(inside, op_gate, hidden_states, top_k_index, top_k_weights)
 
         def product(key: str, x: Tensor, index: Tensor, bias: Tensor | None) -> Tensor:
             weight = inside["_parameters"][key]
@@ -103,6 +117,56 @@ class QuantExperts(PackedModule):
     def extra_repr(self) -> str:
         sizes = (f"{key} {stored}" for key, stored in self.stored.items())
         return f"{self.float_class.__name__}, {', '.join(sizes)}"
+
+
+def _in_one_call(inside: dict[str, Any], gate: Gate, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    form, parameters, op_args = inside["form"], inside["_parameters"], inside["op_args"]
+    bias = parameters.get(f"{form.first}_bias")
+    if form.interleaved and bias is not None:  # it has the order of the float weight
+        bias = torch.cat([bias[:, ::2], bias[:, 1::2]], 1)
+    y = experts(
+        x,
+        parameters[form.first],
+        parameters[DOWN],
+        index,
+        weights if weights.dtype in FLOATS else weights.float(),
+        op_args[form.first],
+        op_args[DOWN],
+        ACTIVATIONS[gate.activation],
+        gated=gate.gated,
+        interleaved=gate.interleaved,
+        alpha=gate.alpha,
+        limit=gate.limit or None,
+        up_offset=gate.up_offset,
+        gate_up_bias=bias,
+        down_bias=parameters.get(f"{DOWN}_bias"),
+    )
+    return y.to(x.dtype)  # under autocast too
+
+
+def _is_hooked(activation: Any) -> bool:
+    """Whether hooks of an activation wait for its call."""
+    return isinstance(activation, nn.Module) and bool(
+        activation._forward_hooks
+        or activation._forward_pre_hooks
+        or activation._backward_hooks
+        or activation._backward_pre_hooks
+    )
+
+
+def _op_gate(module: Any, float_class: type[nn.Module]) -> Gate | None:
+    """The step between the products of a module as the op `experts` takes it; None: it does not compute the whole of
+    it, or one weight is float."""
+    form, stored = module.form, module.stored
+    specs = [stored[key].spec for key in form.keys if key in stored]
+    if len(specs) < len(form.keys) or not _has_one_call(form, specs):
+        return None
+    return known_gate(module, float_class, form, stored[form.first].n)
+
+
+def _has_one_call(form: Form, specs: list[LinearSpec]) -> bool:
+    """Whether the op `experts` takes both products: activations of both are int8, or of both stay float."""
+    return not form.normed and len({spec.x_format.startswith("int8") for spec in specs}) == 1
 
 
 def _check(x: Tensor, index: Tensor, weights: Tensor) -> None:
@@ -147,24 +211,36 @@ class _ExpertsKind(Kind):
             value = module._parameters[key]
             if type(value) is not nn.Parameter or value.dtype not in FLOATS:
                 return f"its {key} is a {type(value).__name__} of {value.dtype}"
-            if not value.is_meta and not devices.places.has_rows(_OP, value.device):
-                return f"{_OP} has no kernels for {value.device.type}"
+            for op in _OPS if not value.is_meta else ():
+                if not devices.places.has_rows(op, value.device):
+                    return f"{op} has no kernels for {value.device.type}"
         return refuses(module, form, QuantExperts)
 
-    def kernel(self, weight: LayerWeight, spec: LinearSpec, like: Tensor) -> str:
-        """That of many rows, which also chooses for few."""
-        return f"gather_{LINEAR.kernel(weight, spec, like).rpartition(' ')[2]}"
+    def kernel(self, module: Any, weight: LayerWeight, spec: LinearSpec, like: Tensor) -> str:
+        """That of one call of `experts`, if the other weight, where it is float still, gets the same format; else that of
+        gather_linear for many rows, which also chooses for few."""
+        stored, form = module.__dict__.get("stored", {}), module.__dict__.get("form") or Form.of(module)
+        specs = {of.key: stored[of.key].spec if of.key in stored else spec for of in self.weights(module)}
+        specs[weight.key] = spec
+        first, down = self.weights(module)
+        float_class = module.__dict__.get("float_class", type(module))
+        if _has_one_call(form, [*specs.values()]) and known_gate(module, float_class, form, first.n) is not None:
+            dtype = str(like.dtype).removeprefix("torch.")
+            device = devices.places.type_of_rows(like.device, "experts")
+            return _C.select_experts(*(specs[of.key].op_args(of.n, of.k) for of in (first, down)), dtype, device)
+        return f"gather_{LINEAR.kernel(module, weight, spec, like).rpartition(' ')[2]}"
 
     def hold(self, module: Any, key: str, packed: nn.Parameter, stored: StoredWeight, dtype: Any = None) -> None:
         """The object stays the same; until the second weight is packed too, it multiplies by one of each."""
         twin = twin_of(module, QuantExperts)
-        if not isinstance(module, QuantExperts):
-            twin.form, twin.stored, twin.op_args = Form.of(module), {}, {}
-        twin.stored = twin.stored | {key: stored}
-        twin.op_args = twin.op_args | {key: stored.spec.op_args(stored.n, stored.k)}
-        twin.spec = stored.spec
-        twin._parameters[key] = packed
+        inside, float_class = twin.__dict__, module.__dict__.get("float_class", type(module))
+        inside["form"] = inside.get("form") or Form.of(module)
+        inside["stored"] = inside.get("stored", {}) | {key: stored}
+        inside["op_args"] = inside.get("op_args", {}) | {key: stored.spec.op_args(stored.n, stored.k)}
+        inside["spec"] = stored.spec
+        inside["_parameters"][key] = packed
         twin.register_buffer(layout_name(key), torch.tensor(stored.numbers, dtype=torch.int64, device=packed.device))
+        inside["op_gate"] = _op_gate(twin, float_class)
         become_packed(module, twin)
 
     def spec_of(self, module: Any, weight: LayerWeight) -> LinearSpec:
@@ -184,7 +260,8 @@ class _ExpertsKind(Kind):
         twin._parameters |= weights
         for key in module.stored:
             del twin._buffers[layout_name(key)]
-        del twin.form, twin.stored, twin.op_args, twin.spec
+        for name in ("form", "stored", "op_args", "op_gate", "spec"):
+            twin.__dict__.pop(name, None)
         become_float(module, twin)
 
 

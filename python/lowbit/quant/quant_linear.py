@@ -249,7 +249,7 @@ class _LinearKind(Kind):
             and bool(module.in_features and module.out_features)
         )
 
-    def kernel(self, weight: LayerWeight, spec: LinearSpec, like: Tensor) -> str:
+    def kernel(self, module: nn.Module, weight: LayerWeight, spec: LinearSpec, like: Tensor) -> str:
         """Both rows where one token takes another than many."""
         dtype = str(like.dtype).removeprefix("torch.")
         device = devices.places.type_of_rows(like.device, "linear")
