@@ -37,6 +37,7 @@ SECTIONS = {
     "SemiSparseWeightConfig Int8DynamicActivationInt8SemiSparseWeightConfig BlockSparseWeightConfig "
     "Int8DynamicActivationIntxWeightConfig Float8WeightOnlyConfig "
     "Float8DynamicActivationFloat8WeightConfig FloatWeightConfig GPTQ HQQ MappingType PerRow PerGroup PerAxis PerToken",
+    "How a weight is stored": "lowbit.formats: LinearSpec StoredWeight",
     "What reports and calibrations hold, and other layouts": "lowbit.quant: ReportRow FloatWeight InputMoments repack",
     "Training": "lowbit.training: QATConfig Int8MixedPrecisionTrainingConfig Int8WeightOnlyQuantizedTrainingConfig "
     "BitNetTrainingConfig",

@@ -90,9 +90,6 @@ if TYPE_CHECKING:
     from lowbit.integrations.rotate import rotate_
     from lowbit.integrations.smooth import smooth_
     from lowbit.integrations.trainer_optimizer import trainer_optimizer
-    from lowbit.ops.experts import experts
-    from lowbit.ops.gather_linear import gather_linear
-    from lowbit.ops.linear import linear
     from lowbit.ops.route import route
     from lowbit.ops.sample import sample
     from lowbit.quant import (
@@ -109,6 +106,7 @@ if TYPE_CHECKING:
         quantize_,
         sparsify_,
     )
+    from lowbit.quant.functional import experts, gather_linear, linear
     from lowbit.recorder.profile import profile
 
 _HOME = {
@@ -136,9 +134,7 @@ _HOME = {
             "fp4_weight_only int8_dynamic_activation_int4_weight int8_dynamic_activation_int8_weight "
             "int8_dynamic_activation_intx_weight float8_dynamic_activation_float8_weight"
         ),
-        "lowbit.ops.experts": "experts",
-        "lowbit.ops.gather_linear": "gather_linear",
-        "lowbit.ops.linear": "linear",
+        "lowbit.quant.functional": "experts gather_linear linear",
         "lowbit.ops.route": "route",
         "lowbit.ops.sample": "sample",
         "lowbit.attention.sdpa": "scaled_dot_product_attention",

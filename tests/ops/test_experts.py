@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.nn import functional
 
 import lowbit
-from lowbit import _C, experts, reference, testing
-from lowbit.ops.experts import ACTIVATIONS
+from lowbit import _C, reference, testing
+from lowbit.ops.experts import ACTIVATIONS, experts
 from lowbit.testing import LinearCase, assert_within
 
 op = torch.ops.lowbit.experts

@@ -38,7 +38,7 @@ from lowbit.formats.semi_sparse import (
     int8_dynamic_activation_int8_semi_sparse_weight,
     semi_sparse_weight,
 )
-from lowbit.formats.spec import LinearSpec
+from lowbit.formats.spec import LinearSpec, StoredWeight
 
 FORMATS: tuple[type[FormatConfig], ...] = (
     FloatWeightConfig,
@@ -81,6 +81,7 @@ __all__ = [
     "PerRow",
     "PerToken",
     "SemiSparseWeightConfig",
+    "StoredWeight",
     "block_sparse_weight",
     "float8_dynamic_activation_float8_weight",
     "float8_weight_only",

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from lowbit import devices
-from lowbit.formats.spec import LinearSpec, OpArgs, StoredWeight
+from lowbit.formats.spec import LinearSpec, StoredWeight
 from lowbit.ops.fakes import FLOATS
 from lowbit.ops.gather_linear import gather_linear
+from lowbit.ops.linear import LinearArgs
 from lowbit.quant.experts import DOWN, Form, dense_product, may_be_experts, refuses, run
 from lowbit.quant.kinds import (
     Kind,
@@ -45,7 +46,7 @@ class QuantExperts(PackedModule):
     form: Form
     stored: dict[str, StoredWeight]
     """How each packed weight is stored, by its key; one that is not in it is float."""
-    op_args: dict[str, OpArgs]
+    op_args: dict[str, LinearArgs]
     float_class: type[nn.Module]
     """Its former class: that of ``dequantize_``, which also has the gate."""
 
