@@ -23,6 +23,7 @@ _SERVED = {
     "accelerate.utils": ("lowbit.integrations.accelerate",),
     "liger_kernel.transformers.monkey_patch": ("lowbit.integrations.liger",),
     "peft.tuners.tuners_utils": ("lowbit.integrations.peft",),
+    "peft.tuners.lora.model": ("lowbit.integrations.peft_lora",),
     "peft.peft_model": ("lowbit.integrations.peft_prompts",),
     "trl.trainer.utils": ("lowbit.integrations.trl",),
     "trl.trainer.distillation_trainer": ("lowbit.integrations.trl_distillation",),
