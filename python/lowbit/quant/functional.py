@@ -12,6 +12,7 @@ from lowbit.ops.experts import experts as _experts
 from lowbit.ops.gather_linear import gather_linear as _gather_linear
 from lowbit.ops.linear import LinearArgs
 from lowbit.ops.linear import linear as _linear
+from lowbit.ops.tracing import constant_in_graphs
 
 
 def linear(
@@ -169,12 +170,9 @@ def _op_args(op: str, name: str, stored: StoredWeight) -> LinearArgs:
 _row_numbers: dict[str, int] = {}  # a look-up asks each backend whether it is there: milliseconds
 
 
+@constant_in_graphs
 def _row_number(kernel: str) -> int:
     number = _row_numbers.get(kernel)
     if number is None:
         number = _row_numbers[kernel] = _C.row_number("linear", kernel)
     return number
-
-
-# As torch.compiler.assume_constant_result does it, which loads torch's compiler first.
-_row_number._dynamo_marked_constant = True  # type: ignore[attr-defined]
