@@ -92,6 +92,8 @@ def entry(name: str, value: Any) -> str:
         return f"### {name}\n\ntorch's own `{value.__module__}.{value.__qualname__}`.\n"
     if not (inspect.isclass(value) or inspect.isroutine(value)):
         return f"### {name}\n\n{markdown(inspect.cleandoc(type(value).__doc__ or ''))}"
+    if inspect.isclass(value) and value.__name__ != name.rpartition(".")[2]:
+        return f"### {name}\n\nThe short name of `{value.__name__}`.\n"
     is_enum = inspect.isclass(value) and issubclass(value, enum.Enum)
     call = "" if is_enum else f"```python\n{signature(name.rpartition('.')[2], value)}\n```\n"
     lines = [f"### {name}\n", call, markdown(docstring(value))]
