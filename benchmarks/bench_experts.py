@@ -20,8 +20,10 @@ from harness import MIB, Call, describe, duration, header, interleave, options, 
 from torch import Tensor
 from torch.nn import functional
 
-import lowbit
-from lowbit import _C, experts, gather_linear
+from lowbit import _C
+from lowbit.ops.experts import experts
+from lowbit.ops.gather_linear import gather_linear
+from lowbit.ops.linear import linear
 
 CALLS = 12  # fresh indices, in turns
 Route = tuple[Tensor, Tensor]
@@ -62,8 +64,8 @@ class Packed:
         y = torch.zeros_like(x)
         for e in index.unique().tolist():
             token, place = (index == e).nonzero(as_tuple=True)
-            gate, up = lowbit.linear(x[token], self.weights[0][e], self.op_args[0]).chunk(2, -1)
-            each = lowbit.linear(functional.silu(gate) * up, self.weights[1][e], self.op_args[1])
+            gate, up = linear(x[token], self.weights[0][e], self.op_args[0]).chunk(2, -1)
+            each = linear(functional.silu(gate) * up, self.weights[1][e], self.op_args[1])
             y.index_add_(0, token, each * weights[token, place, None].to(each.dtype))
         return y
 

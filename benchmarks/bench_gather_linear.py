@@ -17,7 +17,8 @@ import itertools
 import torch
 from harness import MIB, Call, describe, duration, header, interleave, options, rotate, table
 
-from lowbit import _C, gather_linear, testing
+from lowbit import _C, testing
+from lowbit.ops.gather_linear import gather_linear
 
 FORMATS = {
     "int4 32 int8_group": ("int4", 32, "int8_group"),

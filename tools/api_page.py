@@ -37,6 +37,7 @@ SECTIONS = {
     "SemiSparseWeightConfig Int8DynamicActivationInt8SemiSparseWeightConfig BlockSparseWeightConfig "
     "Int8DynamicActivationIntxWeightConfig Float8WeightOnlyConfig "
     "Float8DynamicActivationFloat8WeightConfig FloatWeightConfig GPTQ HQQ MappingType PerRow PerGroup PerAxis PerToken",
+    "How a weight is stored": "lowbit.formats: LinearSpec StoredWeight",
     "What reports and calibrations hold, and other layouts": "lowbit.quant: ReportRow FloatWeight InputMoments repack",
     "Training": "lowbit.training: QATConfig Int8MixedPrecisionTrainingConfig Int8WeightOnlyQuantizedTrainingConfig "
     "BitNetTrainingConfig",
@@ -91,6 +92,8 @@ def entry(name: str, value: Any) -> str:
         return f"### {name}\n\ntorch's own `{value.__module__}.{value.__qualname__}`.\n"
     if not (inspect.isclass(value) or inspect.isroutine(value)):
         return f"### {name}\n\n{markdown(inspect.cleandoc(type(value).__doc__ or ''))}"
+    if inspect.isclass(value) and value.__name__ != name.rpartition(".")[2]:
+        return f"### {name}\n\nThe short name of `{value.__name__}`.\n"
     is_enum = inspect.isclass(value) and issubclass(value, enum.Enum)
     call = "" if is_enum else f"```python\n{signature(name.rpartition('.')[2], value)}\n```\n"
     lines = [f"### {name}\n", call, markdown(docstring(value))]

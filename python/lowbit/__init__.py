@@ -7,17 +7,19 @@ Example:
     >>> model = torch.nn.Sequential(torch.nn.Linear(256, 256))
     >>> report = lowbit.quantize_(model, lowbit.int8_dynamic_activation_int4_weight(group_size=32))
 
-Public names are loaded at first use (the table below): `import torch` imports this package by its autoload entry point,
-and must stay quick. Importing registers the ops `torch.ops.lowbit.*`.
+Public names are loaded at first use (the table is `__init__.pyi`): `import torch` imports this package by its autoload
+entry point, and must stay quick. Importing registers the ops `torch.ops.lowbit.*`.
 """
 
 from __future__ import annotations
 
-import dis
+import ast
+import functools
 import importlib
 import os
 import sys
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 try:
     import torch as _torch
@@ -30,238 +32,9 @@ if "t" in getattr(sys, "abiflags", ""):
     raise ImportError(f"lowbit needs a Python with the GIL, got a free-threaded Python {sys.version.split()[0]}")
 
 from lowbit import _C
-from lowbit._C import version as __version__
 
+__version__ = _C.version
 _C.look_in(sys.path)  # pip puts NVIDIA's libraries and oneDNN there; nothing is opened here
-
-if TYPE_CHECKING:
-    from lowbit import attention, backends, devices, optim, recorder, training
-    from lowbit.attention.block_mask import BlockMask, and_masks, create_block_mask, create_mask, noop_mask, or_masks
-    from lowbit.attention.flex import AuxOutput, AuxRequest, flex_attention
-    from lowbit.attention.kv_cache import QuantizedKVCache
-    from lowbit.attention.sdpa import scaled_dot_product_attention
-    from lowbit.autotune import Plan, autoquant
-    from lowbit.compile.blocks import compile_blocks
-    from lowbit.compile.c_shims import c_shim_options
-    from lowbit.compile.options import compile_options
-    from lowbit.devices.warmup import warmup
-    from lowbit.diagnostics.compare import Comparison, compare_checkpoints
-    from lowbit.diagnostics.explain import explain
-    from lowbit.diagnostics.info import info
-    from lowbit.diagnostics.kernels import force_kernel, kernels
-    from lowbit.formats import (
-        GPTQ,
-        HQQ,
-        BlockSparseWeightConfig,
-        Float8DynamicActivationFloat8WeightConfig,
-        Float8WeightOnlyConfig,
-        FloatWeightConfig,
-        FP4WeightOnlyConfig,
-        Int4WeightOnlyConfig,
-        Int8DynamicActivationInt4WeightConfig,
-        Int8DynamicActivationInt8SemiSparseWeightConfig,
-        Int8DynamicActivationInt8WeightConfig,
-        Int8DynamicActivationIntxWeightConfig,
-        Int8WeightOnlyConfig,
-        IntxWeightOnlyConfig,
-        MappingType,
-        NF4WeightOnlyConfig,
-        PerAxis,
-        PerGroup,
-        PerRow,
-        PerToken,
-        SemiSparseWeightConfig,
-        block_sparse_weight,
-        float8_dynamic_activation_float8_weight,
-        float8_weight_only,
-        float_weight,
-        fp4_weight_only,
-        int4_weight_only,
-        int8_dynamic_activation_int4_weight,
-        int8_dynamic_activation_int8_semi_sparse_weight,
-        int8_dynamic_activation_int8_weight,
-        int8_dynamic_activation_intx_weight,
-        int8_weight_only,
-        intx_weight_only,
-        nf4_weight_only,
-        semi_sparse_weight,
-    )
-    from lowbit.huggingface.load_gguf import load_gguf
-    from lowbit.huggingface.lowbit_config import LowbitConfig
-    from lowbit.huggingface.quantize_checkpoint import quantize_checkpoint
-    from lowbit.huggingface.trainer_optimizer import trainer_optimizer
-    from lowbit.models.fuse import fuse
-    from lowbit.models.quantized_cache import QuantizedCache
-    from lowbit.models.rotate import rotate_
-    from lowbit.models.smooth import smooth_
-    from lowbit.ops.experts import experts
-    from lowbit.ops.gather_linear import gather_linear
-    from lowbit.ops.linear import linear
-    from lowbit.ops.route import route
-    from lowbit.ops.sample import sample
-    from lowbit.quant import (
-        BlockSparseLinear,
-        Calibration,
-        QuantEmbedding,
-        QuantExperts,
-        QuantizationReport,
-        QuantLinear,
-        calibrate,
-        dequantize_,
-        fuse_gated_mlps,
-        load,
-        quantize_,
-        sparsify_,
-    )
-    from lowbit.recorder.profile import profile
-
-_HOME = {
-    name: module
-    for module, names in {
-        "lowbit.autotune": "autoquant Plan",
-        "lowbit.quant": (
-            "quantize_ sparsify_ calibrate Calibration dequantize_ fuse_gated_mlps load QuantLinear QuantEmbedding "
-            "QuantExperts BlockSparseLinear QuantizationReport"
-        ),
-        "lowbit.models.fuse": "fuse",
-        "lowbit.models.rotate": "rotate_",
-        "lowbit.models.smooth": "smooth_",
-        "lowbit.models.quantized_cache": "QuantizedCache",
-        "lowbit.attention.kv_cache": "QuantizedKVCache",
-        "lowbit.formats": (
-            "GPTQ HQQ MappingType PerAxis PerGroup PerRow PerToken "
-            "Int4WeightOnlyConfig Int8WeightOnlyConfig IntxWeightOnlyConfig Float8WeightOnlyConfig FloatWeightConfig "
-            "NF4WeightOnlyConfig FP4WeightOnlyConfig Int8DynamicActivationInt4WeightConfig "
-            "Int8DynamicActivationInt8WeightConfig Int8DynamicActivationIntxWeightConfig "
-            "Float8DynamicActivationFloat8WeightConfig SemiSparseWeightConfig "
-            "Int8DynamicActivationInt8SemiSparseWeightConfig semi_sparse_weight BlockSparseWeightConfig "
-            "block_sparse_weight "
-            "int8_dynamic_activation_int8_semi_sparse_weight "
-            "int4_weight_only int8_weight_only intx_weight_only float8_weight_only float_weight nf4_weight_only "
-            "fp4_weight_only int8_dynamic_activation_int4_weight int8_dynamic_activation_int8_weight "
-            "int8_dynamic_activation_intx_weight float8_dynamic_activation_float8_weight"
-        ),
-        "lowbit.ops.experts": "experts",
-        "lowbit.ops.gather_linear": "gather_linear",
-        "lowbit.ops.linear": "linear",
-        "lowbit.ops.route": "route",
-        "lowbit.ops.sample": "sample",
-        "lowbit.attention.sdpa": "scaled_dot_product_attention",
-        "lowbit.attention.flex": "flex_attention AuxRequest AuxOutput",
-        "lowbit.attention.block_mask": "BlockMask create_block_mask create_mask and_masks or_masks noop_mask",
-        "lowbit.diagnostics.kernels": "kernels force_kernel",
-        "lowbit.diagnostics.compare": "Comparison compare_checkpoints",
-        "lowbit.diagnostics.explain": "explain",
-        "lowbit.diagnostics.info": "info",
-        "lowbit.recorder.profile": "profile",
-        "lowbit.huggingface.load_gguf": "load_gguf",
-        "lowbit.huggingface.lowbit_config": "LowbitConfig",
-        "lowbit.huggingface.quantize_checkpoint": "quantize_checkpoint",
-        "lowbit.huggingface.trainer_optimizer": "trainer_optimizer",
-        "lowbit.compile.blocks": "compile_blocks",
-        "lowbit.compile.c_shims": "c_shim_options",
-        "lowbit.compile.options": "compile_options",
-        "lowbit.devices.warmup": "warmup",
-    }.items()
-    for name in names.split()
-}
-_MODULES = (
-    "attention", "autotune", "backends", "checkpoints", "devices", "export", "formats", "models", "optim", "peers",
-    "quant", "recorder", "testing", "training",
-)  # fmt: skip
-__all__ = [
-    "AuxOutput",
-    "AuxRequest",
-    "BlockMask",
-    "BlockSparseLinear",
-    "BlockSparseWeightConfig",
-    "Calibration",
-    "Comparison",
-    "FP4WeightOnlyConfig",
-    "Float8DynamicActivationFloat8WeightConfig",
-    "Float8WeightOnlyConfig",
-    "FloatWeightConfig",
-    "GPTQ",
-    "HQQ",
-    "Int4WeightOnlyConfig",
-    "Int8DynamicActivationInt4WeightConfig",
-    "Int8DynamicActivationInt8SemiSparseWeightConfig",
-    "Int8DynamicActivationInt8WeightConfig",
-    "Int8DynamicActivationIntxWeightConfig",
-    "Int8WeightOnlyConfig",
-    "IntxWeightOnlyConfig",
-    "LowbitConfig",
-    "MappingType",
-    "NF4WeightOnlyConfig",
-    "PerAxis",
-    "PerGroup",
-    "PerRow",
-    "PerToken",
-    "Plan",
-    "QuantEmbedding",
-    "QuantExperts",
-    "QuantLinear",
-    "QuantizationReport",
-    "QuantizedCache",
-    "QuantizedKVCache",
-    "SemiSparseWeightConfig",
-    "__version__",
-    "and_masks",
-    "attention",
-    "autoquant",
-    "backends",
-    "block_sparse_weight",
-    "c_shim_options",
-    "calibrate",
-    "compare_checkpoints",
-    "compile_blocks",
-    "compile_options",
-    "create_block_mask",
-    "create_mask",
-    "dequantize_",
-    "devices",
-    "experts",
-    "explain",
-    "flex_attention",
-    "float8_dynamic_activation_float8_weight",
-    "float8_weight_only",
-    "float_weight",
-    "force_kernel",
-    "fp4_weight_only",
-    "fuse",
-    "fuse_gated_mlps",
-    "gather_linear",
-    "info",
-    "int4_weight_only",
-    "int8_dynamic_activation_int4_weight",
-    "int8_dynamic_activation_int8_semi_sparse_weight",
-    "int8_dynamic_activation_int8_weight",
-    "int8_dynamic_activation_intx_weight",
-    "int8_weight_only",
-    "intx_weight_only",
-    "kernels",
-    "linear",
-    "load",
-    "load_gguf",
-    "nf4_weight_only",
-    "noop_mask",
-    "optim",
-    "or_masks",
-    "profile",
-    "quantize_",
-    "quantize_checkpoint",
-    "recorder",
-    "rotate_",
-    "route",
-    "sample",
-    "scaled_dot_product_attention",
-    "semi_sparse_weight",
-    "smooth_",
-    "sparsify_",
-    "trainer_optimizer",
-    "training",
-    "warmup",
-]
 
 if _torch is not None:
     from lowbit.ops.registration import register
@@ -281,18 +54,23 @@ if _torch is not None:
         simulated.enable()
 
 
+@functools.cache
+def _home() -> dict[str, str]:
+    """The module of each public name, as `__init__.pyi` has them, which type checkers read too."""
+    lines = ast.parse(Path(__file__).with_suffix(".pyi").read_text()).body
+    return {name.asname: line.module for line in lines if isinstance(line, ast.ImportFrom) for name in line.names}
+
+
 def __getattr__(name: str) -> Any:
-    if _torch is None and (name in _MODULES or name in _HOME):
+    if name == "__all__":
+        return __dir__()
+    if name not in _home():
+        raise AttributeError(f"module 'lowbit' has no attribute {name!r}{_instead(name)}")
+    if _torch is None:
         raise ImportError(f'lowbit.{name} needs PyTorch, which is not installed: pip install "lowbit[torch]"')
-    if name in _MODULES:
+    if _home()[name] == "lowbit":
         return importlib.import_module(f"lowbit.{name}")
-    if name not in _HOME:
-        instead = _instead(name)
-        caller = sys._getframe(1)  # `from lowbit import name` would replace the text of an AttributeError with its own
-        if instead and caller.f_code.co_code[caller.f_lasti] == dis.opmap["IMPORT_FROM"]:
-            raise ImportError(f"cannot import name {name!r} from 'lowbit'{instead}", name="lowbit")
-        raise AttributeError(f"module 'lowbit' has no attribute {name!r}{instead}")
-    value = getattr(importlib.import_module(_HOME[name]), name)
+    value = getattr(importlib.import_module(_home()[name]), name)
     globals()[name] = value
     return value
 
@@ -307,4 +85,4 @@ def _instead(name: str) -> str:
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return sorted([*_home(), "__version__"])

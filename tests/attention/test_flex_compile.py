@@ -32,6 +32,27 @@ def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, ids: Tensor, mask: Any
     return out * 2, aux.lse, aux.max_scores
 
 
+@pytest.mark.parametrize("first", ["torch.compile(attend, fullgraph=True, backend='eager')(q)", "lowbit.attention.install()"])
+def test_torchs_op_is_its_own_until_the_first_compiled_call(python: Callable[..., str], first: str) -> None:
+    """Importing and eager calls change nothing of torch's table of kernels."""
+    code = f"""
+import torch, lowbit, lowbit.attention.installation
+from torch._higher_order_ops.flex_attention import flex_attention as op
+attend = lambda q: lowbit.flex_attention(q, q, q, lambda s, b, h, i, j: s + i - j)
+q = torch.randn(1, 2, 8, 16)
+eager = attend(q)
+ours = lambda: [f.__module__ for f in [*op.py_kernels.values(), *op.python_key_table.values()] if f.__module__.startswith("lowbit")]
+assert not ours(), ours()
+result = {first}
+assert len(ours()) >= 2, ours()
+assert result is None or torch.equal(result, eager)
+count = len(ours())
+torch.compile(attend, fullgraph=True, backend="eager")(q.repeat(1, 1, 2, 1))
+assert len(ours()) == count
+"""
+    python(code)
+
+
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("with_sink", [False, True])

@@ -14,10 +14,10 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn import functional
 
 import lowbit
-from lowbit import _C, compile_options, linear
+from lowbit import _C, compile_options
 from lowbit.compile import options as of_options
 from lowbit.compile.post_ops import FoldPostOps
-from lowbit.ops.linear import activation_functions
+from lowbit.ops.linear import activation_functions, linear
 from lowbit.testing import LinearCase, assert_within, make_data
 
 LINEAR = torch.ops.lowbit.linear.detached

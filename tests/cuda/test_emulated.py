@@ -128,7 +128,7 @@ simulated.enable()
 case = testing.LinearCase(3, 16, 64, "float16", "int8", 0, "symmetric", "float", None)
 data = testing.make_data(case)
 with lowbit.force_kernel("linear_int8_cuda_sim"):
-    lowbit.linear(data.x.to("lowbit_sim:1"), data.packed.to("lowbit_sim:1"), case.op_args)
+    torch.ops.lowbit.linear(data.x.to("lowbit_sim:1"), data.packed.to("lowbit_sim:1"), *case.op_args)
 """
     log = tmp_path / "log"
     python(code, **emulated, **environment, LOWBIT_EMULATED_LOG=str(log))

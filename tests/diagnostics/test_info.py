@@ -70,7 +70,13 @@ def test_version_and_errors_of_the_command_line(capsys) -> None:
 def test_public_names_are_all_there() -> None:
     for name in lowbit.__all__:
         assert getattr(lowbit, name) is not None
-    assert set(lowbit.__all__) <= set(dir(lowbit))
+    assert dir(lowbit) == lowbit.__all__ == sorted(set(lowbit.__all__))
+
+
+def test_all_public_names_come_with_a_star() -> None:
+    space: dict[str, object] = {}
+    exec("from lowbit import *", space)
+    assert set(lowbit.__all__) <= space.keys() and space["quantize_"] is lowbit.quantize_ and space["optim"] is lowbit.optim
 
 
 def test_info_says_which_modules_for_intel_gpus_are_in_the_build_or_how_to_get_them() -> None:

@@ -289,7 +289,7 @@ def test_an_op_that_onnx_does_not_have_is_refused_before_anything_is_written(tmp
     with pytest.raises(NotImplementedError, match="export: 0 calls lowbit.attention_forward.default with a score_mod"):
         export(model, (q,), file)
     layer = QuantLinear.from_linear(nn.Linear(32, 16), LinearSpec("int8"))
-    product = Calls(lambda x: lowbit.linear(x, layer.weight, layer.op_args))
+    product = Calls(lambda x: lowbit.linear(x, layer.weight, layer.stored))
     with pytest.raises(
         NotImplementedError, match="export: the model calls lowbit.linear.default, which ONNX does not have"
     ):

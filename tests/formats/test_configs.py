@@ -35,6 +35,17 @@ def test_every_configuration_is_frozen_hashable_and_made_by_its_lower_case_funct
     assert not hasattr(config, "__dict__")
 
 
+def test_a_short_name_is_the_class_or_takes_a_group_size_for_a_granularity() -> None:
+    translated = {"int8_dynamic_activation_int8_weight", "intx_weight_only", "int8_dynamic_activation_intx_weight", "float8_weight_only"}
+    assert lowbit.block_sparse_weight is lowbit.BlockSparseWeightConfig
+    for cls in FORMATS:
+        short = getattr(lowbit, cls.function)
+        assert (short is cls) == (cls.function not in translated)
+    for name in translated:
+        grouped = getattr(lowbit, name)(group_size=64)
+        assert "PerGroup(group_size=64)" in str(grouped) and spec(grouped).group_size == 64
+
+
 @pytest.mark.parametrize(
     ("config", "wanted"),
     [
@@ -64,7 +75,7 @@ def test_every_group_size_is_taken(make, group_size):
 @pytest.mark.parametrize("make", GROUPED)
 @pytest.mark.parametrize("group_size", [48, 0, -1, 16, 512, 32.0, True, "32"])
 def test_a_bad_group_size_names_function_argument_wanted_and_got(make, group_size):
-    text = rf"{make.__name__}: group_size must be 32, 64, 128, 256 or None \(per channel\), got group_size={group_size!r}$"
+    text = rf"{make().function}: group_size must be 32, 64, 128, 256 or None \(per channel\), got group_size={group_size!r}$"
     with pytest.raises(ValueError, match=text):
         make(group_size=group_size)
 
@@ -89,7 +100,7 @@ def test_a_mapping_is_known_by_its_name_whoever_made_the_enum(mapping):
 
 @pytest.mark.parametrize("make", GROUPED)
 def test_an_unknown_mapping_is_refused(make):
-    with pytest.raises(ValueError, match=rf"{make.__name__}: mapping_type must be one of .*got mapping_type='hqq'"):
+    with pytest.raises(ValueError, match=rf"{make().function}: mapping_type must be one of .*got mapping_type='hqq'"):
         make(mapping_type="hqq")
 
 
@@ -153,7 +164,7 @@ def test_an_option_of_torchao_that_cannot_be_honoured_is_never_ignored(cls, opti
 
 @pytest.mark.parametrize("make", GROUPED)
 def test_scales_are_searched_for_in_4_bits_unless_nothing_may_clip(make):
-    four = "int4" in make.__name__
+    four = "int4" in make().function
     assert spec(make()).scale == spec(make(mapping_type="asymmetric")).scale == ("search" if four else "absmax")
     assert spec(make(mapping_type="symmetric_no_clipping_err")).scale == "absmax"
     assert spec(make(scale="absmax")).scale == "absmax" and spec(make(scale="search")).scale == "search"

@@ -65,7 +65,7 @@ def test_other_ways_to_say_it(given, wanted):
         ({"format": "int8_weight_only", "granularity": "PerGroup("}, ValueError, "is no call"),
         (LinearSpec("int4", 31), ValueError, "no configuration has the spec"),
         (32, TypeError, "must be a configuration, its text"),
-        (lowbit.int4_weight_only, TypeError, "got int4_weight_only"),
+        (lowbit.int4_weight_only, TypeError, "got Int4WeightOnlyConfig"),
     ],
     ids=lambda given: getattr(given, "__name__", None) or str(given),  # no address: names are the same in every process
 )

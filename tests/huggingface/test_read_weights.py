@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from weights_read_in_source import read_in_models
 
 import lowbit
-from lowbit.quant.read_weights import weights_that_are_read
+from lowbit.quant.read_weights import READ_BY, weights_that_are_read
 
 transformers = pytest.importorskip("transformers")
 
@@ -124,3 +125,31 @@ def test_subclasses_of_others() -> None:
     kinds: dict[type[nn.Module], Callable[[dict[int, str]], bool]] = {OfAUser: bool, WithItsOwn: lambda read: not read}
     for cls, expected in kinds.items():
         assert expected(weights_that_are_read(nn.Sequential(cls(transformers.T5Config(**T5)))))
+
+
+def table() -> dict[str, set[str]]:
+    """The table by methods."""
+    found: dict[str, set[str]] = {}
+    for layers, readers in READ_BY.items():
+        for reader in readers.split():
+            found.setdefault(reader if reader.count(".") == 2 else f"{reader}.forward", set()).update(layers.split())
+    return found
+
+
+OF_ITS_OWN_LINEAR = {"falcon.FalconFlashAttention2.forward": {"query_key_value"}}
+"""Layers of a class of the model, a subclass of nn.Linear."""
+
+
+def test_the_table_is_what_the_source_of_transformers_shows() -> None:
+    shown = read_in_models(Path(transformers.__file__).parent) | OF_ITS_OWN_LINEAR
+    assert len(shown) > 80
+    assert table() == shown
+
+
+def test_a_class_of_the_same_name_elsewhere_is_not_meant() -> None:
+    other = type("T5DenseActDense", (nn.Module,), {"__module__": "mine.models.t5"})
+    model = other()
+    model.wo = nn.Linear(4, 4)
+    assert not weights_that_are_read(model)
+    model.__class__ = type("T5DenseActDense", (nn.Module,), {"__module__": "transformers.models.t5.modeling_t5"})
+    assert weights_that_are_read(model) == {id(model.wo): "T5DenseActDense reads its weight"}

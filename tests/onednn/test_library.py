@@ -167,7 +167,7 @@ lowbit.quantize_(model, lowbit.int8_dynamic_activation_int8_weight())
 model(x)
 with lowbit.force_kernel("linear_int8_int8_scalar"):
     model(x)
-lowbit.linear(x, torch.zeros(4, 64 * 16 * 4, dtype=torch.uint8), (64, 64, 0, 0, False, 0))
+torch.ops.lowbit.linear(x, torch.zeros(4, 64 * 16 * 4, dtype=torch.uint8), 64, 64, 0, 0, False, 0)
 print(Path(sys.argv[1]).exists())
 lowbit.kernels("linear")
 print(Path(sys.argv[1]).exists())

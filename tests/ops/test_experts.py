@@ -13,13 +13,13 @@ import torch
 from expert_layers import ExpertsLayer
 from refusals import refused_alike
 from row_fixture import fixture_of
-from settings import ambient, forced, same_for_any_threads
+from settings import forced, same_for_any_threads
 from torch import Tensor
 from torch.nn import functional
 
 import lowbit
-from lowbit import _C, experts, reference, testing
-from lowbit.ops.experts import ACTIVATIONS
+from lowbit import _C, reference, testing
+from lowbit.ops.experts import ACTIVATIONS, experts
 from lowbit.testing import LinearCase, assert_within
 
 op = torch.ops.lowbit.experts

@@ -35,7 +35,7 @@ def test_each_row_counts_one_of_many_weights() -> None:
     layers = nn.ModuleList(nn.Linear(64, 96) for _ in range(3))
     lowbit.quantize_(layers, lowbit.int8_weight_only())
     weight, index = torch.stack([layer.weight for layer in layers]), torch.tensor([[0, 2], [1, 1]])
-    run = lambda: lowbit.gather_linear(torch.randn(2, 64), weight, index, layers[0].op_args)  # noqa: E731
+    run = lambda: lowbit.gather_linear(torch.randn(2, 64), weight, index, layers[0].stored)  # noqa: E731
     assert counted(run) == 2 * 4 * 64 * 96
 
 
@@ -43,7 +43,7 @@ def test_each_pair_counts_both_products_of_an_expert() -> None:
     layers = nn.ModuleList([nn.Linear(64, 96), nn.Linear(48, 32)])
     lowbit.quantize_(layers, lowbit.int8_weight_only())
     gate_up, down = (layer.weight.expand(3, -1, -1) for layer in layers)
-    index, args = torch.tensor([[0, 2], [1, 1]]), [layer.op_args for layer in layers]
+    index, args = torch.tensor([[0, 2], [1, 1]]), [layer.stored for layer in layers]
     run = lambda: lowbit.experts(torch.randn(2, 64), gate_up, down, index, torch.rand(2, 2), *args)  # noqa: E731
     assert counted(run) == 2 * 4 * (64 * 96 + 48 * 32)
 

@@ -16,7 +16,8 @@ from settings import ambient, forced
 from torch import Tensor
 
 import lowbit
-from lowbit import _C, gather_linear, testing
+from lowbit import _C, testing
+from lowbit.ops.gather_linear import gather_linear
 from lowbit.testing import LinearCase, assert_within, make_data
 
 op = torch.ops.lowbit.gather_linear

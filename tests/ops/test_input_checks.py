@@ -91,7 +91,7 @@ def test_fakes_of_attention_and_caches_refuse_with_the_same_text(name: str, base
 
 
 def test_the_kernel_itself_wants_contiguous_tensors_and_the_public_function_makes_them() -> None:
-    from lowbit import linear
+    from lowbit.ops.linear import linear
 
     x = torch.randn(K, 3).T
     with pytest.raises(ValueError, match="linear: x must be contiguous"):

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as draw
 from refusals import refused_alike
 
-from lowbit import _C, force_kernel, linear, testing
+from lowbit import _C, force_kernel, testing
+from lowbit.ops.linear import linear
 from lowbit.testing import LinearCase, assert_within, cached_data, run_linear
 
 ROWS = [row["name"] for row in testing.rows("linear")]

@@ -8,7 +8,8 @@ import itertools
 import pytest
 import torch
 
-from lowbit import linear, testing
+from lowbit import testing
+from lowbit.ops.linear import linear
 from lowbit.testing import LinearCase
 
 CASE = LinearCase(6, 20, 70, format="int8")

@@ -37,11 +37,10 @@ def test_every_name_of_torchao_is_there_or_says_what_to_use(room):
     theirs = pytest.importorskip(f"torchao.{room}")
     ours = importlib.import_module(f"lowbit.peers.torchao.{room}")
     for name in theirs.__all__:
-        if name not in ours.__all__:
+        if not hasattr(ours, name):
             with pytest.raises(AttributeError, match=f"'lowbit.peers.torchao.{room}' has no attribute '{name}'; use "):
                 getattr(ours, name)
-    assert all(getattr(ours, name) is not None for name in ours.__all__)
-    assert len(set(theirs.__all__) & set(ours.__all__)) >= 6
+    assert sum(hasattr(ours, name) for name in theirs.__all__) >= 6
 
 
 def test_one_scale_for_a_tensor_is_refused_by_name():

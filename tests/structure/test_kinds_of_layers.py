@@ -26,7 +26,6 @@ OTHERS = {
     "quant/block_sparse.py": "float blocks",
     "quant/fused_norm.py": "norms",
     "quant/merged.py": "the path of every call, which reads the dictionary of a QuantLinear",
-    "quant/read_weights.py": "attributes in the source of transformers",
     "training/float8_config.py": "operands of a product",
     "training/int8_weight_linear.py": "the weight of its own layer",
 }

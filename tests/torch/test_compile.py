@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lowbit import _C, linear, testing
+from lowbit import _C, testing
+from lowbit.ops.linear import linear
 from lowbit.testing import LinearCase, assert_within, cached_data, make_data
 
 CASE = LinearCase(6, 20, 70, "float32", "int4", 32, "symmetric", "int8_group", "float32", "silu", True, True)
@@ -44,14 +45,6 @@ def test_compiled_without_graph_breaks_equals_eager(backend: str) -> None:
     wanted = function(data.x, data.mul, data.add)
     compiled = torch.compile(function, fullgraph=True, backend=backend)
     torch.testing.assert_close(compiled(data.x, data.mul, data.add), wanted)
-
-
-def test_compiled_public_name_of_the_package_equals_eager() -> None:
-    import lowbit
-
-    data = cached_data(CASE)
-    compiled = torch.compile(lambda x: lowbit.linear(x, data.packed, CASE.op_args), fullgraph=True, backend="aot_eager")
-    assert torch.equal(compiled(data.x), lowbit.linear(data.x, data.packed, CASE.op_args))
 
 
 def test_compiled_training_step_equals_eager() -> None:

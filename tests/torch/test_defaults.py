@@ -134,7 +134,7 @@ def gradients(path: Path) -> Any:
     y = quantized(lowbit.int8_dynamic_activation_int4_weight())(x)
     y.square().sum().backward()
     layer = quantized(INT8).mlp.up_proj
-    return y, x.grad, lowbit.linear(random(3, 64), layer.weight, layer.op_args, layer.bias, activation=4)
+    return y, x.grad, lowbit.linear(random(3, 64), layer.weight, layer.stored, layer.bias, activation="silu")
 
 
 def gated_mlps(path: Path) -> Any:

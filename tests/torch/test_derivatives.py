@@ -14,6 +14,9 @@ import lowbit
 import lowbit.ops.optim  # noqa: F401  registers its op
 import lowbit.training.int8_product  # noqa: F401  registers its op
 from lowbit import _C, testing
+from lowbit.ops.experts import experts as experts_of_numbers
+from lowbit.ops.gather_linear import gather_linear as gather_linear_of_numbers
+from lowbit.ops.linear import linear as linear_of_numbers
 
 NAMES = sorted(name for name in torch._C._dispatch_get_all_op_names() if name.startswith("lowbit::"))
 LINEAR = torch.ops.lowbit.linear
@@ -63,9 +66,9 @@ def with_a_gradient() -> dict[str, tuple[list[Any], list[Tensor], Callable[[], A
     softmax, experts_scale = (5, _C.SCORINGS["softmax"]), torch.rand(64, requires_grad=True)
     groups = torch.randn(64), 4, 2, 2, False
     return {
-        "linear": ([x, packed, *numbers, bias, 2, mul, add], [x, bias, mul, add], lambda: lowbit.linear(x, packed, numbers, bias, 2, mul, add)),
-        "gather_linear": ([x, experts, index, *numbers, biases], [x, biases], lambda: lowbit.gather_linear(x, experts, index, numbers, biases)),
-        "experts": ([x, experts, down, index, router, *pair, 4, True, False, 1.0, 0.0, 0.0, biases], [x, router, biases], lambda: lowbit.experts(x, experts, down, index, router, *pair, gate_up_bias=biases)),
+        "linear": ([x, packed, *numbers, bias, 2, mul, add], [x, bias, mul, add], lambda: linear_of_numbers(x, packed, numbers, bias, 2, mul, add)),
+        "gather_linear": ([x, experts, index, *numbers, biases], [x, biases], lambda: gather_linear_of_numbers(x, experts, index, numbers, biases)),
+        "experts": ([x, experts, down, index, router, *pair, 4, True, False, 1.0, 0.0, 0.0, biases], [x, router, biases], lambda: experts_of_numbers(x, experts, down, index, router, *pair, gate_up_bias=biases)),
         "route": (
             [x, *softmax, *groups, True, 0.1, 0.0, 2.5, experts_scale],
             [x, experts_scale],

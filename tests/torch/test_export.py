@@ -15,6 +15,7 @@ from torch.export import Dim
 import lowbit
 from lowbit import testing
 from lowbit.attention import masks
+from lowbit.ops.linear import linear as linear_of_numbers
 
 CONFIGS = {
     "int8": lowbit.int8_weight_only(),
@@ -103,7 +104,7 @@ def test_the_op_itself(strict: bool) -> None:
         return tuple(torch.randn(batch, length, columns) for columns in (70, 20, 20))
 
     check(
-        lambda x, mul, add: lowbit.linear(x, packed, numbers, None, 4, mul, add),
+        lambda x, mul, add: linear_of_numbers(x, packed, numbers, None, 4, mul, add),
         made,
         BATCH_AND_LENGTH,
         strict,

@@ -14,8 +14,9 @@ from torch.autograd import forward_ad
 from torch.nn import functional
 
 import lowbit
-from lowbit import _C, linear
+from lowbit import _C
 from lowbit.ops.attention import attention
+from lowbit.ops.linear import linear
 from lowbit.ops.rms_norm import rms_norm
 from lowbit.ops.rope_append import rope_append
 from lowbit.score.program import ProgramBuilder

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-import lowbit
-from lowbit import _C, linear, testing
+from lowbit import _C, testing
+from lowbit.ops.linear import linear
 from lowbit.testing import ACTIVATIONS, LinearCase, cached_data
 
 
@@ -123,7 +123,7 @@ def test_gradient_from_outside_a_vmap() -> None:
     case = LinearCase(4, 20, 70, format="int4", group_size=32, bias="float32")
     data = cached_data(case)
     x = torch.randn(3, 4, 70, requires_grad=True)
-    out = torch.vmap(lambda one: lowbit.linear(one, data.packed, case.op_args, data.bias))(x)
+    out = torch.vmap(lambda one: linear(one, data.packed, case.op_args, data.bias))(x)
     (found,) = torch.autograd.grad(out.sum(), x)
-    (wanted,) = torch.autograd.grad(lowbit.linear(x, data.packed, case.op_args, data.bias).sum(), x)
+    (wanted,) = torch.autograd.grad(linear(x, data.packed, case.op_args, data.bias).sum(), x)
     torch.testing.assert_close(found, wanted)

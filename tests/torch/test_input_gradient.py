@@ -10,8 +10,9 @@ import sys
 import pytest
 import torch
 
-from lowbit import _C, linear, testing
+from lowbit import _C, testing
 from lowbit.ops import input_gradient as module
+from lowbit.ops.linear import linear
 from lowbit.testing import LinearCase, cached_data
 
 CASES = [("int8", 0, "symmetric"), ("int4", 32, "asymmetric"), ("nf4", 64, "symmetric"), ("float32", 0, "symmetric")]

@@ -9,6 +9,7 @@ that are not ours (no `_LOWBIT` among the kernel options, unless installed) go o
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -23,8 +24,11 @@ from torch.nn.attention.flex_attention import BlockMask, noop_mask
 
 from lowbit import devices
 from lowbit.attention.run_mods import WHOLE, run_mods
+from lowbit.ops.tracing import constant_in_graphs
 from lowbit.score.tracer import Subgraph
 
+_lock = threading.Lock()
+_taken: list[bool] = []
 _MARK = "_LOWBIT"  # kernel option: dropout_p of a call of ours
 everything = False
 """Set by install(): also calls of torch's flex_attention on CPU tensors."""
@@ -36,6 +40,7 @@ def compiled_attention(
     dropout_p: float = 0.0, sink: Tensor | None = None, want_max_scores: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """`run_mods` as Dynamo traces it."""
+    take_flex_op()
     for tensor in (query, key, value):  # heads and head dimension decide the kernel, as in torch
         torch._dynamo.mark_static(tensor, -3)
         torch._dynamo.mark_static(tensor, -1)
@@ -96,8 +101,17 @@ def _tensors(captured: tuple[Any, ...]) -> tuple[Any, ...]:
     )
 
 
-def _register() -> None:
-    """Put our kernel before torch's, for every way in which the op can be reached."""
+@constant_in_graphs
+def take_flex_op() -> bool:
+    """Put our kernel before torch's, for every way in which the op can be reached; once."""
+    with _lock:
+        if not _taken:
+            _take_flex_op()
+            _taken.append(True)
+    return True
+
+
+def _take_flex_op() -> None:
     kernels = flex_op.py_kernels
 
     def key(ours_at: DispatchKey, theirs_at: DispatchKey) -> None:
@@ -128,6 +142,3 @@ def _mode_kernel(theirs: Callable[..., Any]) -> Callable[..., Any]:
             return _attention(query, *args, **kwargs)
 
     return run
-
-
-_register()

@@ -58,6 +58,7 @@ def install() -> None:
                     if value is original:
                         _replaced.append((module, name, original))
                         setattr(module, name, ours)
+        compiled.take_flex_op()
         compiled.everything = True
 
 

@@ -16,7 +16,7 @@ def fitting_rows(*call: Any) -> list[str]:
     are up to a thousand times slower, where there is another.
 
     Args:
-        call: m, the numbers of `OpArgs`, dtype and device of x, as `_C.explain_linear` takes them.
+        call: m, the numbers of `LinearArgs`, dtype and device of x, as `_C.explain_linear` takes them.
     """
     rows = _C.explain_linear(*call)
     others = [str(row["name"]) for row in rows if row["reason"] == _BETTER_FITS]

@@ -18,6 +18,12 @@ class BlockSparseWeightConfig:
         blocksize: rows and columns of a block, a multiple of 16; from 32 on bfloat16 is multiplied by tile units.
         sparsity: the share of blocks that become 0, from 0 up to, not including, 1: those with the least squares, of
             each weight by itself. None: the weights are pruned already, and no block is lost.
+
+    Raises:
+        ValueError: an argument has none of the values that it may have; names it.
+
+    Example:
+        >>> lowbit.sparsify_(model, lowbit.block_sparse_weight(64, sparsity=0.8))
     """
 
     blocksize: int = 64
@@ -42,16 +48,4 @@ class BlockSparseWeightConfig:
         return "must hold values, got one on the meta device" if weight.is_meta else ""
 
 
-def block_sparse_weight(blocksize: int = 64, *, sparsity: float | None = None) -> BlockSparseWeightConfig:
-    """Return the configuration of block-sparse weights.
-
-    Args:
-        blocksize, sparsity: as of `BlockSparseWeightConfig`.
-
-    Raises:
-        ValueError: an argument has none of the values that it may have; names it.
-
-    Example:
-        >>> lowbit.sparsify_(model, lowbit.block_sparse_weight(64, sparsity=0.8))
-    """
-    return BlockSparseWeightConfig(blocksize, sparsity=sparsity)
+block_sparse_weight = BlockSparseWeightConfig

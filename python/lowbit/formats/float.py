@@ -22,6 +22,12 @@ class FloatWeightConfig(FormatConfig):
 
     Args:
         dtype: torch.float32, torch.bfloat16 or torch.float16; None keeps the dtype of each weight.
+
+    Raises:
+        ValueError: an argument has none of the values that it may have; names it.
+
+    Example:
+        >>> lowbit.quantize_(model, lowbit.float_weight(torch.bfloat16))
     """
 
     dtype: torch.dtype | None = None
@@ -36,16 +42,4 @@ class FloatWeightConfig(FormatConfig):
         return LinearSpec(FLOAT_FORMATS[self.dtype or dtype])
 
 
-def float_weight(dtype: torch.dtype | None = None) -> FloatWeightConfig:
-    """Return the configuration of dense float weights: float32, bfloat16, float16, or as the model has them.
-
-    Args:
-        dtype: torch.float32, torch.bfloat16, torch.float16, or None for the dtype that each weight has.
-
-    Raises:
-        ValueError: an argument has none of the values that it may have; names it.
-
-    Example:
-        >>> lowbit.quantize_(model, lowbit.float_weight(torch.bfloat16))
-    """
-    return FloatWeightConfig(dtype)
+float_weight = FloatWeightConfig

@@ -81,6 +81,9 @@ class Float8DynamicActivationFloat8WeightConfig(FormatConfig):
         kernel_preference: no effect; `lowbit.force_kernel` chooses rows.
         set_inductor_config: no effect; lowbit never changes Inductor's settings.
         version: torchao's; 2.
+
+    Example:
+        >>> lowbit.quantize_(model, lowbit.float8_dynamic_activation_float8_weight())
     """
 
     activation_dtype: torch.dtype = _E4M3
@@ -111,10 +114,4 @@ class Float8DynamicActivationFloat8WeightConfig(FormatConfig):
         return LinearSpec("fp8_e4m3", group_size, x_format="float8_row")
 
 
-def float8_dynamic_activation_float8_weight() -> Float8DynamicActivationFloat8WeightConfig:
-    """Return the configuration of float8 weights with float8 activations, both with a scale per row.
-
-    Example:
-        >>> lowbit.quantize_(model, lowbit.float8_dynamic_activation_float8_weight())
-    """
-    return Float8DynamicActivationFloat8WeightConfig()
+float8_dynamic_activation_float8_weight = Float8DynamicActivationFloat8WeightConfig

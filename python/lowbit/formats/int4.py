@@ -42,6 +42,12 @@ class Int4WeightOnlyConfig(FormatConfig):
         scale: "search" takes the scale and zero point of each group with the least error, "absmax" those of its range,
             as torchao does. None is search, but absmax for ``SYMMETRIC_NO_CLIPPING_ERR``.
         algorithm: how codes are found: ``lowbit.GPTQ()``, ``lowbit.HQQ()``, or None for each weight's nearest one.
+
+    Raises:
+        ValueError: an argument has none of the values that it may have; names it.
+
+    Example:
+        >>> lowbit.quantize_(model, lowbit.int4_weight_only(group_size=128))
     """
 
     group_size: int | None = 128
@@ -79,25 +85,7 @@ class Int4WeightOnlyConfig(FormatConfig):
         return integer_spec(self.function, "int4", group_size, mapping, scale=self.scale, algorithm=self.algorithm)
 
 
-def int4_weight_only(
-    group_size: int | None = 128,
-    *,
-    mapping_type: MappingType = MappingType.SYMMETRIC,
-    scale: str | None = None,
-    algorithm: Algorithm | None = None,
-) -> Int4WeightOnlyConfig:
-    """Return the configuration of int4 weights in groups along k, or per output channel.
-
-    Args:
-        group_size, mapping_type, scale, algorithm: as of `Int4WeightOnlyConfig`.
-
-    Raises:
-        ValueError: an argument has none of the values that it may have; names it.
-
-    Example:
-        >>> lowbit.quantize_(model, lowbit.int4_weight_only(group_size=128))
-    """
-    return Int4WeightOnlyConfig(group_size, mapping_type=mapping_type, scale=scale, algorithm=algorithm)
+int4_weight_only = Int4WeightOnlyConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +103,12 @@ class Int8DynamicActivationInt4WeightConfig(FormatConfig):
         scale: "search" takes the scale and zero point of each group with the least error, "absmax" those of its range,
             as torchao does. None is search, but absmax for ``SYMMETRIC_NO_CLIPPING_ERR``.
         algorithm: how codes are found: ``lowbit.GPTQ()``, ``lowbit.HQQ()``, or None for each weight's nearest one.
+
+    Raises:
+        ValueError: an argument has none of the values that it may have; names it.
+
+    Example:
+        >>> lowbit.quantize_(model, lowbit.int8_dynamic_activation_int4_weight(group_size=32))
     """
 
     group_size: int | None = 32
@@ -139,25 +133,4 @@ class Int8DynamicActivationInt4WeightConfig(FormatConfig):
         )
 
 
-def int8_dynamic_activation_int4_weight(
-    group_size: int | None = 32,
-    *,
-    mapping_type: MappingType = MappingType.SYMMETRIC,
-    act_mapping_type: MappingType = MappingType.SYMMETRIC,
-    scale: str | None = None,
-    algorithm: Algorithm | None = None,
-) -> Int8DynamicActivationInt4WeightConfig:
-    """Return the configuration of int4 weights with int8 activations (W4A8).
-
-    Args:
-        group_size, mapping_type, act_mapping_type, scale, algorithm: as of `Int8DynamicActivationInt4WeightConfig`.
-
-    Raises:
-        ValueError: an argument has none of the values that it may have; names it.
-
-    Example:
-        >>> lowbit.quantize_(model, lowbit.int8_dynamic_activation_int4_weight(group_size=32))
-    """
-    return Int8DynamicActivationInt4WeightConfig(
-        group_size, mapping_type=mapping_type, act_mapping_type=act_mapping_type, scale=scale, algorithm=algorithm
-    )
+int8_dynamic_activation_int4_weight = Int8DynamicActivationInt4WeightConfig

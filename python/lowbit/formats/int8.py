@@ -40,6 +40,12 @@ class Int8WeightOnlyConfig(FormatConfig):
         version: torchao's; 2.
         mapping_type: symmetric or asymmetric weights.
         scale: "absmax" takes the scale of each group's range, "search" the one with the least error; None is absmax.
+
+    Raises:
+        ValueError: an argument has none of the values that it may have; names it.
+
+    Example:
+        >>> lowbit.quantize_(model, lowbit.int8_weight_only())
     """
 
     group_size: int | None = None
@@ -68,24 +74,7 @@ class Int8WeightOnlyConfig(FormatConfig):
         return integer_spec(self.function, "int8", group_size, mapping, scale=self.scale)
 
 
-def int8_weight_only(
-    group_size: int | None = None,
-    *,
-    mapping_type: MappingType = MappingType.SYMMETRIC,
-    scale: str | None = None,
-) -> Int8WeightOnlyConfig:
-    """Return the configuration of int8 weights, per output channel or in groups along k.
-
-    Args:
-        group_size, mapping_type, scale: as of `Int8WeightOnlyConfig`.
-
-    Raises:
-        ValueError: an argument has none of the values that it may have; names it.
-
-    Example:
-        >>> lowbit.quantize_(model, lowbit.int8_weight_only())
-    """
-    return Int8WeightOnlyConfig(group_size, mapping_type=mapping_type, scale=scale)
+int8_weight_only = Int8WeightOnlyConfig
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,14 @@ class LookupConfig(FormatConfig):
 
 
 class NF4WeightOnlyConfig(LookupConfig):
-    """Store the weight as nf4 (QLoRA); activations stay as they are."""
+    """Store the weight as nf4 (QLoRA); activations stay as they are.
+
+    Raises:
+        ValueError: an argument has none of the values that it may have; names it.
+
+    Example:
+        >>> lowbit.quantize_(model, lowbit.nf4_weight_only(group_size=64))
+    """
 
     __slots__ = ()
     function, format = "nf4_weight_only", "nf4"
@@ -42,21 +49,5 @@ class FP4WeightOnlyConfig(LookupConfig):
     function, format = "fp4_weight_only", "fp4"
 
 
-def nf4_weight_only(group_size: int | None = 64) -> NF4WeightOnlyConfig:
-    """Return the configuration of nf4 weights in groups along k, or per output channel.
-
-    Args:
-        group_size: 32, 64, 128, 256, or None for one scale per output channel.
-
-    Raises:
-        ValueError: an argument has none of the values that it may have; names it.
-
-    Example:
-        >>> lowbit.quantize_(model, lowbit.nf4_weight_only(group_size=64))
-    """
-    return NF4WeightOnlyConfig(group_size)
-
-
-def fp4_weight_only(group_size: int | None = 64) -> FP4WeightOnlyConfig:
-    """Return the configuration of fp4 weights; ``group_size`` and errors are those of `nf4_weight_only`."""
-    return FP4WeightOnlyConfig(group_size)
+nf4_weight_only = NF4WeightOnlyConfig
+fp4_weight_only = FP4WeightOnlyConfig

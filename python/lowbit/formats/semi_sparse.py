@@ -39,6 +39,13 @@ class SemiSparseWeightConfig(FormatConfig):
         scale: "absmax" takes the scale of each group's range, "search" the one with the least error; None is absmax.
         pruned: the weights are 2:4 already, and one that is not is an error. False: the smaller two of each four
             become 0.
+
+    Raises:
+        TypeError: pruned is no bool.
+        ValueError: an argument has none of the values that it may have; names it.
+
+    Example:
+        >>> lowbit.sparsify_(model, lowbit.semi_sparse_weight())
     """
 
     group_size: int | None = None
@@ -67,22 +74,7 @@ class SemiSparseWeightConfig(FormatConfig):
         return f"must be 2:4 for {self}, got {count} of [{row}, {column}:{column + 4}] that are not 0"
 
 
-def semi_sparse_weight(
-    group_size: int | None = None, *, scale: str | None = None, pruned: bool = False
-) -> SemiSparseWeightConfig:
-    """Return the configuration of 2:4 int8 weights, per output channel or in groups along k.
-
-    Args:
-        group_size, scale, pruned: as of `SemiSparseWeightConfig`.
-
-    Raises:
-        TypeError: pruned is no bool.
-        ValueError: an argument has none of the values that it may have; names it.
-
-    Example:
-        >>> lowbit.sparsify_(model, lowbit.semi_sparse_weight())
-    """
-    return SemiSparseWeightConfig(group_size, scale=scale, pruned=pruned)
+semi_sparse_weight = SemiSparseWeightConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,19 +87,6 @@ class Int8DynamicActivationInt8SemiSparseWeightConfig(SemiSparseWeightConfig):
         scale: "absmax" takes the scale of each group's range, "search" the one with the least error; None is absmax.
         pruned: the weights are 2:4 already, and one that is not is an error. False: the smaller two of each four
             become 0.
-    """
-
-    function: ClassVar[str] = "int8_dynamic_activation_int8_semi_sparse_weight"
-    x_format: ClassVar[tuple[str, str]] = ("int8_row", "int8_group")
-
-
-def int8_dynamic_activation_int8_semi_sparse_weight(
-    group_size: int | None = None, *, scale: str | None = None, pruned: bool = False
-) -> Int8DynamicActivationInt8SemiSparseWeightConfig:
-    """Return the configuration of 2:4 int8 weights with int8 activations.
-
-    Args:
-        group_size, scale, pruned: as of `Int8DynamicActivationInt8SemiSparseWeightConfig`.
 
     Raises:
         TypeError: pruned is no bool.
@@ -116,4 +95,9 @@ def int8_dynamic_activation_int8_semi_sparse_weight(
     Example:
         >>> lowbit.quantize_(model, lowbit.int8_dynamic_activation_int8_semi_sparse_weight())
     """
-    return Int8DynamicActivationInt8SemiSparseWeightConfig(group_size, scale=scale, pruned=pruned)
+
+    function: ClassVar[str] = "int8_dynamic_activation_int8_semi_sparse_weight"
+    x_format: ClassVar[tuple[str, str]] = ("int8_row", "int8_group")
+
+
+int8_dynamic_activation_int8_semi_sparse_weight = Int8DynamicActivationInt8SemiSparseWeightConfig

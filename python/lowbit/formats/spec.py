@@ -12,9 +12,7 @@ from dataclasses import dataclass, replace
 
 from lowbit import _C
 from lowbit.formats.algorithms import Algorithm
-
-OpArgs = tuple[int, int, int, int, bool, int]
-"""n, k, format, group_size, asymmetric, x_format: as torch.ops.lowbit.linear takes them."""
+from lowbit.ops.linear import LinearArgs
 
 LAYOUT_FIELDS = ("version", "format", "n", "k", "group_size", "asymmetric", "x_format", "layout", "experts")
 """The numbers beside a packed weight in a state dict. Version 1 ends before ``layout``, which was x86-panel-16x64;
@@ -80,7 +78,7 @@ class LinearSpec:
         words += [_X_FORMAT_TEXT[self.x_format]] if self.x_format != "float" else []
         return " ".join(words)
 
-    def op_args(self, n: int, k: int) -> OpArgs:
+    def op_args(self, n: int, k: int) -> LinearArgs:
         """Arguments that follow ``x, weight`` in ``torch.ops.lowbit.linear``."""
         return *self.weight_args(n, k), _C.X_FORMATS[self.x_format]
 

@@ -12,9 +12,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lowbit.formats.spec import OpArgs
 from lowbit.models.fused_attention import FusedAttention
 from lowbit.models.lowbit_attention import softcap_program
+from lowbit.ops.linear import LinearArgs
 from lowbit.ops.program import Program
 from lowbit.quant.fused import Fused, hooked
 from lowbit.quant.fused_norm import EPS
@@ -45,7 +45,7 @@ class Steps(Unchanged):
         self.note_linear(linear)
         return self.linear(linear.weight, linear.bias, linear.op_args, linear.row_number, x, **more)
 
-    def linear(self, weight: Tensor, bias: Tensor | None, op_args: OpArgs, row: int, x: int, **more: Any) -> int:
+    def linear(self, weight: Tensor, bias: Tensor | None, op_args: LinearArgs, row: int, x: int, **more: Any) -> int:
         """The product with this packed weight."""
         constant = self.program.constant
         return self.program.linear(x, constant(weight), op_args, constant(bias), row=row, **more)

@@ -54,38 +54,7 @@ def experts(
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
 ) -> Tensor:
-    """Run the experts that the router has chosen for each token, and add up their results: one parallel region a call,
-    in which the weights of every expert are read once for all of its tokens.
-
-    Between the products is ``f(min(gate, limit)) * (clamp(up, -limit, limit) + up_offset)``, f the activation; silu
-    is ``gate * sigmoid(alpha * gate)``. gpt-oss has alpha 1.702, limit 7 and up_offset 1. Results of a token are added
-    in float32, in the order of experts. With dynamic activations (``x_format`` > 0) rounding has the straight-through
-    gradient. The packed weights are frozen: gradients go to x, weights and the biases.
-
-    Args:
-        x: ``[T, H]``, float32, bfloat16 or float16, any strides.
-        gate_up: packed weights of E experts, uint8 ``[E, panels, panel_bytes]``, each of 2 I x H: the rows of the
-            gate, then those of up; I x H without a gate.
-        down: the same of n x I; n is H in a model.
-        index: int32 or int64 ``[T, k]``: the experts of each token, 0 to E - 1; a pair with E counts nothing.
-        weights: ``[T, k]``, any of the three float dtypes: the router's weight of each pair.
-        gate_up_args, down_args: ``(n, k, format, group_size, asymmetric, x_format)`` of one expert, as
-            `QuantLinear.op_args` holds them. Activations of both products are int8, or of both stay float.
-        activation: "silu", "gelu", "gelu_tanh", "relu", "relu_squared" or "none".
-        gated: False: there is no up, and f(gate) goes into the second product.
-        interleaved: rows of gate_up are gate, up, gate, up and so on, as gpt-oss has them.
-        alpha, limit, up_offset: as above; alpha with silu alone, limit None for none.
-        gate_up_bias: ``[E, 2 I]``, any of the three float dtypes.
-        down_bias: ``[E, n]``, the same; each result of an expert has it before its weight.
-
-    Returns:
-        ``[T, n]``, dtype of x (of autocast inside ``torch.autocast``).
-
-    Raises:
-        ValueError: a shape, an activation or a number does not fit, or ``index`` names no expert.
-        TypeError: a dtype is not one of the above.
-        NotImplementedError: no kernel row serves the call, or a derivative in forward mode is wanted.
-    """
+    """`lowbit.experts` by the numbers that layers hold; the activation by its name."""
     if activation not in ACTIVATIONS:
         raise ValueError(f"experts: activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
     if limit is not None and not limit > 0:

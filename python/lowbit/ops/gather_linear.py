@@ -20,30 +20,7 @@ _call = function_of("gather_linear")
 
 
 def gather_linear(x: Tensor, weight: Tensor, index: Tensor, op_args: LinearArgs, bias: Tensor | None = None) -> Tensor:
-    """Multiply each row by the packed weight that ``index`` names, and add its bias: one parallel region a call, in
-    which every weight is read once for all of its rows.
-
-    With dynamic activations (``x_format`` > 0) the gradient is the straight-through one: rounding x counts as the
-    identity. The weights are frozen: gradients go to x and bias.
-
-    Args:
-        x: ``[T, k]``, where each row is multiplied by J weights, or ``[T, J, k]``; float32, bfloat16 or
-            float16, any strides.
-        weight: packed weights of one shape, uint8 ``[E, ceil(n / 16), panel_bytes]``: ``torch.stack`` of those that
-            `linear` takes.
-        index: int32 or int64 ``[T, J]``, 0 to E - 1.
-        op_args: ``(n, k, format, group_size, asymmetric, x_format)`` of one weight, as
-            `QuantLinear.op_args` holds them.
-        bias: ``[E, n]``, any of the three float dtypes.
-
-    Returns:
-        ``[T, J, n]``, dtype of x (of autocast inside ``torch.autocast``), accumulated in float32.
-
-    Raises:
-        ValueError: a shape does not fit, or ``index`` names no weight.
-        TypeError: a dtype is not one of the above.
-        NotImplementedError: no kernel row serves the device, or a derivative in forward mode is wanted.
-    """
+    """`lowbit.gather_linear` by the numbers that layers hold."""
     if torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
     if forward_ad._current_level >= 0:  # -1 outside of forward mode

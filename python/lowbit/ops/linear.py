@@ -40,31 +40,12 @@ def linear(
     add: Tensor | None = None,
     row: int = 0,
 ) -> Tensor:
-    """Multiply by a packed weight and apply the post-op chain: ``act(x @ w.T + bias) * mul + add``.
-
-    With dynamic activations (``x_format`` > 0) the gradient is the straight-through one: rounding x counts as the
-    identity, in forward mode too.
-    The weight is frozen: gradients go to x, bias, mul and add.
+    """`lowbit.linear` by numbers, as layers hold them: it costs a call of one token no look-up of names.
 
     Args:
-        x: activations ``[..., k]``, float32, bfloat16 or float16.
-        weight: packed weight, uint8 ``[ceil(n / 16), panel_bytes]``.
-        op_args: ``(n, k, format, group_size, asymmetric, x_format)``, as `QuantLinear.op_args` holds them.
-        bias: ``[n]``, any of the three float dtypes.
-        activation: a value of ``_C.ACTIVATIONS``: 0 none, 1 relu, 2 gelu, 3 gelu_tanh, 4 silu.
-        mul: factor after the activation, shape and dtype of the result.
-        add: term added last, shape and dtype of the result.
-        row: number of the row that the call prefers, ``_C.row_number("linear", name)``: taken where it can serve the
-            call and no row is forced. 0: the first that can.
-
-    Returns:
-        ``[..., n]``, dtype of x (of autocast inside ``torch.autocast``), accumulated in float32.
-
-    Raises:
-        RuntimeError: the last dimension of x is not ``k``, as in torch.nn.functional.linear.
-        ValueError: another shape, or ``group_size``, does not fit the weight.
-        TypeError: a dtype is not one of the above.
-        NotImplementedError: no kernel row serves these arguments, or the forced one does not (lists each row's reason).
+        op_args: as `LinearArgs`.
+        activation: a value of ``_C.ACTIVATIONS``.
+        row: ``_C.row_number("linear", name)`` of the row that the call prefers; 0: the first that can serve it.
     """
     if _compiler._is_exporting_flag:
         return _exported(x, weight, op_args, bias, activation, mul, add, row)

@@ -1,12 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a call is recorded in a graph."""
+"""Whether a call is recorded in a graph, and functions whose result is a constant of one."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
 
 import torch
 
 _is_dynamo_compiling, _compiler = torch.compiler.is_dynamo_compiling, torch.compiler
 _active_modes = torch._C._len_torch_dispatch_stack
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 
 def is_traced() -> bool:
@@ -15,3 +20,10 @@ def is_traced() -> bool:
     `torch.compiler.is_compiling` is of the process: True in all threads while one of them compiles.
     """
     return _is_dynamo_compiling() or (_compiler._is_compiling_flag and _active_modes() > 0)
+
+
+def constant_in_graphs(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Have Dynamo call the function while it traces and keep the result in the graph, as
+    ``torch.compiler.assume_constant_result`` does it, which loads the whole compiler to set this attribute."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function

@@ -23,6 +23,7 @@ _SERVED = {
     "accelerate.utils": ("lowbit.huggingface.accelerate",),
     "liger_kernel.transformers.monkey_patch": ("lowbit.huggingface.liger",),
     "peft.tuners.tuners_utils": ("lowbit.huggingface.peft",),
+    "peft.tuners.lora.model": ("lowbit.huggingface.peft_lora",),
     "peft.peft_model": ("lowbit.huggingface.peft_prompts",),
     "trl.trainer.utils": ("lowbit.huggingface.trl",),
     "trl.trainer.distillation_trainer": ("lowbit.huggingface.trl_distillation",),

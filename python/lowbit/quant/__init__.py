@@ -4,7 +4,6 @@ adapters of peft."""
 
 from __future__ import annotations
 
-from lowbit.quant.adapters import watch_for_peft
 from lowbit.quant.block_sparse import BlockSparseLinear
 from lowbit.quant.calibration import Calibration, calibrate
 from lowbit.quant.dequantize import dequantize_
@@ -37,5 +36,3 @@ __all__ = [
     "repack",
     "sparsify_",
 ]
-
-watch_for_peft()

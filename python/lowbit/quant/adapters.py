@@ -2,21 +2,19 @@
 """Adapters of peft on quantized layers: quantize_ leaves them float, and a LoRA layer merges into a QuantLinear.
 
 peft gives a QuantLinear, which is an nn.Linear, its LoRA layer for float weights; that one trains, but its merge adds
-to the stored weight. `watch_for_peft` puts `QuantLoraLinear` into peft's dispatch for them when peft is imported,
-before or after this package: merging decodes the weight, lets peft add to it, and packs the sum; unmerging brings back
-the very bytes that were there. A weight that was loaded in between counts as merged, as peft has it for float layers:
-unmerging takes the adapter off it.
+to the stored weight. `extend_dispatch` puts `QuantLoraLinear` into peft's dispatch for them when peft is imported
+(huggingface/peft_lora.py), before or after this package: merging decodes the weight, lets peft add to it, and packs
+the sum; unmerging brings back the very bytes that were there. A weight that was loaded in between counts as merged, as
+peft has it for float layers: unmerging takes the adapter off it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.abc
-import importlib.machinery
 import sys
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
@@ -27,8 +25,6 @@ from lowbit.quant.kinds import is_packed, weights_of
 from lowbit.quant.packing import pack_weight
 from lowbit.quant.quant_linear import QuantLinear
 from lowbit.quant.safetensors_file import bytes_of
-
-_DISPATCH = "peft.tuners.lora.model"
 
 
 def adapter_modules(model: nn.Module) -> set[int]:
@@ -65,35 +61,8 @@ def _set_transposed(layer: nn.Module, base: nn.Module, transposed: bool) -> None
             part.fan_in_fan_out = transposed
 
 
-def watch_for_peft() -> None:
-    """Put `QuantLoraLinear` into peft's dispatch now, or as soon as peft is imported."""
-    if _DISPATCH in sys.modules:
-        _extend(sys.modules[_DISPATCH])
-    elif not any(isinstance(finder, _AfterImport) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _AfterImport())
-
-
-class _AfterImport(importlib.abc.MetaPathFinder):
-    """Find peft's dispatch as the others do, once, and extend it after it ran."""
-
-    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> Any:
-        if name != _DISPATCH:
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
-        if spec is not None and spec.loader is not None:
-            run = spec.loader.exec_module
-
-            def run_and_extend(module: ModuleType) -> None:
-                run(module)
-                _extend(module)
-
-            spec.loader.exec_module = run_and_extend  # type: ignore[method-assign]
-        return spec
-
-
-def _extend(module: ModuleType) -> None:
-    """Wrap the last of peft's dispatchers; one that is already wrapped, or has gone, stays."""
+def extend_dispatch(module: ModuleType) -> None:
+    """Wrap the last of the dispatchers in `peft.tuners.lora.model`; one that is already wrapped, or has gone, stays."""
     dispatch = getattr(module, "dispatch_default", None)
     if dispatch is None or hasattr(dispatch, "_before_lowbit"):
         return

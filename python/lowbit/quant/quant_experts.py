@@ -14,10 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from lowbit import _C, devices
-from lowbit.formats.spec import LinearSpec, OpArgs, StoredWeight
+from lowbit.formats.spec import LinearSpec, StoredWeight
 from lowbit.ops.experts import ACTIVATIONS, Gate, experts
 from lowbit.ops.fakes import FLOATS
 from lowbit.ops.gather_linear import gather_linear
+from lowbit.ops.linear import LinearArgs
 from lowbit.quant.expert_gates import known_gate
 from lowbit.quant.experts import DOWN, Form, dense_product, may_be_experts, refuses, run
 from lowbit.quant.kinds import (
@@ -47,7 +48,7 @@ class QuantExperts(PackedModule):
     form: Form
     stored: dict[str, StoredWeight]
     """How each packed weight is stored, by its key; one that is not in it is float."""
-    op_args: dict[str, OpArgs]
+    op_args: dict[str, LinearArgs]
     op_gate: Gate | None
     """The step between the products, where one call of the op `experts` computes the whole module."""
     float_class: type[nn.Module]

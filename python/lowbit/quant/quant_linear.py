@@ -17,8 +17,8 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from lowbit import _C, devices
 from lowbit.formats.semi_sparse import FORMAT as SEMI_SPARSE
 from lowbit.formats.semi_sparse import fullest_four
-from lowbit.formats.spec import LinearSpec, OpArgs, StoredWeight
-from lowbit.ops.linear import linear
+from lowbit.formats.spec import LinearSpec, StoredWeight
+from lowbit.ops.linear import LinearArgs, linear
 from lowbit.quant.codes import CodedWeight
 from lowbit.quant.kinds import Kind, LayerWeight, become_float, become_packed, float_forward, register, twin_of
 from lowbit.quant.layout import PackedModule, text_of
@@ -41,7 +41,7 @@ class QuantLinear(PackedModule, nn.Linear):
         spec: how the weight is stored and activations are taken.
     """
 
-    op_args: OpArgs
+    op_args: LinearArgs
     layout: Tensor
     row: str = ""
     """Name of the kernel row that the layer prefers; empty: the first that can serve a call."""
@@ -84,6 +84,11 @@ class QuantLinear(PackedModule, nn.Linear):
             return float_forward(self, x)
         parameters = inside["_parameters"]
         return linear(x, parameters["weight"], op_args, parameters["bias"], row=inside.get("row_number", 0))
+
+    @property
+    def stored(self) -> StoredWeight:
+        """The format and size of the packed weight, as `lowbit.linear` takes them."""
+        return StoredWeight(self.spec, self.out_features, self.in_features, _C.LAYOUT)
 
     def prefer(self, row: str) -> None:
         """Prefer this kernel row for every call that it can serve; the empty name takes the preference back.

@@ -3,36 +3,116 @@
 its dtype, Mamba multiplies by it, RWKV scales it in place, Swin V2 makes a table of the dtype that the first parameter
 of a part has.
 
-The source of the class that owns the layer shows it, or of one further out, since no call of the layer does.
+No call of the layer shows it, so the classes stand here by name; a test compares the table with the source of
+the transformers that is installed.
 """
 
 from __future__ import annotations
 
-import ast
 import functools
-import inspect
-import re
-import sys
-from collections.abc import Iterator
 
 from torch import nn
 
 from lowbit.quant.kinds import kind_of
 from lowbit.quant.quant_linear import LINEAR
 
-_NAMED = re.compile(r"\bself\.(\w+)\.weight\b|\.weight\.[a-z]\w*_\(|\bnext\(self\..*parameters\(\)\)\.dtype")
-_HARMLESS = {"device", "requires_grad"}  # attributes that a packed weight has like a float one
-_CAREFUL = {"uint8", "is_floating_point"}  # a method that asks about these knows of packed weights
+READ_BY = {
+    "wo": (
+        "kosmos2_5.Kosmos2_5VisionMlp longt5.LongT5DenseActDense mt5.MT5DenseActDense mt5.MT5DenseGatedActDense "
+        "pix2struct.Pix2StructVisionMlp pix2struct.Pix2StructTextDenseGatedActDense "
+        "pop2piano.Pop2PianoDenseActDense pop2piano.Pop2PianoDenseGatedActDense "
+        "switch_transformers.SwitchTransformersDenseActDense t5.T5DenseActDense t5.T5DenseGatedActDense "
+        "udop.UdopDenseActDense udop.UdopDenseGatedActDense umt5.UMT5DenseActDense umt5.UMT5DenseGatedActDense"
+    ),
+    "lm_head": (
+        "falcon_mamba.FalconMambaForCausalLM gemma4_assistant.Gemma4AssistantForCausalLM "
+        "gemma4_unified_assistant.Gemma4UnifiedAssistantForCausalLM hy_v4.HYV4ForCausalLM mamba.MambaForCausalLM "
+        "mamba2.Mamba2ForCausalLM xlstm.xLSTMForCausalLM"
+    ),
+    "weights_proj": (
+        "axk2.AXK2Indexer deepseek_v32.DeepseekV32Indexer dots3_note.Dots3NoteTextIndexer "
+        "glm5_next.Glm5NextTextIndexer glm_moe_dsa.GlmMoeDsaIndexer hy_v4.HYV4Indexer "
+        "mistral_large4.MistralLarge4TextIndexer"
+    ),
+    "kernel": (
+        "data2vec.TDNNLayer unispeech_sat.TDNNLayer wav2vec2.TDNNLayer wav2vec2_bert.TDNNLayer "
+        "wav2vec2_conformer.TDNNLayer wavlm.TDNNLayer"
+    ),
+    "patch_embedding": (
+        "cosmos3_edge.Cosmos3EdgeVisionEmbeddings muse_glimmer.MuseGlimmerVisionPatchEmbedder "
+        "muse_spark.MuseSparkVisionPatchEmbedder siglip2.Siglip2VisionEmbeddings"
+    ),
+    "dt_proj": "falcon_mamba.FalconMambaMixer jamba.JambaMambaMixer mamba.MambaMixer",
+    "embed": (
+        "esmfold2.EsmFold2RelativePositionEncoding._relative_position_one_hot "
+        "esmfold2.EsmFold2RelativePositionEncoding esmfold2.EsmFold2MSAEncoder"
+    ),
+    "embedding_proj_layer": (
+        "colmodernvbert.ColModernVBertForRetrieval colpali.ColPaliForRetrieval colqwen2.ColQwen2ForRetrieval"
+    ),
+    "k_proj": (
+        "conditional_detr.ConditionalDetrMHAttentionMap detr.DetrMHAttentionMap maskformer.MaskFormerDetrMHAttentionMap"
+    ),
+    "proj": "ernie4_5_vl_moe.Ernie4_5_VLMoePatchEmbed jev.JevForDecision neomme.NeoMMEMultiVectorHead",
+    "project_q": (
+        "unispeech.UniSpeechForPreTraining wav2vec2.Wav2Vec2ForPreTraining "
+        "wav2vec2_conformer.Wav2Vec2ConformerForPreTraining"
+    ),
+    "rel_pos_bias": (
+        "layoutlmv2.LayoutLMv2Encoder._calculate_1d_position_embeddings "
+        "layoutlmv3.LayoutLMv3Encoder._cal_1d_pos_emb "
+        "pp_doclayout_v2.PPDocLayoutV2ReadingOrderEncoder._cal_1d_pos_emb"
+    ),
+    "audio_latent_proj": (
+        "gradium_phonon_tts.GradiumPhononTTSModel.embed_audio_latents pocket_tts.PocketTTSModel.embed_audio_latents"
+    ),
+    "audio_prompt_proj": "gradium_phonon_tts.GradiumPhononTTSModel pocket_tts.PocketTTSModel",
+    "continuous_position_bias_mlp.parameters": (
+        "swin2sr.Swin2SRSelfAttention.create_coords_table_and_index "
+        "swinv2.Swinv2SelfAttention.create_coords_table_and_index"
+    ),
+    "pair_proj": "esmfold2.EsmFold2DiffusionConditioning.compute_pair_repr esmfold2.EsmFold2LanguageModelEncoder",
+    "q_proj": "gpt_neo.GPTNeoFlashAttention2 gptj.GPTJFlashAttention2",
+    "rel_pos_x_bias rel_pos_y_bias": (
+        "layoutlmv2.LayoutLMv2Encoder._calculate_2d_position_embeddings layoutlmv3.LayoutLMv3Encoder._cal_2d_pos_emb"
+    ),
+    "atom_linear": "esmfold2.EsmFold2AtomEncoder.embed_atoms",
+    "attention.output feed_forward.value": "rwkv.RwkvModel._rescale_layers",
+    "classifier": "longcat_flash.LongcatFlashTopkRouter",
+    "coords_linear": "esmfold2.EsmFold2DiffusionModule",
+    "decoder dense": "mobilebert.MobileBertLMPredictionHead",
+    "dense": "bloom.BloomAttention",
+    "dense_4h_to_h": "bloom.BloomMLP",
+    "distogram_head": "esmfold2.EsmFold2Model",
+    "esmc.parameters": "esmfold2.EsmFold2Model._compute_lm_hidden_states",
+    "in_proj": "deberta.DisentangledSelfAttention",
+    "input_linear": "granite_speech5.GraniteSpeech5Encoder",
+    "itm_head text_projection vision_projection": "blip_2.Blip2ForImageTextRetrieval",
+    "k_linear": "dab_detr.DabDetrMHAttentionMap",
+    "k_proj out_proj q_proj v_proj": "wavlm.WavLMAttention.torch_multi_head_self_attention",
+    "noise_proj": "esmfold2.EsmFold2DiffusionConditioning",
+    "pae_head": "esmfold2.EsmFold2ConfidenceHead._build_pair_and_single",
+    "query_key": "reformer.LSHSelfAttention._query_per_attn_head",
+    "query_key_value": "falcon.FalconFlashAttention2",
+    "text_projection": "blip_2.Blip2TextModelWithProjection",
+    "token_bonds": "esmfold2.EsmFold2InputEmbedder",
+    "unembedding_projection": "neomme.NeoMMEForMaskedLM",
+    "value": "reformer.LSHSelfAttention._value_per_attn_head",
+    "vision_projection": "blip_2.Blip2VisionModelWithProjection",
+    "vision_tower.parameters": "hunyuan_vl.HunYuanVLModel.get_image_features",
+    "wg": "hunyuan_v1_moe.HunYuanMoEV1Gate",
+}
+"""Layers, and the methods that read their weights, as ``folder.Class.method`` of ``transformers.models``; without a method
+it is ``forward``. A name with dots is the end of the path to a layer; ``part.parameters`` is the layer that has the first
+parameter of a part."""
 _PARAMETERS = "parameters"
-_NO_CALL = "init"  # in names of methods that are called before the weights are there
 
 
 def weights_that_are_read(model: nn.Module) -> dict[int, str]:
     """Return, by the ids of layers, a sentence that names the class that reads their weight."""
     found = {}
     for module in model.modules():
-        read = _read_by(type(module)) if any(map(_is_of_transformers, type(module).__mro__)) else frozenset()
-        for path in read:
+        for path in _read_by(type(module)):
             for layer in _layers_at(module, path):
                 if layer is not None and kind_of(layer) is LINEAR:
                     found[id(layer)] = f"{type(module).__name__} reads its weight"
@@ -40,104 +120,42 @@ def weights_that_are_read(model: nn.Module) -> dict[int, str]:
 
 
 def _layers_at(module: nn.Module, path: str) -> list[nn.Module | None]:
-    """The layers that an entry of `_read_by` names."""
+    """The layers that an entry of the table names."""
     part, _, last = path.rpartition(".")
     if last == _PARAMETERS:
-        owner = module._modules.get(part) if part else module
+        owner = module._modules.get(part)
         return [] if owner is None else [next((one for one in owner.modules() if one._parameters), None)]
     if not part:
         return [module._modules.get(path)]
     return [layer for name, layer in module.named_modules() if f".{name}".endswith(f".{path}")]
 
 
-def _is_of_transformers(cls: type) -> bool:
-    return cls.__module__.startswith("transformers.") or cls.__module__.startswith("transformers_modules.")
-
-
 @functools.cache
 def _read_by(cls: type) -> frozenset[str]:
-    """The names of layers whose weight a method of this class reads, the ends of paths to those whose weight it
-    changes, and ``part.parameters`` for the layer with the first parameter of a part; methods that are replaced
-    do not count."""
-    names: set[str] = set()
+    """The layers whose weight a method of this class reads; methods that a subclass replaces do not count."""
+    layers: set[str] = set()
     replaced: set[str] = set()
     for base in cls.__mro__:
-        if _is_of_transformers(base):
-            for method, read in _methods_of(base.__module__).get(base.__qualname__, {}).items():
-                if method not in replaced:
-                    names |= read
+        for method, read in _methods().get(_name(base), {}).items():
+            if method not in replaced:
+                layers |= read
         replaced |= vars(base).keys()
-    return frozenset(names)
+    return frozenset(layers)
+
+
+def _name(cls: type) -> str:
+    """``folder.Class`` of a class of transformers' models; empty for any other."""
+    package, models, folder, *_ = f"{cls.__module__}...".split(".")
+    return f"{folder}.{cls.__qualname__}" if (package, models) == ("transformers", "models") else ""
 
 
 @functools.cache
-def _methods_of(home: str) -> dict[str, dict[str, set[str]]]:
-    """The layers whose weight each method of each class in a file reads; none where there is no source."""
-    try:
-        text = inspect.getsource(sys.modules[home])
-    except (KeyError, OSError, TypeError):
-        return {}
-    if not _NAMED.search(text):
-        return {}
-    classes = (node for node in ast.parse(text).body if isinstance(node, ast.ClassDef))
-    return {node.name: {method.name: _read_in(method) for method in _methods(node)} for node in classes}
-
-
-def _methods(of: ast.ClassDef) -> Iterator[ast.FunctionDef]:
-    return (node for node in of.body if isinstance(node, ast.FunctionDef))
-
-
-def _read_in(method: ast.FunctionDef) -> set[str]:
-    if _NO_CALL in method.name:
-        return set()
-    attributes = [node for node in _walked(method) if isinstance(node, ast.Attribute)]
-    if any(node.attr in _CAREFUL for node in attributes):
-        return set()
-    in_place = (node.value for node in attributes if node.attr.endswith("_"))
-    changed = {path for path in map(_path_to_weight, in_place) if path}
-    first = {path for node in attributes if node.attr == "dtype" for path in _path_to_parameters(node.value)}
-    harmless = {id(node.value) for node in attributes if node.attr in _HARMLESS}
-    read = {
-        node.value.attr
-        for node in attributes
-        if node.attr == "weight"
-        and id(node) not in harmless
-        and isinstance(node.value, ast.Attribute)
-        and isinstance(node.value.value, ast.Name)
-        and node.value.value.id == "self"
-    }
-    return changed | first | read
-
-
-def _path_to_parameters(node: ast.expr) -> set[str]:
-    """``part.parameters`` of ``next(self.part.parameters())``; nothing of another expression."""
-    found = re.fullmatch(r"next\(self\.((?:\w+\.)?parameters)\(\)\)", ast.unparse(node))
-    return {found[1]} if found else set()
-
-
-def _path_to_weight(node: ast.expr) -> str:
-    """``attention.output`` of ``block.attention.output.weight``; nothing where it is another expression, or a layer
-    that only this method knows."""
-    names: list[str] = []
-    while isinstance(node, ast.Attribute):
-        names.insert(0, node.attr)
-        node = node.value
-    return ".".join(names[:-1]) if len(names) > 2 and names[-1] == "weight" and isinstance(node, ast.Name) else ""
-
-
-def _walked(method: ast.FunctionDef) -> Iterator[ast.AST]:
-    """The nodes of a method, but for those of training alone: there Mamba hands weights to kernels for GPUs, and
-    computes as always where it has none."""
-    waiting: list[ast.AST] = [method]
-    while waiting:
-        node = waiting.pop()
-        yield node
-        if isinstance(node, ast.If) and _is_of_training(node.test):
-            waiting += [node.test, *node.orelse]
-        else:
-            waiting += ast.iter_child_nodes(node)
-
-
-def _is_of_training(test: ast.expr) -> bool:
-    parts = test.values if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And) else [test]
-    return any(isinstance(part, ast.Attribute) and part.attr == "training" for part in parts)
+def _methods() -> dict[str, dict[str, set[str]]]:
+    """The table by classes: the layers that each of their methods reads."""
+    table: dict[str, dict[str, set[str]]] = {}
+    for layers, readers in READ_BY.items():
+        for reader in readers.split():
+            folder, cls, *method = reader.split(".")
+            of_class = table.setdefault(f"{folder}.{cls}", {})
+            of_class.setdefault(method[0] if method else "forward", set()).update(layers.split())
+    return table

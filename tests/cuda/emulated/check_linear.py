@@ -52,7 +52,7 @@ def test_a_weight_at_an_odd_address_is_refused_by_name(m: int, x_format: str) ->
     weight = buffer[8:].view(data.packed.shape).copy_(data.packed)
     refused = pytest.raises(NotImplementedError, match="a weight that does not begin at a multiple of 16 bytes")
     with refused, forced(row_of(case, "cuda_sim")):
-        lowbit.linear(data.x.to(DEVICE), weight, case.op_args)
+        torch.ops.lowbit.linear(data.x.to(DEVICE), weight, *case.op_args)
 
 
 @pytest.mark.parametrize("factor", [1e-42, 1e-39, 1e30])
