@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The loop of transformers' ``generate`` (greedy and sampling) with the logits of each token from one run of a program.
+
+Processors, criteria and streamers are called in Python between two tokens, in the order of `GenerationMixin._sample`,
+and the result is as there.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import DynamicCache
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria
+from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+from lowbit.models.token_run import TokenRun
+
+_SERVED = {"attention_mask", "logits_to_keep", "past_key_values", "position_ids", "use_cache"}
+"""Arguments of the model that a token is served with."""
+_BY_NUMBERS = {EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria}
+_KNOWN = ("lowbit", "transformers")
+"""Packages whose streamers, criteria and processors leave the model and its cache alone."""
+
+
+def serves(config: Any, ids: Tensor, synced: bool, arguments: dict[str, Any]) -> bool:
+    """Whether the arguments of ``generate`` let tokens be runs of a program.
+
+    Args:
+        config: of the generation.
+        ids: the prompt ``[B, L]``.
+        synced: whether this process goes on for as long as others do.
+        arguments: of the model.
+    """
+    given = {name for name, value in arguments.items() if value is not None}
+    positions = arguments.get("position_ids")
+    return (
+        not synced and ids.is_cpu and ids.shape[0] > 0 and given <= _SERVED
+        and arguments.get("attention_mask") is None and arguments.get("use_cache") is True
+        and type(arguments.get("past_key_values")) is DynamicCache
+        and isinstance(positions, Tensor) and positions.is_cpu and positions.dim() == 2
+        and not (config.output_attentions or config.output_hidden_states or config.compile_config)
+        and not config.is_assistant
+    )  # fmt: skip
+
+
+class Generation:
+    """The tokens that ``generate`` finds for one prompt.
+
+    Args:
+        model: a `FusedCausalLM`.
+        config: of the generation.
+        processors, criteria, streamer: as `GenerationMixin._sample` gets them.
+        arguments: of the model.
+    """
+
+    def __init__(
+        self, model: Any, config: Any, processors: Any, criteria: Any, streamer: Any, arguments: dict[str, Any]
+    ) -> None:
+        self._model, self._config, self._arguments = model, config, arguments
+        self._processors, self._criteria, self._streamer = processors, criteria, streamer
+        self._run: TokenRun | None = None
+        self._behind = 0
+        """Tokens that ``arguments`` do not count yet; only a call of the model reads them."""
+        told = config.return_dict_in_generate
+        self._scores: tuple[Tensor, ...] | None = () if told and config.output_scores else None
+        self._raw: tuple[Tensor, ...] | None = () if told and config.output_logits else None
+
+    def result(self, prompt: Tensor) -> Any:
+        """The result of ``generate`` for ``prompt [B, L]``."""
+        model = self._model
+        outputs = model._prefill(prompt, self._config, self._arguments, is_first_iteration=True)
+        self._arguments = model._update_model_kwargs_for_generation(outputs, self._arguments)
+        logits = outputs.logits[:, -1]
+        del outputs  # those of a long prompt are large
+        sequences = _Sequences(prompt)
+        ends = _ends(self._criteria, prompt.shape[0], self._config._pad_token_tensor)
+        self._begin_run()
+        try:
+            while not self._add(sequences, logits, ends):
+                logits = self._logits(sequences)
+        finally:
+            if self._run is not None:
+                self._run.count()
+        if self._streamer is not None:
+            self._streamer.end()
+        if not self._config.return_dict_in_generate:
+            return sequences.ids()
+        return GenerateDecoderOnlyOutput(
+            sequences=sequences.ids(),
+            scores=self._scores,
+            logits=self._raw,
+            past_key_values=self._arguments["past_key_values"],
+        )
+
+    def _begin_run(self) -> None:
+        """Begin the run of tokens, unless sequences go on at different positions."""
+        first, *others = self._arguments["position_ids"][:, -1].tolist()
+        if all(position == first for position in others):
+            watched = self._is_watched()
+            self._run = TokenRun(self._model, self._arguments["past_key_values"], first, watched)
+
+    def _is_watched(self) -> bool:
+        """Whether foreign code runs between two tokens, which may do anything with the model and its cache."""
+        called = [*self._processors, *self._criteria]
+        if self._streamer is not None:
+            called.append(self._streamer)
+            if getattr(self._arguments["past_key_values"], "_is_user_defined", False):
+                return True
+        return not all(type(each).__module__.partition(".")[0] in _KNOWN for each in called) or any(
+            hasattr(each, "_prefix_allowed_tokens_fn") for each in called
+        )
+
+    def _add(self, sequences: _Sequences, logits: Tensor, ends: _Ends | _EndOfOne) -> bool:
+        """Choose the next tokens by ``logits [B, V]`` and add them; return whether they are the last ones."""
+        scores = logits.float()
+        if self._raw is not None:
+            scores = scores.clone() if scores is logits else scores  # a processor may write to it
+            self._raw += (scores,)
+        if self._processors:
+            scores = scores.clone() if scores is logits else scores
+            scores = self._processors(sequences.ids(), scores)
+        if self._scores is not None:
+            self._scores += (scores,)
+        if self._config.do_sample:
+            tokens = torch.multinomial(nn.functional.softmax(scores, dim=-1), num_samples=1).squeeze(1)
+        else:
+            tokens = torch.argmax(scores, dim=-1)
+        tokens = ends.padded(tokens)
+        sequences.add(tokens)
+        ended = ends.end(sequences, self._scores)
+        if self._streamer is not None:
+            self._streamer.put(tokens.cpu())
+        return ended
+
+    def _logits(self, sequences: _Sequences) -> Tensor:
+        """The logits ``[B, V]`` behind the last tokens: of the program, or of a call of the model."""
+        run = self._run
+        logits = None if run is None else run.logits(sequences.last[:, None])
+        if logits is not None:
+            self._behind += 1
+            return logits[:, -1]
+        if run is not None:
+            run.skip()
+        model, arguments = self._model, self._arguments
+        if self._behind:
+            arguments = model._update_model_kwargs_for_generation({}, arguments, num_new_tokens=self._behind)
+            self._behind = 0
+        inputs = model.prepare_inputs_for_generation(sequences.ids(), next_sequence_length=1, **arguments)
+        outputs = model(**inputs, return_dict=True)
+        self._arguments = model._update_model_kwargs_for_generation(outputs, arguments)
+        return outputs.logits[:, -1]
+
+
+class _Sequences:
+    """The prompt and the tokens behind it; they are one tensor where it is asked for."""
+
+    def __init__(self, prompt: Tensor) -> None:
+        self._ids, self._new = prompt, []
+        self.length = prompt.shape[1]
+        self.last: Tensor = prompt
+
+    def add(self, tokens: Tensor) -> None:
+        """Add a token ``[B]`` to each."""
+        self._new.append(tokens[:, None])
+        self.last = tokens
+        self.length += 1
+
+    def ids(self) -> Tensor:
+        """``[B, length]``"""
+        if self._new:
+            self._ids, self._new = torch.cat([self._ids, *self._new], dim=-1), []
+        return self._ids
+
+
+class _Ends:
+    """Which sequences have ended, by tensors."""
+
+    def __init__(self, criteria: Any, batch: int, pad: Tensor | None) -> None:
+        self._criteria = criteria
+        self._pad = pad if any(hasattr(each, "eos_token_id") for each in criteria) else None
+        self._unfinished = torch.ones(batch, dtype=torch.long)
+
+    def padded(self, tokens: Tensor) -> Tensor:
+        """The tokens, those of sequences that have ended replaced by padding."""
+        if self._pad is None:
+            return tokens
+        return tokens * self._unfinished + self._pad * (1 - self._unfinished)
+
+    def end(self, sequences: _Sequences, scores: Any) -> bool:
+        """Whether all have."""
+        self._unfinished = self._unfinished & ~self._criteria(sequences.ids(), scores)
+        return not self._unfinished.any()
+
+
+class _EndOfOne:
+    """The same of one sequence and the criteria of transformers that read lengths, tokens and time, by numbers."""
+
+    def __init__(self, criteria: Any) -> None:
+        self._lengths = [each for each in criteria if type(each) is MaxLengthCriteria]
+        self._times = [each for each in criteria if type(each) is MaxTimeCriteria]
+        eos = (each.eos_token_id.flatten().tolist() for each in criteria if type(each) is EosTokenCriteria)
+        self._eos = {token for tokens in eos for token in tokens}
+
+    def padded(self, tokens: Tensor) -> Tensor:
+        return tokens
+
+    def end(self, sequences: _Sequences, scores: Any) -> bool:
+        length = sequences.length
+        ended = bool(self._eos) and sequences.last.item() in self._eos
+        for each in self._lengths:
+            if length >= each.max_length:
+                ended = True
+            elif each.max_position_embeddings is not None and length > each.max_position_embeddings:
+                each(torch.empty(1, length, device="meta"), scores)  # it warns
+        return ended or any(time.time() - each.initial_timestamp > each.max_time for each in self._times)
+
+
+def _ends(criteria: Any, batch: int, pad: Tensor | None) -> _Ends | _EndOfOne:
+    if batch == 1 and _BY_NUMBERS.issuperset(map(type, criteria)):
+        return _EndOfOne(criteria)
+    return _Ends(criteria, batch, pad)

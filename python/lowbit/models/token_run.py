@@ -1,0 +1,236 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tokens of one generation: positions, layers, last norm and head of each in one run of a program.
+
+    logits = head(norm(layers(embedding(token), cos, sin)))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain, repeat
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lowbit.models.fused_decoder import FusedDecoder, stand_ins, with_children
+from lowbit.models.fused_layer import MISSING, calls_lowbit_attention
+from lowbit.models.growing_cache import GrowingLayer
+from lowbit.models.layer_program import LayerProgram
+from lowbit.ops.tracing import is_traced
+from lowbit.quant.fused import Fused, has_hooks, is_inference
+from lowbit.quant.fused_norm import FusedRMSNorm
+from lowbit.quant.quant_linear import QuantLinear
+
+AHEAD = 64  # tokens for which the model is looked at, rotary embeddings are made and room is found at once
+_FIXED_ROPE = {"default", "linear", "llama3", "yarn"}
+"""Rotary embeddings whose rows depend on their own position alone; those of others may depend on the longest so far."""
+
+
+class TokenProgram(LayerProgram):
+    """The layers of a decoder, its last norm and, where that is packed, the head of the model.
+
+    Args:
+        parts: of the model.
+        dtype: of activations and norms.
+    """
+
+    head: nn.Module | None = None
+    """The head whose product is the last step."""
+
+    def __init__(self, parts: Parts | None = None, dtype: torch.dtype | None = None) -> None:
+        if parts is None:
+            super().__init__()
+        else:
+            facts = parts.decoder.facts
+            super().__init__(facts["layers"], facts["kinds"], dtype, parts.steps)
+
+    def is_of(self, head: nn.Module) -> bool:
+        """Whether the head, as it is now, is part of the program if it can be."""
+        return self.head is (head if _is_step(head) else None)
+
+
+def _is_step(head: nn.Module) -> bool:
+    return type(head) is QuantLinear and not has_hooks(head)
+
+
+class Parts:
+    """The parts of a `FusedCausalLM` that a token passes through, as they are now.
+
+    Raises:
+        KeyError: one of them is not there any more.
+    """
+
+    def __init__(self, model: Any) -> None:
+        facts = model.facts
+        self.decoder: Any = model._modules[facts["decoder"]]
+        self.head: Any = model._modules[facts["head"]]
+        self.norm_name = facts["norm"]
+        self.norm: Any = self.decoder._modules[facts["norm"]]
+        self.embedding: Any = self.decoder._modules[facts["embedding"]]
+
+    def are_plain(self) -> bool:
+        """Whether nothing waits for the call of a part, and the decoder calls its layers as it did when
+        it was fused."""
+        decoder = self.decoder
+        return (
+            isinstance(decoder, FusedDecoder) and isinstance(self.norm, FusedRMSNorm)
+            and not has_hooks(self.embedding) and decoder.hands_on(decoder.facts["layers"])
+            and calls_lowbit_attention(decoder.facts["attention"])
+        )  # fmt: skip
+
+    def steps(self, program: TokenProgram, x: int) -> int | None:
+        """Write the steps behind the layers."""
+        decoder, norm, head = self.decoder, self.norm, self.head
+        if decoder.training or has_hooks(decoder) or has_hooks(norm) or not program.takes_norm(norm):
+            return None
+        program.note(decoder._modules, *decoder._modules)
+        program.note(decoder.__dict__, "training", "facts", "config")
+        program.note_module(decoder)
+        x = program.norm(norm, x)
+        if _is_step(head):
+            program.head = head
+            x = program.product(head, x)
+        return x
+
+
+class TokenRun:
+    """The tokens of one generation behind its prompt; each sequence has its next one at the same position.
+
+    Args:
+        model: a `FusedCausalLM`.
+        cache: a DynamicCache.
+        position: of the next token.
+        watched: whether others may change the model, or look at the cache, between two tokens. Else the model is looked
+            at, and the tokens in the cache are counted, once for `AHEAD` tokens.
+    """
+
+    def __init__(self, model: Any, cache: Any, position: int, watched: bool) -> None:
+        self._model, self._cache, self._position = model, cache, position
+        self._ahead = 1 if watched else AHEAD
+        self._parts: Any = Parts(model)
+        self._program = TokenProgram()
+        self._checked = 0  # tokens for which the model need not be looked at again
+        self._rows: list[list[Tensor]] = []
+        """Rotary embeddings and masks of the next tokens, the next one last."""
+        self._room = self._written = 0  # tokens that the states have room for; those that are written and not counted
+        self._states: list[Tensor] = []
+        self._starts: list[int] = []
+        self._grown: Sequence[Any] = ()
+
+    def logits(self, tokens: Tensor) -> Tensor | None:
+        """The logits ``[B, 1, V]`` behind ``tokens [B, 1]``; None: the model has to be called for them."""
+        try:
+            return self._logits(tokens)
+        except Exception:
+            if isinstance(self._model, Fused) and isinstance(self._parts.decoder, Fused):
+                raise
+        return None  # another thread has given the model back meanwhile; nothing was written
+
+    def _logits(self, tokens: Tensor) -> Tensor | None:
+        if not self._checked and not self._look_at_model(tokens.shape[0]):
+            return None
+        self._checked -= 1
+        x, program = self._parts.embedding(tokens), self._program
+        if x.dim() != 3 or x.dtype is not program.dtype or not is_inference(x) or not x.is_contiguous():
+            return None
+        if not (self._rows or self._look_ahead(x)) or not (self._room or self._find_room(x)):
+            return None
+        written = self._written
+        y = program.run(self._states, [x, *self._rows.pop()], [start + written for start in self._starts])
+        self._position += 1
+        self._room -= 1
+        self._written += 1
+        if self._ahead == 1:
+            self.count()
+        return y if program.head is not None else self._parts.head(y)
+
+    def skip(self) -> None:
+        """Leave a token to a call of the model."""
+        self.count()
+        self._position += 1
+        self._checked, self._rows = 0, []
+
+    def count(self) -> None:
+        """Let the cache have the tokens that were written to it."""
+        if self._written:
+            for layer in self._grown:
+                layer.extend(self._written)
+        self._room = self._written = 0
+
+    def _look_at_model(self, batch: int) -> bool:
+        """Whether there is a program of the model as it is now."""
+        model = self._model
+        if not isinstance(model, Fused) or model.training or has_hooks(model) or is_traced():
+            return False
+        facts = model.facts
+        try:
+            self._parts = parts = Parts(model)
+        except KeyError:
+            return False
+        if not parts.are_plain():
+            return False
+        program, dtype = facts["kept"], parts.norm.weight.dtype
+        if not program.serves(dtype) or not program.is_of(parts.head):
+            program = facts["kept"] = TokenProgram(parts, dtype)
+        self._program, self._checked = program, self._ahead
+        return program.run is not None and (program.merged or batch == 1)
+
+    def _look_ahead(self, x: Tensor) -> bool:
+        """Have the model make the rotary embeddings of the next positions."""
+        count = AHEAD if _is_fixed(self._parts.decoder) else 1
+        pairs = rotary_embeddings(self._parts, x, self._position, count)
+        if pairs is None:
+            return False
+        columns = [(cos.split(1, 1), sin.split(1, 1), repeat(MISSING, count)) for cos, sin in pairs]
+        self._rows = [*map(list, zip(*chain.from_iterable(columns), strict=True))][::-1]
+        return True
+
+    def _find_room(self, x: Tensor) -> bool:
+        """Find room for tokens in the cache: for one in layers with a window, which moves with each."""
+        self.count()
+        many = self._ahead if all(type(layer) is GrowingLayer for layer in self._cache.layers) else 1
+        places = self._program.places(x, self._cache, many)
+        if places is None:
+            return False
+        self._grown, self._states, self._starts = places
+        self._room = many
+        return True
+
+
+def rotary_embeddings(parts: Parts, x: Tensor, position: int, count: int) -> list[tuple[Tensor, Tensor]] | None:
+    """The rotary embeddings that the model hands its layers for ``count`` positions from ``position`` on, cos and sin
+    ``[1, count, R]`` for each kind of layers. None: they are something else.
+
+    Args:
+        x: an input of the layers, for its dtype.
+    """
+    decoder, seen = parts.decoder, []
+
+    def call(_: nn.Module, x: Tensor, /, position_embeddings: Any = None, **kwargs: Any) -> Tensor:
+        seen.append(position_embeddings)
+        return x
+
+    facts = decoder.facts
+    twin = with_children(decoder, layers=stand_ins(call, facts["layers"]), **{parts.norm_name: _same})
+    positions = torch.arange(position, position + count, device=x.device)[None]
+    inputs = x.new_zeros(1, count, x.shape[-1])
+    decoder.unfused.forward(twin, inputs_embeds=inputs, position_ids=positions, use_cache=False)
+    pairs = dict(zip(reversed(facts["kinds"]), reversed(seen), strict=True))  # the first of each kind is the last here
+    of_kinds = [pairs[kind] for kind in range(len(pairs))]
+    return of_kinds if all(_are_rows(pair, count) for pair in of_kinds) else None
+
+
+def _same(x: Tensor) -> Tensor:
+    return x
+
+
+def _are_rows(pair: Any, count: int) -> bool:
+    return isinstance(pair, tuple) and [x.dim() == 3 and x.shape[:2] == (1, count) for x in pair] == [True, True]
+
+
+def _is_fixed(decoder: nn.Module) -> bool:
+    """Whether all rotary embeddings of the model are of a kind whose rows depend on their position alone."""
+    kinds = [module.rope_type for module in decoder.children() if hasattr(module, "rope_type")]
+    names = chain.from_iterable(kind.values() if isinstance(kind, dict) else (kind,) for kind in kinds)
+    return bool(kinds) and _FIXED_ROPE.issuperset(names)
