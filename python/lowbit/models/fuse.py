@@ -23,6 +23,7 @@ def fuse(model: nn.Module) -> FusedModules:
     - Gated MLPs: activation and product are part of the linear calls (`fuse_gated_mlps`).
     - A decoder layer of these pieces, with ``attn_implementation="lowbit"`` and a cache that grows in place,
       is one call.
+    - A token of transformers' ``generate``, greedy or sampling, is one call, from the embedding to the logits.
 
     Each piece is called with random input before and after: one that then computes something else stays as it is.
     Names, parameters and state dict stay too. Where gradients, autocast, torch.compile, hooks or an adapter come in,
@@ -51,9 +52,9 @@ def fuse(model: nn.Module) -> FusedModules:
                 continue
             reason = kind.fuse(module)
             if not reason:
-                pieces.append(name)
+                pieces.append(name or _THE_MODEL)
             elif not any(left.startswith(f"{name}.") for left in pieces.left):  # that piece is the reason
-                pieces.left[name] = reason
+                pieces.left[name or _THE_MODEL] = reason
     return pieces
 
 
@@ -70,6 +71,10 @@ class _Kind:
     fuse: Callable[[nn.Module], str]
 
 
+_THE_MODEL = "(model)"
+"""Its name in the report, where modules inside of it have their qualified names."""
+
+
 def _kinds(model: nn.Module) -> list[tuple[_Kind, ...]]:
     """All kinds; those in one tuple are found in one pass, and made of pieces of the passes before. Halves of layers
     have their steps in `half_steps.HALF_STEPS`."""
@@ -78,6 +83,7 @@ def _kinds(model: nn.Module) -> list[tuple[_Kind, ...]]:
         return [(norm,)]
     from lowbit.models.decoder_pieces import is_decoder_layer
     from lowbit.models.fused_attention import fuse_attention
+    from lowbit.models.fused_causal_lm import fuse_causal_lm, has_fused_decoder
     from lowbit.models.fused_decoder import fuse_decoder, has_fused_layers
     from lowbit.models.fused_layer import fuse_decoder_layer
 
@@ -85,7 +91,8 @@ def _kinds(model: nn.Module) -> list[tuple[_Kind, ...]]:
     attention = _Kind(lambda _, module: "o_proj" in module._modules, lambda module: fuse_attention(module, columns))
     layer = _Kind(lambda _, module: is_decoder_layer(module), fuse_decoder_layer)
     decoder = _Kind(lambda name, module: bool(name) and has_fused_layers(module), fuse_decoder)
-    return [(attention, norm), (layer,), (decoder,)]
+    model = _Kind(lambda _, module: has_fused_decoder(module), fuse_causal_lm)
+    return [(attention, norm), (layer,), (decoder,), (model,)]
 
 
 def _fuse_norm(module: nn.Module) -> str:

@@ -30,26 +30,32 @@ class FusedDecoder(Fused):
         facts = self.facts
         layers = facts["layers"]
         own = self.training or is_traced() or any(kwargs.get(name) for name in _RECORDED)
-        if own or not self._hands_on(layers):  # in training, models may leave layers out
+        if own or not self.hands_on(layers):  # in training, models may leave layers out
             return super().forward(*args, **kwargs)
         joined = JoinedLayers(layers, facts)
-        result = super(FusedDecoder, _with_layers(self, joined.stand_ins())).forward(*args, **kwargs)
+        result = super(FusedDecoder, with_children(self, layers=joined.stand_ins())).forward(*args, **kwargs)
         joined.end()
         return result
 
-    def _hands_on(self, layers: tuple[FusedDecoderLayer, ...]) -> bool:
+    def hands_on(self, layers: tuple[FusedDecoderLayer, ...]) -> bool:
         """Whether a call goes through the layers as it did when they were fused, and records nothing of them."""
         modules, config = self._modules["layers"]._modules, self.config
         same = len(modules) == len(layers) == config.num_hidden_layers and all(map(is_, modules.values(), layers))
         return same and not any(getattr(config, name, False) for name in _RECORDED)
 
 
-def _with_layers(module: nn.Module, layers: tuple[Callable[..., Any], ...]) -> nn.Module:
-    """The module for one call, with other layers: what the module itself has, other threads and hooks see."""
+def with_children(module: nn.Module, **children: Any) -> nn.Module:
+    """The module for one call, with functions for some of its children: what the module itself has, other threads and
+    hooks see."""
     cls = type(module)
     twin = cls.__new__(cls)
-    twin.__dict__.update(module.__dict__, _modules=module._modules | {"layers": layers})
+    twin.__dict__.update(module.__dict__, _modules=module._modules | children)
     return twin
+
+
+def stand_ins(call: Callable[..., Tensor], layers: Sequence[nn.Module]) -> tuple[_StandIn, ...]:
+    """Functions for the layers of a model: each calls ``call`` with the layer as its first argument."""
+    return tuple(map(_StandIn, repeat(call), layers))
 
 
 class _StandIn(functools.partial):
@@ -74,7 +80,7 @@ class JoinedLayers:
 
     def stand_ins(self) -> tuple[_StandIn, ...]:
         """The model calls these in the place of its layers."""
-        return tuple(map(_StandIn, repeat(self._call), self.layers))
+        return stand_ins(self._call, self.layers)
 
     def end(self) -> None:
         """Refuse a call of some of the layers."""
@@ -162,17 +168,18 @@ def _called(
         calls.append((layer, x, tuple(kwargs.get(name) for name in _SHARED)))
         return of_layers[layer]
 
-    probe = _probe_of(module, tuple(map(_StandIn, repeat(call), layers)))
+    probe = probe_of_decoder(module, layers=stand_ins(call, layers))
     before = dict(probe.__dict__)
     result = _result(probe, x)
     kept = before.keys() == probe.__dict__.keys() and all(map(is_, before.values(), probe.__dict__.values()))
-    return (result if kept else x.new_empty(0)), calls  # a call of `_with_layers` would forget what it writes
+    return (result if kept else x.new_empty(0)), calls  # a call of `with_children` would forget what it writes
 
 
-def _probe_of(module: nn.Module, layers: tuple[_StandIn, ...]) -> nn.Module:
-    """A copy of the model with pieces and a configuration of its own, set to lowbit's attention."""
-    children = {name: probe_of(child) for name, child in module._modules.items() if child is not None}
-    probe = _with_layers(probe_of(module, **children), layers)
+def probe_of_decoder(module: nn.Module, **children: Any) -> nn.Module:
+    """A copy of the model with pieces and a configuration of its own, set to lowbit's attention; with functions for
+    some of its children."""
+    own = {name: probe_of(child) for name, child in module._modules.items() if child is not None}
+    probe = with_children(probe_of(module, **own), **children)
     probe.config = copy.deepcopy(module.config)
     probe.config._attn_implementation = "lowbit"
     return probe

@@ -22,7 +22,7 @@ from lowbit.quant.fused_norm import FusedRMSNorm
 _OPTIONS = {"scaling", "softcap", "sliding_window"}  # of attention; the window is in the mask
 _READ = {"attention_mask", "position_embeddings", "past_key_values"}
 _READ |= {"position_ids", "use_cache", "cache_position"}  # these nothing inside a layer reads
-_MISSING = torch.empty(0, device="cpu")
+MISSING = torch.empty(0, device="cpu")
 """Stands for a mask that is not given."""
 _TOLERANCE = 1e-6  # of the largest value: sums of float32
 _HIDDEN = (2, 3)  # batch and tokens of the probe
@@ -50,7 +50,7 @@ def in_one_call(
         x: input of the first.
         calls: the other arguments of each.
     """
-    if not is_inference(x) or not _calls_lowbit_attention(facts["attention"]):
+    if not is_inference(x) or not calls_lowbit_attention(facts["attention"]):
         return None
     program, kinds = facts["kept"], facts["kinds"]
     if not program.serves(x.dtype):
@@ -63,7 +63,7 @@ def in_one_call(
         return None
     grown, states, starts = places
     length = x.shape[1]
-    if length > 1 and any(start and inputs[3 * kind + 3] is _MISSING for kind, start in enumerate(starts)):
+    if length > 1 and any(start and inputs[3 * kind + 3] is MISSING for kind, start in enumerate(starts)):
         return None
     y = program.run(states, inputs, starts)
     for layer in grown:
@@ -85,11 +85,12 @@ def _inputs(x: Tensor, kinds: Sequence[int], calls: Sequence[dict[str, Any]]) ->
             return None
         if call.get("past_key_values") is not cache or any(call[name] is not None for name in call.keys() - _READ):
             return None
-        inputs += (*embeddings, _MISSING if mask is None else mask)
+        inputs += (*embeddings, MISSING if mask is None else mask)
     return inputs
 
 
-def _calls_lowbit_attention(attention: nn.Module) -> bool:
+def calls_lowbit_attention(attention: nn.Module) -> bool:
+    """Whether the model is set to our attention now, and no weights of it are recorded."""
     function = ALL_ATTENTION_FUNCTIONS.get(attention.config._attn_implementation)
     return function is lowbit_attention and not weights_are_recorded(attention)
 

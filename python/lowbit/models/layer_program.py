@@ -9,7 +9,7 @@ of the next.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain, repeat
 from operator import attrgetter, is_
 from typing import Any
@@ -38,10 +38,16 @@ class LayerProgram(Steps):
         layers: fused ones.
         kinds: a number for each; layers of one have the same mask and rotary embedding.
         dtype: of activations and norms.
+        end: writes the steps behind the layers: given the program and the last result, it returns its own; None
+            if it cannot.
     """
 
     def __init__(
-        self, layers: Sequence[Fused] = (), kinds: Sequence[int] = (), dtype: torch.dtype | None = None
+        self,
+        layers: Sequence[Fused] = (),
+        kinds: Sequence[int] = (),
+        dtype: torch.dtype | None = None,
+        end: Callable[[Any, int], int | None] | None = None,
     ) -> None:
         super().__init__()
         self.dtype = dtype
@@ -58,6 +64,8 @@ class LayerProgram(Steps):
             x = None if x is None else self._layer(layer, i, kind, x)
             if len(layers) > 1:
                 self.note_module(layer)
+        if end is not None and x is not None:
+            x = end(self, x)
         self.run = KeptProgram(self.program) if layers and x is not None else None
 
     def serves(self, dtype: torch.dtype) -> bool:
@@ -68,12 +76,12 @@ class LayerProgram(Steps):
         )  # fmt: skip
 
     def places(
-        self, x: Tensor, cache: Any
+        self, x: Tensor, cache: Any, length: int | None = None
     ) -> tuple[Sequence[GrowingLayer | GrowingSlidingLayer], list[Tensor], list[int]] | None:
         """Where keys and values of the new tokens ``x [B, L, k]`` are written: the layers of the cache, which count
         them by `extend`; the states and starts of the program. Without a cache, new memory. None: they can only join
-        this cache by its ``update``."""
-        batch, length = x.shape[:2]
+        this cache by its ``update``. There is room for ``length`` tokens, as many as x has by default."""
+        batch, length = x.shape[0], x.shape[1] if length is None else length
         if cache is None:
             made = [x.new_empty(2, batch, heads, length, size).unbind() for heads, size in self._heads]
             return (), [*chain.from_iterable(made)], [0] * len(set(self._kinds))
@@ -90,6 +98,14 @@ class LayerProgram(Steps):
             return None
         return grown, [*chain.from_iterable(zip(keys, values, strict=True))], list(of_kinds.values())
 
+    def takes_norm(self, norm: nn.Module) -> bool:
+        """Whether a norm can be a step: it is as it was fused, and of the dtype, which is looked at in each call."""
+        weight = norm.weight
+        if not norm.is_as_fused() or weight.dtype is not self.dtype or not weight.is_contiguous():
+            return False
+        self.norms.append(weight)
+        return True
+
     def _layer(self, layer: Fused, i: int, kind: int, x: int) -> int | None:
         """Write the steps of a layer and return its result; None if it is not as it was fused."""
         if not isinstance(layer, Fused):  # since `unfuse`, as its pieces may be
@@ -98,11 +114,8 @@ class LayerProgram(Steps):
         if any(modules[name] is not module or not isinstance(module, Fused) for name, module in facts["children"]):
             return None
         norms = [modules[name] for name in facts["norms"]]
-        if layer.training or hooked(layer, modules) or not all(norm.is_as_fused() for norm in norms):
+        if layer.training or hooked(layer, modules) or not all(map(self.takes_norm, norms)):
             return None
-        if not all(norm.weight.dtype is self.dtype and norm.weight.is_contiguous() for norm in norms):
-            return None
-        self.norms += (norm.weight for norm in norms)
         self.note(modules, *modules)
         self.note(layer.__dict__, "training")
         attention = modules["self_attn"]

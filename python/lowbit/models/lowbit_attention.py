@@ -114,7 +114,7 @@ def weights_are_recorded(module: torch.nn.Module) -> bool:
     if _active_collector is None:
         return False
     if torch.compiler.is_dynamo_compiling() and not module._forward_hooks:
-        return False  # what is not hooked is not recorded; while Dynamo traces, other threads' calls write the collector too
+        return False  # what is not hooked is not recorded; while Dynamo traces, other threads write the collector too
     return any("attentions" in key for key in _active_collector.get() or ())
 
 

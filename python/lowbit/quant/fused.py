@@ -26,6 +26,8 @@ _taking = threading.Lock()
 class Fused(nn.Module):
     """A piece of a model with a forward of ours; ``super().forward`` is the one that it had."""
 
+    prefix: ClassVar[str] = "Fused"
+    """Of the name of the class."""
     piece: ClassVar[type[Fused]]
     unfused: ClassVar[type[nn.Module]]
     facts: dict[str, Any]
@@ -80,9 +82,11 @@ def unfuse(model: nn.Module) -> None:
 def _class_of(piece: type[Fused], unfused: type[nn.Module]) -> type[Fused]:
     """A subclass of both: code that asks for the original class still finds it, as transformers does to record
     outputs, also by the text of the class."""
-    names = {name: getattr(unfused, name) for name in ("__module__", "__qualname__")}
-    forward = {"forward": _forward_of(piece)} if "forward" in vars(piece) else {}
-    return type(f"Fused{unfused.__name__}", (piece, unfused), {"piece": piece, "unfused": unfused} | names | forward)
+    entries = {name: getattr(unfused, name) for name in ("__module__", "__qualname__")}
+    entries |= {"piece": piece, "unfused": unfused}
+    if "forward" in vars(piece):
+        entries["forward"] = _forward_of(piece)
+    return type(f"{piece.prefix}{unfused.__name__}", (piece, unfused), entries)
 
 
 def _forward_of(piece: type[Fused]) -> Callable[..., Any]:

@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The loop of transformers' ``generate`` (greedy and sampling) with the logits of each token from one run of a program.
+
+Processors, criteria and streamers are called in Python between two tokens, in the order of `GenerationMixin._sample`,
+and the result is as there.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import DynamicCache
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria
+from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+from lowbit.models.token_run import TokenRun
+
+_SERVED = {"attention_mask", "logits_to_keep", "past_key_values", "position_ids", "use_cache"}
+"""Arguments of the model that a token is served with."""
+_BY_NUMBERS = {EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria}
+_KNOWN = ("lowbit", "transformers")
+"""Packages whose criteria and processors leave the model and its cache alone."""
+
+
+def serves(config: Any, ids: Tensor, synced: bool, arguments: dict[str, Any]) -> bool:
+    """Whether the arguments of ``generate`` let tokens be runs of a program.
+
+    Args:
+        config: of the generation.
+        ids: the prompt ``[B, L]``.
+        synced: whether this process goes on for as long as others do.
+        arguments: of the model.
+    """
+    given = {name for name, value in arguments.items() if value is not None}
+    return (
+        not synced and ids.is_cpu and ids.shape[0] > 0 and given <= _SERVED
+        and arguments.get("use_cache") is True and type(arguments.get("past_key_values")) is DynamicCache
+        and _is_table(arguments.get("position_ids"))
+        and (arguments.get("attention_mask") is None or _is_table(arguments["attention_mask"]))
+        and not (config.output_attentions or config.output_hidden_states or config.compile_config)
+        and not config.is_assistant
+    )  # fmt: skip
+
+
+def _is_table(given: Any) -> bool:
+    return isinstance(given, Tensor) and given.is_cpu and given.dim() == 2
+
+
+class Generation:
+    """The tokens that ``generate`` finds for one prompt.
+
+    Args:
+        model: a `FusedCausalLM`.
+        config: of the generation.
+        processors, criteria, streamer: as `GenerationMixin._sample` gets them.
+        arguments: of the model.
+    """
+
+    def __init__(
+        self, model: Any, config: Any, processors: Any, criteria: Any, streamer: Any, arguments: dict[str, Any]
+    ) -> None:
+        self._model, self._config, self._arguments = model, config, arguments
+        self._processors, self._criteria, self._streamer = processors, criteria, streamer
+        self._run: TokenRun | None = None
+        self._behind = 0
+        """Tokens that ``arguments`` do not count yet; only a call of the model reads them."""
+        told = config.return_dict_in_generate
+        self._scores: tuple[Tensor, ...] | None = () if told and config.output_scores else None
+        self._raw: tuple[Tensor, ...] | None = () if told and config.output_logits else None
+
+    def result(self, prompt: Tensor) -> Any:
+        """The result of ``generate`` for ``prompt [B, L]``."""
+        model = self._model
+        outputs = model._prefill(prompt, self._config, self._arguments, is_first_iteration=True)
+        self._arguments = model._update_model_kwargs_for_generation(outputs, self._arguments)
+        logits = outputs.logits[:, -1]
+        del outputs  # those of a long prompt are large
+        sequences = _Sequences(prompt)
+        ends = _ends(self._criteria, prompt.shape[0], self._config._pad_token_tensor)
+        self._begin_run()
+        try:
+            while not self._add(sequences, logits, ends):
+                logits = self._logits(sequences)
+        finally:
+            if self._run is not None:
+                self._run.count()
+        if self._streamer is not None:
+            self._streamer.end()
+        if not self._config.return_dict_in_generate:
+            return sequences.ids()
+        return GenerateDecoderOnlyOutput(
+            sequences=sequences.ids(),
+            scores=self._scores,
+            logits=self._raw,
+            past_key_values=self._arguments["past_key_values"],
+        )
+
+    def _begin_run(self) -> None:
+        """Begin the run of tokens, unless the mask is not one of the tokens in the cache and the next."""
+        cache, mask = self._arguments["past_key_values"], self._arguments.get("attention_mask")
+        if mask is None or mask.shape[1] == cache.get_seq_length() + 1:
+            changing = not all(map(_is_known, (*self._processors, *self._criteria)))
+            watched = changing or (self._streamer is not None and getattr(cache, "_is_user_defined", False))
+            positions = self._arguments["position_ids"][:, -1:]
+            self._run = TokenRun(self._model, cache, positions, mask, changing, watched)
+
+    def _add(self, sequences: _Sequences, logits: Tensor, ends: _Ends | _EndOfOne) -> bool:
+        """Choose the next tokens by ``logits [B, V]`` and add them; return whether they are the last ones."""
+        told = self._raw is not None or self._scores is not None
+        scores = logits.to(torch.float32, copy=told or bool(self._processors))  # not a view of those of a long prompt
+        if self._raw is not None:
+            self._raw += (scores,)
+        if self._processors:
+            scores = self._processors(sequences.ids(), scores)
+        if self._scores is not None:
+            self._scores += (scores,)
+        if self._config.do_sample:
+            tokens = torch.multinomial(nn.functional.softmax(scores, dim=-1), num_samples=1).squeeze(1)
+        else:
+            tokens = torch.argmax(scores, dim=-1)
+        tokens = ends.padded(tokens)
+        sequences.add(tokens)
+        ended = ends.end(sequences, self._scores)
+        if self._streamer is not None:
+            self._streamer.put(tokens.cpu())
+        return ended
+
+    def _logits(self, sequences: _Sequences) -> Tensor:
+        """The logits ``[B, V]`` behind the last tokens: of the program, or of a call of the model."""
+        run = self._run
+        logits = None if run is None else run.logits(sequences.last[:, None])
+        if logits is not None:
+            self._behind += 1
+            return logits[:, -1]
+        if run is not None:
+            run.skip()
+        model, arguments = self._model, self._arguments
+        if self._behind:
+            arguments = model._update_model_kwargs_for_generation({}, arguments, num_new_tokens=self._behind)
+            self._behind = 0
+        inputs = model.prepare_inputs_for_generation(sequences.ids(), next_sequence_length=1, **arguments)
+        outputs = model(**inputs, return_dict=True)
+        self._arguments = model._update_model_kwargs_for_generation(outputs, arguments)
+        return outputs.logits[:, -1]
+
+
+def _is_known(called: Any) -> bool:
+    """Whether this criterion or processor is of a package that leaves the model alone, and calls nothing of others."""
+    package = type(called).__module__.partition(".")[0]
+    return package in _KNOWN and not hasattr(called, "_prefix_allowed_tokens_fn")
+
+
+class _Sequences:
+    """The prompt and the tokens behind it; they are one tensor where it is asked for."""
+
+    def __init__(self, prompt: Tensor) -> None:
+        self._ids, self._new = prompt, []
+        self.length = prompt.shape[1]
+        self.last: Tensor = prompt
+
+    def add(self, tokens: Tensor) -> None:
+        """Add a token ``[B]`` to each."""
+        self._new.append(tokens[:, None])
+        self.last = tokens
+        self.length += 1
+
+    def ids(self) -> Tensor:
+        """``[B, length]``"""
+        if self._new:
+            self._ids, self._new = torch.cat([self._ids, *self._new], dim=-1), []
+        return self._ids
+
+
+class _Ends:
+    """Which sequences have ended, by tensors."""
+
+    def __init__(self, criteria: Any, batch: int, pad: Tensor | None) -> None:
+        self._criteria = criteria
+        self._pad = pad if any(hasattr(each, "eos_token_id") for each in criteria) else None
+        self._unfinished = torch.ones(batch, dtype=torch.long, device="cpu")
+
+    def padded(self, tokens: Tensor) -> Tensor:
+        """The tokens, those of sequences that have ended replaced by padding."""
+        if self._pad is None:
+            return tokens
+        return tokens * self._unfinished + self._pad * (1 - self._unfinished)
+
+    def end(self, sequences: _Sequences, scores: Any) -> bool:
+        """Whether all have."""
+        self._unfinished = self._unfinished & ~self._criteria(sequences.ids(), scores)
+        return not self._unfinished.any()
+
+
+class _EndOfOne:
+    """The same of one sequence and the criteria of transformers that read lengths, tokens and time, by numbers."""
+
+    def __init__(self, criteria: Any) -> None:
+        self._lengths = [each for each in criteria if type(each) is MaxLengthCriteria]
+        self._times = [each for each in criteria if type(each) is MaxTimeCriteria]
+        eos = (each.eos_token_id.flatten().tolist() for each in criteria if type(each) is EosTokenCriteria)
+        self._eos = {token for tokens in eos for token in tokens}
+
+    def padded(self, tokens: Tensor) -> Tensor:
+        return tokens
+
+    def end(self, sequences: _Sequences, scores: Any) -> bool:
+        length = sequences.length
+        ended = bool(self._eos) and sequences.last.item() in self._eos
+        for each in self._lengths:
+            if length >= each.max_length:
+                ended = True
+            elif each.max_position_embeddings is not None and length > each.max_position_embeddings:
+                each(torch.empty(1, length, device="meta"), scores)  # it warns
+        return ended or any(time.time() - each.initial_timestamp > each.max_time for each in self._times)
+
+
+def _ends(criteria: Any, batch: int, pad: Tensor | None) -> _Ends | _EndOfOne:
+    if batch == 1 and _BY_NUMBERS.issuperset(map(type, criteria)):
+        return _EndOfOne(criteria)
+    return _Ends(criteria, batch, pad)

@@ -1,0 +1,276 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tokens of one generation: positions, layers, last norm and head of each in one run of a program.
+
+    logits = head(norm(layers(embedding(token), cos, sin)))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from lowbit.models.fused_decoder import FusedDecoder, stand_ins, with_children
+from lowbit.models.fused_layer import MISSING, calls_lowbit_attention
+from lowbit.models.growing_cache import GrowingLayer
+from lowbit.models.layer_program import LayerProgram
+from lowbit.ops.tracing import is_traced
+from lowbit.quant.fused import Fused, has_hooks, is_inference
+from lowbit.quant.fused_norm import FusedRMSNorm
+from lowbit.quant.quant_linear import QuantLinear
+
+AHEAD = 64  # tokens for which the model is looked at, rotary embeddings are made and room is found at once
+_FIXED_ROPE = {"default", "linear", "llama3", "yarn"}
+"""Rotary embeddings whose rows depend on their own position alone; those of others may depend on the longest so far."""
+
+
+class TokenProgram(LayerProgram):
+    """The layers of a decoder, its last norm and, where that is packed, the head of the model.
+
+    Args:
+        parts: of the model.
+        dtype: of activations and norms.
+    """
+
+    head: nn.Module | None = None
+    """The head whose product is the last step."""
+
+    def __init__(self, parts: Parts | None = None, dtype: torch.dtype | None = None) -> None:
+        if parts is None:
+            super().__init__()
+        else:
+            facts = parts.decoder.facts
+            super().__init__(facts["layers"], facts["kinds"], dtype, parts.steps)
+
+    def is_of(self, head: nn.Module) -> bool:
+        """Whether the head, as it is now, is part of the program if it can be."""
+        return self.head is (head if _is_step(head) else None)
+
+
+def _is_step(head: nn.Module) -> bool:
+    return type(head) is QuantLinear and not has_hooks(head)
+
+
+class Parts:
+    """The parts of a `FusedCausalLM` that a token passes through, as they are now.
+
+    Raises:
+        KeyError: one of them is not there any more.
+    """
+
+    def __init__(self, model: Any) -> None:
+        facts = model.facts
+        self.decoder: Any = model._modules[facts["decoder"]]
+        self.head: Any = model._modules[facts["head"]]
+        self.norm_name = facts["norm"]
+        self.norm: Any = self.decoder._modules[facts["norm"]]
+        self.embedding: Any = self.decoder._modules[facts["embedding"]]
+
+    def are_plain(self) -> bool:
+        """Whether nothing waits for the call of a part, and the decoder calls its layers as it did when
+        it was fused."""
+        decoder = self.decoder
+        return (
+            isinstance(decoder, FusedDecoder) and isinstance(self.norm, FusedRMSNorm)
+            and not has_hooks(self.embedding) and decoder.hands_on(decoder.facts["layers"])
+            and calls_lowbit_attention(decoder.facts["attention"])
+        )  # fmt: skip
+
+    def steps(self, program: TokenProgram, x: int) -> int | None:
+        """Write the steps behind the layers."""
+        decoder, norm, head = self.decoder, self.norm, self.head
+        if decoder.training or has_hooks(decoder) or has_hooks(norm) or not program.takes_norm(norm):
+            return None
+        program.note(decoder._modules, *decoder._modules)
+        program.note(decoder.__dict__, "training", "facts", "config")
+        program.note_module(decoder)
+        x = program.norm(norm, x)
+        if _is_step(head):
+            program.head = head
+            x = program.product(head, x)
+        return x
+
+
+class TokenRun:
+    """The tokens of one generation behind its prompt.
+
+    Args:
+        model: a `FusedCausalLM`.
+        cache: a DynamicCache.
+        positions: int64 ``[B or 1, 1]``, of the next tokens.
+        mask: ``[B, S]``, not 0 for the tokens in the cache that are seen and for the next one; None: all are.
+        changing: whether foreign code may change the model between two tokens, so that all of it is looked at for each
+            token; else hooks, class and mode are, and the rest once for `AHEAD` tokens.
+        watched: whether foreign code may look at the cache between two tokens, so that each is counted there.
+    """
+
+    def __init__(
+        self, model: Any, cache: Any, positions: Tensor, mask: Tensor | None, changing: bool, watched: bool
+    ) -> None:
+        self._model, self._cache, self._positions = model, cache, positions
+        self._mask = None if mask is None else mask.bool()
+        self._first = 0 if mask is None else mask.shape[1]
+        """Tokens that the first one sees."""
+        self._done = 0
+        """Tokens so far."""
+        self._looks_ahead = 1 if changing else AHEAD
+        self._room_ahead = 1 if watched else AHEAD
+        self._parts: Any = None
+        self._program = TokenProgram()
+        self._seen: tuple[Any, ...] = ()
+        self._checked = 0  # tokens for which the rest need not be looked at again
+        self._rows: list[tuple[tuple[Tensor, Tensor], ...]] = []
+        """Rotary embeddings of the next tokens for each kind of layers, those of the next one last."""
+        self._room = self._written = 0  # tokens that the states have room for; those that are written and not counted
+        self._states: list[Tensor] = []
+        self._starts: list[int] = []
+        self._grown: Sequence[Any] = ()
+
+    def logits(self, tokens: Tensor) -> Tensor | None:
+        """The logits ``[B, 1, V]`` behind ``tokens [B, 1]``; None: the model has to be called for them."""
+        try:
+            return self._logits(tokens)
+        except Exception:
+            if isinstance(self._model, Fused) and (self._parts is None or isinstance(self._parts.decoder, Fused)):
+                raise
+        return None  # another thread has given the model back meanwhile; nothing was written
+
+    def _logits(self, tokens: Tensor) -> Tensor | None:
+        if not (self._checked and self._seen == self._at_a_glance()) and not self._look_at_model(tokens.shape[0]):
+            return None
+        self._checked -= 1
+        x, program = self._parts.embedding(tokens), self._program
+        if x.dim() != 3 or x.dtype is not program.dtype or not is_inference(x) or not x.is_contiguous():
+            return None
+        if not (self._rows or self._look_ahead(x)) or not (self._room or self._find_room(x)):
+            return None
+        written, mask, inputs = self._written, self._seen_tokens(), [x]
+        for cos, sin in self._rows.pop():
+            inputs += (cos, sin, mask)
+        y = program.run(self._states, inputs, [start + written for start in self._starts])
+        self._done += 1
+        self._room -= 1
+        self._written += 1
+        if self._room_ahead == 1:
+            self.count()
+        return y if program.head is not None else self._parts.head(y)
+
+    def skip(self) -> None:
+        """Leave a token to a call of the model."""
+        self.count()
+        self._done += 1
+        self._checked, self._rows = 0, []
+
+    def count(self) -> None:
+        """Let the cache have the tokens that were written to it."""
+        if self._written:
+            for layer in self._grown:
+                layer.extend(self._written)
+        self._room = self._written = 0
+
+    def _at_a_glance(self) -> tuple[Any, ...]:
+        """Values that change where a hook is added, the model is given back or trained, or its attention is set. To
+        look at all of its modules is a tenth of a small model's token."""
+        model = self._model
+        return type(model), model.training, RemovableHandle.next_id, model.config._attn_implementation
+
+    def _look_at_model(self, batch: int) -> bool:
+        """Whether there is a program of the model as it is now."""
+        model, seen = self._model, self._at_a_glance()
+        if not isinstance(model, Fused) or model.training or has_hooks(model) or is_traced():
+            return False
+        facts = model.facts
+        try:
+            self._parts = parts = Parts(model)
+        except KeyError:
+            return False
+        if not parts.are_plain():
+            return False
+        program, dtype = facts["kept"], parts.norm.weight.dtype
+        if not program.serves(dtype) or not program.is_of(parts.head):
+            program = facts["kept"] = TokenProgram(parts, dtype)
+        if program is not self._program:
+            self.count()  # its layers may be others of the cache
+        self._program, self._checked, self._seen = program, self._looks_ahead, seen
+        return program.run is not None and (program.merged or batch == 1)
+
+    def _look_ahead(self, x: Tensor) -> bool:
+        """Have the model make the rotary embeddings of the next positions."""
+        count = AHEAD if _is_fixed(self._parts.decoder) else 1
+        positions = self._positions + torch.arange(self._done, self._done + count, device=x.device)
+        pairs = rotary_embeddings(self._parts, x, positions)
+        if pairs is None:
+            return False
+        columns = [zip(_by_tokens(cos), _by_tokens(sin), strict=True) for cos, sin in pairs]
+        self._rows = [*zip(*columns, strict=True)][::-1]
+        return True
+
+    def _seen_tokens(self) -> Tensor:
+        """The mask ``[B, 1, 1, S]`` of the next token."""
+        if self._mask is None:
+            return MISSING
+        seen = self._first + self._done
+        if seen > self._mask.shape[1]:
+            self._mask = nn.functional.pad(self._mask, (0, AHEAD), value=True)
+        return self._mask[:, None, None, :seen].contiguous()
+
+    def _find_room(self, x: Tensor) -> bool:
+        """Find room for tokens in the cache: for one in layers with a window, which moves with each."""
+        self.count()
+        windows = not all(type(layer) is GrowingLayer for layer in self._cache.layers)
+        if windows and self._mask is not None:
+            return False
+        many = 1 if windows else self._room_ahead
+        places = self._program.places(x, self._cache, many)
+        if places is None:
+            return False
+        self._grown, self._states, self._starts = places
+        self._room = many
+        return True
+
+
+def rotary_embeddings(parts: Parts, x: Tensor, positions: Tensor) -> list[tuple[Tensor, Tensor]] | None:
+    """The rotary embeddings that the model hands its layers, cos and sin ``[B, L, R]`` for each kind of layers. None:
+    they are something else.
+
+    Args:
+        x: an input of the layers, for its dtype.
+        positions: int64 ``[B, L]``.
+    """
+    decoder, seen = parts.decoder, []
+
+    def call(_: nn.Module, x: Tensor, /, position_embeddings: Any = None, **kwargs: Any) -> Tensor:
+        seen.append(position_embeddings)
+        return x
+
+    facts = decoder.facts
+    twin = with_children(decoder, layers=stand_ins(call, facts["layers"]), **{parts.norm_name: _same})
+    inputs = x.new_zeros(*positions.shape, x.shape[-1])
+    decoder.unfused.forward(twin, inputs_embeds=inputs, position_ids=positions, use_cache=False)
+    pairs = dict(zip(reversed(facts["kinds"]), reversed(seen), strict=True))  # the first of each kind is the last here
+    of_kinds = [pairs[kind] for kind in range(len(pairs))]
+    return of_kinds if all(_are_rows(pair, positions) for pair in of_kinds) else None
+
+
+def _same(x: Tensor) -> Tensor:
+    return x
+
+
+def _are_rows(pair: Any, positions: Tensor) -> bool:
+    return isinstance(pair, tuple) and [x.dim() == 3 and x.shape[:2] == positions.shape for x in pair] == [True, True]
+
+
+def _by_tokens(rows: Tensor) -> tuple[Tensor, ...]:
+    """``[B, 1, R]`` of each token of ``rows [B, L, R]``."""
+    return rows.transpose(0, 1).unsqueeze(2).contiguous().unbind()
+
+
+def _is_fixed(decoder: nn.Module) -> bool:
+    """Whether all rotary embeddings of the model are of a kind whose rows depend on their position alone."""
+    kinds = [module.rope_type for module in decoder.children() if hasattr(module, "rope_type")]
+    names = chain.from_iterable(kind.values() if isinstance(kind, dict) else (kind,) for kind in kinds)
+    return bool(kinds) and _FIXED_ROPE.issuperset(names)
