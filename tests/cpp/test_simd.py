@@ -37,9 +37,9 @@ def flags_of(isa: str) -> list[str]:
 
 
 def skip_without(isa: str) -> None:
-    row = next(row for op in _C.OPS for row in testing.rows(op) if row["backend"] == isa)
-    if not row["available"]:
-        pytest.skip(str(row["reason"]))
+    rows = [row for op in _C.OPS for row in testing.rows(op) if row["backend"] == isa]
+    if not rows or not rows[0]["available"]:
+        pytest.skip(str(rows[0]["reason"]) if rows else "not compiled")
 
 
 def printed_by(isa: str, header: str, instructions: str) -> list[str]:
