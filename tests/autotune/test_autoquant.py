@@ -414,7 +414,7 @@ def test_a_candidate_that_raises_is_left_out_and_noted(block, x, make_plan, monk
         ({"manual": True, "candidates": ["int8"]}, TypeError, "candidates must hold configurations such as .* got str"),
         ({"manual": True, "candidates": "int8"}, TypeError, "candidates must be a sequence of configurations, got str"),
         ({"manual": True, "candidates": [INT8], "qtensor_class_list": [INT8]}, ValueError, "two names of one argument"),
-        ({"manual": True, "qtensor_class_list": [lowbit.int8_weight_only]}, TypeError, "got int8_weight_only"),
+        ({"manual": True, "qtensor_class_list": [lowbit.int8_weight_only]}, TypeError, "got Int8WeightOnlyConfig"),
     ],
 )
 def test_wrong_arguments_are_named(block, arguments, error, text):

@@ -143,7 +143,7 @@ def quantized_already(layer: nn.Module) -> None:
 
 OF_ARGUMENTS = [
     ({"config": "int8"}, TypeError, "config must be a configuration such as .*, got str"),
-    ({"config": lowbit.int8_weight_only}, TypeError, "config must .*, got int8_weight_only"),
+    ({"config": lowbit.int8_weight_only}, TypeError, "config must .*, got Int8WeightOnlyConfig"),
     ({"config": lowbit.Int8WeightOnlyConfig}, TypeError, "config must .*, got Int8WeightOnlyConfig"),
     ({"filter_fn": lambda m, n: True}, TypeError, "filter_fn must select nn.Linear, nn.Embedding and experts layers only, got the model itself: Seq"),
     ({"filter_fn": lambda m, n: n != "" and "2" not in n}, TypeError, "filter_fn must select .*, got 1: ReLU"),
