@@ -305,28 +305,6 @@ def test_no_tokens_and_none_of_their_experts() -> None:
     assert torch.equal(experts(x, index[:, :0], weights[:, :0]), torch.zeros(TOKENS, HIDDEN))
 
 
-def test_gptq_leaves_them_float_and_a_calibration_passes_them_by() -> None:
-    torch.manual_seed(0)
-    model = nn.ModuleDict({"linear": nn.Linear(HIDDEN, HIDDEN), "experts": made()})
-    x, index, weights = routed()
-
-    class Both(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.parts = model
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.parts["experts"](self.parts["linear"](x), index, weights)
-
-    both = Both()
-    searched = copy.deepcopy(both)
-    report = lowbit.quantize_(both, lowbit.int4_weight_only(group_size=32, algorithm=lowbit.GPTQ()), calibration=[x])
-    (row,) = report.skipped
-    assert row.note == "GPTQ needs its inputs, which calibrate does not count of a module of experts"
-    report = lowbit.quantize_(searched, lowbit.int4_weight_only(group_size=32), calibration=[x])
-    assert len(report.quantized) == 3 and not report.skipped
-
-
 def test_it_is_one_op_of_a_graph() -> None:
     experts = made(InTurns, bias=True).requires_grad_(False)
     lowbit.quantize_(experts, lowbit.int8_dynamic_activation_int4_weight(group_size=32))
@@ -338,6 +316,19 @@ def test_it_is_one_op_of_a_graph() -> None:
     assert torch.equal(exported.module()(x[:9], index[:9], weights[:9]), experts(x[:9], index[:9], weights[:9]))
     ops = [str(node.target) for node in exported.graph.nodes if "lowbit" in str(node.target)]
     assert len(ops) == 1 and ops[0].startswith("lowbit.experts")
+
+
+def test_a_graph_with_gradients_is_that_of_the_module() -> None:
+    experts = made(InTurns, bias=True)
+    lowbit.quantize_(experts, lowbit.int4_weight_only(group_size=32))
+    x, index, weights = routed()
+    found = []
+    for run in (experts, torch.compile(experts, fullgraph=True, backend="aot_eager", dynamic=True)):
+        given = x.clone().requires_grad_(), weights.clone().requires_grad_()
+        y = run(given[0], index, given[1])
+        found.append([y, *torch.autograd.grad(y.square().sum(), [*given, experts.gate_up_proj_bias, experts.down_proj_bias])])
+    for got, wanted in zip(*found, strict=True):
+        torch.testing.assert_close(got, wanted)
 
 
 def test_pickles_from_before_the_op_was_called_load() -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""calibrate: moments of the inputs of a model's linear layers, which weigh the errors of their weights."""
+"""calibrate: moments of the inputs of a model's linear layers and experts, which weigh the errors of their weights."""
 
 from __future__ import annotations
 
@@ -18,15 +18,19 @@ from lowbit.formats.algorithms import GPTQ
 from lowbit.formats.base import FormatConfig
 from lowbit.quant.evaluation import arguments_of, evaluating
 from lowbit.quant.input_moments import InputMoments
-from lowbit.quant.kinds import features_of, kind_of
+from lowbit.quant.kinds import LayerWeight, kind_of
 from lowbit.quant.load_check import without_encoder_fast_path
 from lowbit.quant.packing import Selected
-from lowbit.quant.quant_linear import LINEAR
 from lowbit.quant.read_state import unpickled
 from lowbit.tables.folding import told
 
 VERSION = 1
 PROGRESS_AFTER_S = 2.0
+FEW_ROWS = 32
+"""Average rows of the whole layer that are added to those of each expert."""
+
+Moments = dict[LayerWeight, list[InputMoments]]
+"""Of one layer: those of each matrix of its weights."""
 
 
 @dataclass(slots=True)
@@ -35,16 +39,19 @@ class Calibration:
 
     Args:
         layers: moments by the qualified name of each linear layer that was called.
-        uncalled: names of those that were not.
+        uncalled: names of layers that were not.
+        experts: moments of each expert, by the name of the weight, of the modules of experts that were called.
     """
 
     layers: dict[str, InputMoments] = field(default_factory=dict)
     uncalled: tuple[str, ...] = ()
+    experts: dict[str, list[InputMoments]] = field(default_factory=dict)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write it to a file, which holds tensors and plain values alone."""
-        layers = {name: (layer.rows, layer.squares, layer.products) for name, layer in self.layers.items()}
-        held = {"lowbit_calibration": VERSION, "layers": layers, "uncalled": list(self.uncalled)}
+        layers = {name: layer.stored for name, layer in self.layers.items()}
+        experts = {name: [expert.stored for expert in each] for name, each in self.experts.items()}
+        held = {"lowbit_calibration": VERSION, "layers": layers, "uncalled": list(self.uncalled), "experts": experts}
         with replaced_file(path) as place:
             torch.save(held, place)
 
@@ -60,13 +67,18 @@ class Calibration:
         version = held.get("lowbit_calibration") if isinstance(held, dict) else None
         if version != VERSION:
             raise ValueError(f"{wanted}, got {version}")
-        return cls({name: InputMoments(*layer) for name, layer in held["layers"].items()}, tuple(held["uncalled"]))
+        layers = {name: InputMoments(*layer) for name, layer in held["layers"].items()}
+        experts = {name: [InputMoments(*one) for one in each] for name, each in held.get("experts", {}).items()}
+        return cls(layers, tuple(held["uncalled"]), experts)
 
     def __repr__(self) -> str:
         rows = [layer.rows for layer in self.layers.values()]
         seen = f"{len(rows)} layers, {min(rows)} to {max(rows)} rows" if rows else "no layers"
         hessian = ", with hessians" if any(layer.products is not None for layer in self.layers.values()) else ""
         missed = f", {len(self.uncalled)} never called" if self.uncalled else ""
+        of_experts = [expert.rows for each in self.experts.values() for expert in each]
+        if of_experts:
+            seen += f", experts of {len(self.experts)} weights, {min(of_experts)} to {max(of_experts)} rows"
         return f"Calibration({seen}{hessian}{missed})"
 
 
@@ -78,7 +90,7 @@ def calibrate(
     *,
     hessian: bool = False,
 ) -> Calibration:
-    """Run ``model`` on ``batches`` and return the moments of its linear layers' inputs.
+    """Run ``model`` on ``batches`` and return the moments of the inputs of its linear layers, and of each expert.
 
     The model runs in evaluation mode without gradients, and is as it was afterwards. A few dozen inputs like those of
     use are enough.
@@ -87,8 +99,9 @@ def calibrate(
         model: in float; layers that are quantized are counted too.
         batches: an iterable of inputs: a tensor is the one argument, a tuple or list the positional ones, a mapping
             the keyword ones.
-        filter_fn: called with (module, qualified name) of each linear layer, True counts it; None counts all.
-        hessian: keep the mean of x x^T too, which `GPTQ` needs: 4 k^2 bytes per layer.
+        filter_fn: called with (module, qualified name) of each linear layer and module of experts, True counts it; None
+            counts all.
+        hessian: keep the mean of x x^T of linear layers too, which `GPTQ` needs: 4 k^2 bytes per layer.
 
     Returns:
         A Calibration, which `quantize_` takes.
@@ -106,12 +119,15 @@ def calibrate(
         raise TypeError(f"calibrate: model must be a torch.nn.Module, got {type(model).__name__}")
     if isinstance(batches, (Tensor, Mapping, str)) or not isinstance(batches, Iterable):
         raise TypeError(f"calibrate: batches must be an iterable of inputs, got {type(batches).__name__}; [x] is one")
-    moments: dict[str, InputMoments] = {}
+    moments: dict[str, Moments] = {}
     handles = []
     for name, module in model.named_modules():
-        if kind_of(module) is LINEAR and (filter_fn is None or filter_fn(module, name)):
-            k = features_of(module)[1]
-            moments[name] = InputMoments.zero(k, hessian)
+        kind = kind_of(module)
+        if kind is not None and kind.multiplies and (filter_fn is None or filter_fn(module, name)):
+            moments[name] = {
+                weight: [InputMoments.zero(weight.k, hessian and kind.has_products) for _ in range(weight.experts or 1)]
+                for weight in kind.weights(module)
+            }
             handles.append(module.register_forward_pre_hook(_counting(moments[name]), with_kwargs=True))
     count = 0
     try:
@@ -122,15 +138,23 @@ def calibrate(
     finally:
         for handle in handles:
             handle.remove()
-    called = {name: layer for name, layer in moments.items() if layer.rows}
-    if not called:
+    calibration = Calibration()
+    for name, of_layer in moments.items():
+        for weight, each in of_layer.items():
+            if not any(one.rows for one in each):
+                calibration.uncalled += (name,) if name not in calibration.uncalled else ()
+            elif weight.experts is None:
+                calibration.layers[name] = each[0]
+            else:
+                calibration.experts[f"{name}.{weight.key}" if name else weight.key] = each
+    if not calibration.layers and not calibration.experts:
         raise ValueError(
             f"calibrate: a linear layer must be called, got {count} batches and none of {len(moments)} was"
         )
-    for name, layer in called.items():
-        if not layer.importance.isfinite().all():
-            raise ValueError(f"calibrate: inputs of {name or 'the model itself'} must be finite, got inf or nan")
-    return Calibration(called, tuple(name for name in moments if name not in called))
+    for name, each in [*((name, [layer]) for name, layer in calibration.layers.items()), *calibration.experts.items()]:
+        if not all(one.importance.isfinite().all() for one in each):
+            raise ValueError(f"calibrate: inputs of {_label(name)} must be finite, got inf or nan")
+    return calibration
 
 
 def _run(model: nn.Module, batch: Any, number: int) -> None:
@@ -151,11 +175,11 @@ def _told(value: Any) -> str:
     return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
 
 
-def _counting(moments: InputMoments) -> Callable[..., None]:
+def _counting(moments: Moments) -> Callable[..., None]:
     def count(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        x = args[0] if args else next(iter(kwargs.values()))
-        if x.dim() and x.shape[-1] == len(moments.squares):  # else the layer itself raises the error
-            moments.add(x.to(moments.squares.device))
+        for weight, number, rows in kind_of(module).inputs(module, args, kwargs):
+            of_matrix = moments[weight][number]
+            of_matrix.add(rows.to(of_matrix.squares.device))
 
     return count
 
@@ -172,7 +196,7 @@ def _progress(batches: Iterable[Any]) -> Iterable[Any]:
 def calibration_of(model: nn.Module, given: Any, config: FormatConfig, selected: list[Selected]) -> Calibration:
     """Return the calibration that was given, or that of the given batches; raise unless the configuration can use it
     and it has seen every layer."""
-    selected = [item for item in selected if kind_of(item.module) is LINEAR]  # of others no inputs are counted
+    selected = [item for item in selected if kind_of(item.module).multiplies]  # of tables no inputs are counted
     real = [item for item in selected if not item.value.is_meta]
     gptq = any(isinstance(item.spec.algorithm, GPTQ) for item in real)
     if isinstance(given, (Tensor, Mapping, str)) or not isinstance(given, (Calibration, Iterable)):
@@ -187,30 +211,51 @@ def calibration_of(model: nn.Module, given: Any, config: FormatConfig, selected:
     else:
         names = {item.name for item in selected}
         calibration = calibrate(model, given, hessian=gptq, filter_fn=lambda module, name: name in names)
-    unseen = [_label(item.name) for item in selected if item.name not in calibration.layers]
+    seen = calibration.layers.keys() | calibration.experts.keys()
+    unseen = [_label(item.row_name) for item in selected if item.row_name not in seen]
     if unseen:
         raise ValueError(f"quantize_: calibration must have seen every layer, got none of {told(unseen)}")
     for item in selected:
-        inputs, k = calibration.layers[item.name], item.weight.k
+        _check_moments(item, _moments_of(item, calibration), gptq)
+    return calibration
+
+
+def _moments_of(item: Selected, calibration: Calibration) -> list[InputMoments]:
+    """Those of each matrix of a weight."""
+    if item.weight.experts is None:
+        return [calibration.layers[item.row_name]]
+    return calibration.experts[item.row_name]
+
+
+def _check_moments(item: Selected, moments: list[InputMoments], gptq: bool) -> None:
+    label, k, count = _label(item.row_name), item.weight.k, item.weight.experts or 1
+    if len(moments) != count:
+        raise ValueError(f"quantize_: calibration of {label} must be of {count} experts, got {len(moments)}")
+    for inputs in moments:
         if len(inputs.squares) != k:
-            got = len(inputs.squares)
-            raise ValueError(f"quantize_: calibration of {_label(item.name)} must be of k={k}, got {got}")
+            raise ValueError(f"quantize_: calibration of {label} must be of k={k}, got {len(inputs.squares)}")
         if not (inputs.squares.isfinite() & (inputs.squares >= 0)).all():
             raise ValueError(
-                f"quantize_: calibration of {_label(item.name)} must be of squares that are finite and not negative, "
+                f"quantize_: calibration of {label} must be of squares that are finite and not negative, "
                 f"got {float(inputs.squares.min())} to {float(inputs.squares.max())}"
             )
         if gptq and inputs.products is None:
             raise ValueError("quantize_: GPTQ needs lowbit.calibrate(..., hessian=True), got one without")
-    return calibration
 
 
-def inputs_of(group: list[Selected], calibration: Calibration) -> InputMoments | None:
-    """The inputs of the layers that share a weight, together, where their codes depend on them."""
+def inputs_of(group: list[Selected], calibration: Calibration) -> InputMoments | list[InputMoments] | None:
+    """The inputs of the layers that share a weight, together, where their codes depend on them: of each expert with
+    some of the whole layer, since many have few tokens."""
     if group[0].spec.takes_absmax:
         return None
-    inputs = [calibration.layers[item.name] for item in group if kind_of(item.module) is LINEAR]
-    return functools.reduce(operator.add, inputs) if inputs else None
+    counted = [_moments_of(item, calibration) for item in group if kind_of(item.module).multiplies]
+    if not counted:
+        return None
+    each = [functools.reduce(operator.add, of_matrix) for of_matrix in zip(*counted, strict=True)]
+    if group[0].weight.experts is None:
+        return each[0]
+    of_layer = functools.reduce(operator.add, each)
+    return [expert.blended(of_layer, FEW_ROWS) for expert in each]
 
 
 def _label(name: str) -> str:

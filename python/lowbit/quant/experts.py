@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -152,6 +152,23 @@ def _weighted_sum(y: Tensor, weights: Tensor) -> Tensor:
     for j in range(y.shape[1]):
         total = torch.addcmul(total, y[:, j], weights[:, j, None])
     return total
+
+
+def inputs_of_experts(
+    module: Any, form: Form, x: Tensor, index: Tensor
+) -> Iterator[tuple[LayerWeight, int, Tensor]]:
+    """Yield what a call of a float module multiplies by: a weight, an expert, and a row for each of its pairs
+    ``[m, k]``."""
+    held, given = module._parameters, dict[str, Tensor]()
+
+    def product(key: str, x: Tensor, picked: Tensor, bias: Tensor | None) -> Tensor:
+        given[key] = x[:, None].expand(*index.shape, -1) if x.dim() == 2 else x
+        return dense_product(form.float_weight(module, key), held[key], x, picked, bias)
+
+    run(module, type(module), form, product, x, index, torch.ones_like(index, dtype=torch.float32))
+    for key, rows in given.items():
+        for expert in index[index != form.experts].unique().tolist():
+            yield form.float_weight(module, key), expert, rows[index == expert]
 
 
 def dense_product(weight: LayerWeight, value: Tensor, x: Tensor, index: Tensor, bias: Tensor | None) -> Tensor:

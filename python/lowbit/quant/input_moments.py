@@ -44,6 +44,11 @@ class InputMoments:
         """The mean of x x^T, float32 ``[k, k]``."""
         return None if self.products is None else self.products / max(self.rows, 1)
 
+    @property
+    def stored(self) -> tuple[int, Tensor, Tensor | None]:
+        """What a file holds: the arguments of this class."""
+        return self.rows, self.squares, self.products
+
     def add(self, x: Tensor) -> None:
         """Count the rows of ``x [..., k]``."""
         rows = x.detach().reshape(-1, len(self.squares)).float()
@@ -51,6 +56,13 @@ class InputMoments:
         self.squares += rows.square().sum(0, dtype=torch.float64)
         if self.products is not None:
             self.products.addmm_(rows.T, rows)
+
+    def blended(self, others: InputMoments, rows: int) -> InputMoments:
+        """Return these with so many average rows of ``others`` added: few rows say little, none at all nothing."""
+        products = None
+        if self.products is not None and others.products is not None:
+            products = self.products + others.products * (rows / max(others.rows, 1))
+        return InputMoments(self.rows + rows, self.squares + others.squares * (rows / max(others.rows, 1)), products)
 
     def __add__(self, other: InputMoments) -> InputMoments:
         """Return the sums over the rows of both."""

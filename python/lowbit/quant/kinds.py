@@ -98,8 +98,8 @@ class Kind(ABC):
     """Whether ``quantize_`` takes such a layer without being asked."""
     multiplies: ClassVar[bool] = True
     """Whether the weight is multiplied by activations; else its rows are looked up, and no activation is rounded."""
-    calibrated: ClassVar[bool] = True
-    """Whether ``calibrate`` counts the inputs of such a layer."""
+    has_products: ClassVar[bool] = True
+    """Whether ``calibrate`` keeps x x^T of the inputs of such a layer, which GPTQ needs."""
     layout: ClassVar[str] = _C.LAYOUT
     """Of a packed weight that no layer of another kind shares."""
 
@@ -136,6 +136,13 @@ class Kind(ABC):
     def hold(self, module: Any, key: str, packed: nn.Parameter, stored: StoredWeight, dtype: Any = None) -> None:
         """Give a layer a packed weight, which is as ``stored`` says, in place of the float one ``key``; by the first it
         becomes a `packed_class`. ``dtype``: of rows that are looked up; None: that of the float weight."""
+
+    def inputs(
+        self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Iterator[tuple[LayerWeight, int, Tensor]]:
+        """Yield what a call of a layer multiplies: a weight, the number of its matrix, and rows ``[..., k]``; nothing
+        of a layer whose inputs no calibration counts."""
+        return iter(())
 
     def spec_of(self, module: Any, weight: LayerWeight) -> LinearSpec:
         """Return how a packed weight of a layer is stored."""

@@ -132,23 +132,28 @@ def all_finite(weight: Tensor) -> bool:
 
 
 def pack_weight(
-    weight: Tensor, spec: LinearSpec, inputs: InputMoments | None = None, layout: str = _C.LAYOUT
+    weight: Tensor,
+    spec: LinearSpec,
+    inputs: InputMoments | Sequence[InputMoments] | None = None,
+    layout: str = _C.LAYOUT,
 ) -> Packed:
-    """Pack a float weight ``[n, k]`` or ``[experts, n, k]``, as ``spec`` says; ``inputs`` are those of its layer, which
-    weigh the errors.
+    """Pack a float weight ``[n, k]`` or ``[experts, n, k]``, as ``spec`` says; ``inputs`` are those of its layer, or of
+    each expert, which weigh the errors.
 
     Raises:
         ValueError: GPTQ without the hessian of the inputs.
     """
     weight = weight.detach()
-    parts = [_pack_matrix(matrix, spec, inputs, layout) for matrix in (weight if weight.dim() == 3 else [weight])]
+    matrices = weight if weight.dim() == 3 else [weight]
+    of_each = inputs if isinstance(inputs, Sequence) else [inputs] * len(matrices)
+    parts = [_pack_matrix(*each, spec, layout) for each in zip(matrices, of_each, strict=True)]
     packed = torch.stack([part for part, _ in parts]) if weight.dim() == 3 else parts[0][0]
     distortion = functools.reduce(operator.add, (part for _, part in parts))
     return nn.Parameter(packed, requires_grad=False), distortion
 
 
 def _pack_matrix(
-    weight: Tensor, spec: LinearSpec, inputs: InputMoments | None, layout: str
+    weight: Tensor, inputs: InputMoments | None, spec: LinearSpec, layout: str
 ) -> tuple[Tensor, Distortion]:
     if weight.device.type == "meta" or spec.algorithm is None:
         there = weight.to(devices.places.packing(weight.device))

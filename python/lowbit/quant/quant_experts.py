@@ -8,6 +8,8 @@ experts. Rows of a gate and of its values that took turns are packed one after t
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -20,7 +22,7 @@ from lowbit.ops.fakes import FLOATS
 from lowbit.ops.gather_linear import gather_linear
 from lowbit.ops.linear import LinearArgs
 from lowbit.quant.expert_gates import known_gate
-from lowbit.quant.experts import DOWN, Form, dense_product, may_be_experts, refuses, run
+from lowbit.quant.experts import DOWN, Form, dense_product, inputs_of_experts, may_be_experts, refuses, run
 from lowbit.quant.kinds import (
     Kind,
     LayerWeight,
@@ -75,9 +77,9 @@ class QuantExperts(PackedModule):
             self.__dict__["op_gate"] = _op_gate(self, self.float_class)
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Return ``[T, H]``, dtype of ``hidden_states``: one call of `lowbit.experts`, which adds the results of a token
-        in float32 in the order of experts; or where it has no such module two of `gather_linear`, with the step of the
-        float class between them, and then results are added in the order of ``top_k_index``.
+        """Return ``[T, H]``, dtype of ``hidden_states``: one call of `lowbit.experts`, which adds the results of a
+        token in float32 in the order of experts; or where that op has not the step of the float class two calls of
+        `gather_linear` with this step between them, and then results are added in the order of ``top_k_index``.
 
         Args:
             hidden_states: ``[T, H]``; float32, bfloat16 or float16.
@@ -189,7 +191,7 @@ class _ExpertsKind(Kind):
     """Experts of transformers, and modules of others that take and have the same."""
 
     name, float_name, packed_class = "module of experts", "experts", QuantExperts
-    calibrated = False
+    has_products = False
 
     def has(self, cls: type[nn.Module]) -> bool:
         return issubclass(cls, QuantExperts) or may_be_experts(cls)
@@ -217,9 +219,19 @@ class _ExpertsKind(Kind):
                     return f"{op} has no kernels for {value.device.type}"
         return refuses(module, form, QuantExperts)
 
+    def inputs(
+        self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Iterator[tuple[LayerWeight, int, Tensor]]:
+        """Those of each expert; nothing of a packed module, or one that stays float."""
+        if isinstance(module, QuantExperts) or self.refuses(module):
+            return
+        signature = inspect.signature(inspect.unwrap(type(module).forward))  # gpt-oss has other names
+        x, index = signature.bind(module, *args, **kwargs).args[1:3]
+        yield from inputs_of_experts(module, Form.of(module), x, index)
+
     def kernel(self, module: Any, weight: LayerWeight, spec: LinearSpec, like: Tensor) -> str:
-        """That of one call of `experts`, if the other weight, where it is float still, gets the same format; else that of
-        gather_linear for many rows, which also chooses for few."""
+        """That of one call of `experts`, if the other weight, where it is float still, gets the same format; else that
+        of gather_linear for many rows, which also chooses for few."""
         stored, form = module.__dict__.get("stored", {}), module.__dict__.get("form") or Form.of(module)
         specs = {of.key: stored[of.key].spec if of.key in stored else spec for of in self.weights(module)}
         specs[weight.key] = spec

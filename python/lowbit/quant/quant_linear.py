@@ -8,6 +8,7 @@ panels) need no hooks of ours.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -260,6 +261,14 @@ class _LinearKind(Kind):
         device = devices.places.type_of_rows(like.device, "linear")
         one, many = (_C.select_linear(m, *spec.op_args(weight.n, weight.k), dtype, device) for m in (1, 64))
         return one if one == many else f"{one} (m=1), {many}"
+
+    def inputs(
+        self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Iterator[tuple[LayerWeight, int, Tensor]]:
+        (weight,) = self.weights(module)
+        x = args[0] if args else next(iter(kwargs.values()))
+        if x.dim() and x.shape[-1] == weight.k:  # else the layer itself raises the error
+            yield weight, 0, x
 
     def hold(self, module: Any, key: str, packed: nn.Parameter, stored: StoredWeight, dtype: Any = None) -> None:
         """The object stays the same (its class changes, as FSDP2 does it), so that hooks, other owners of the layer and

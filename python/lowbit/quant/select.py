@@ -136,8 +136,8 @@ def _reason_to_skip(module: nn.Module, kind: Kind, config: FormatConfig) -> str:
     if reason := reason_to_skip(module):
         return reason
     needs_inputs = isinstance(config.spec(torch.float32).algorithm, GPTQ)
-    if needs_inputs and kind.multiplies and not kind.calibrated and not is_packed(module):
-        return f"GPTQ needs its inputs, which calibrate does not count of a {kind.name}"
+    if needs_inputs and kind.multiplies and not kind.has_products and not is_packed(module):
+        return f"GPTQ needs x x^T of its inputs, which calibrate does not keep of a {kind.name}"
     return ""
 
 
