@@ -16,6 +16,9 @@ constexpr int64_t kExpandRows = 16;
 
 template <Format kFormat>
 using DotOf = std::conditional_t<kFormat == Format::int4, Dot4, Dot8>;
+// int4 panel by panel is prefetched as the processor likes it. Several panels at once are in four streams.
+template <Format kFormat, int kPanels>
+using AheadOf = std::conditional_t<kFormat == Format::int4 && kPanels == 1, Int4Ahead, Ahead>;
 
 // The address of a half's first code: two halves of int4 share their bytes.
 template <Format kFormat>
@@ -23,12 +26,21 @@ LOWBIT_INLINE const uint8_t* half_at(const uint8_t* codes, int64_t half) {
   return codes + (kFormat == Format::int4 ? half / 2 : half) * kStepsPerHalf * 64;
 }
 
+// A line of codes in one load, where load_codes has two on AVX-512: rows that have products enough to wait for gain 1.1
+// times (int4, m = 2 to 6, from L3, Zen 4).
+LOWBIT_INLINE u8x64 load_line(const uint8_t* step) {
+  return __builtin_bit_cast(u8x64, load_i32(reinterpret_cast<const int32_t*>(step)));
+}
+
 // The codes of one step; kHigh: an odd half, which int4 stores in the high nibbles.
-template <Format kFormat, bool kHigh>
+template <Format kFormat, bool kHigh, bool kWhole = false>
 LOWBIT_INLINE auto dot_codes(const uint8_t* step) {
-  if constexpr (kFormat == Format::int8) return Dot8::codes(load_codes(step));
-  else if constexpr (kHigh) return Dot4::high(load_codes(step));
-  else return Dot4::low(load_codes(step));
+  if constexpr (kFormat == Format::int8) {
+    return Dot8::codes(load_codes(step));
+  } else {
+    const u8x64 line = kWhole ? load_line(step) : load_codes(step);
+    return kHigh ? Dot4::high(line) : Dot4::low(line);
+  }
 }
 
 // Unpacks all codes of a panel for the dot products. Pays from kExpandRows rows on: unpacking takes an eighth (int4) to
@@ -65,7 +77,7 @@ LOWBIT_INLINE f32x16 add_sum(f32x16 result, i32x16 total, const RowSum& sum, f32
 template <Format kFormat, bool kHigh, bool kExpanded, bool kOneHalf, int kSteps, int kRows, int kPanels, class Step>
 LOWBIT_INLINE void dot_half(const PanelView* panels, const typename DotOf<kFormat>::Codes* expanded,
                             int64_t expanded_stride, int64_t half, const Step* const* a,
-                            Ahead (&ahead)[kPanels], i32x16 (&total)[kRows][kPanels]) {
+                            AheadOf<kFormat, kPanels> (&ahead)[kPanels], i32x16 (&total)[kRows][kPanels]) {
   using Dot = DotOf<kFormat>;
   constexpr int kChains = kRows * kPanels * Dot::kChains <= 8 ? Dot::kChains
                           : kRows * kPanels <= 4              ? smaller(2, Dot::kChains)
@@ -90,7 +102,8 @@ LOWBIT_INLINE void dot_half(const PanelView* panels, const typename DotOf<kForma
     typename Dot::Codes codes[kPanels];
 #pragma GCC unroll 4
     for (int p = 0; p < kPanels; p++)
-      codes[p] = kExpanded ? wide[p][step] : dot_codes<kFormat, kHigh>(packed[p] + step * 64);
+      codes[p] = kExpanded ? wide[p][step]
+                           : dot_codes<kFormat, kHigh, kRows != 1 && kPanels == 1>(packed[p] + step * 64);
 #pragma GCC unroll 16
     for (int r = 0; r < kRows; r++)
 #pragma GCC unroll 4
@@ -112,8 +125,9 @@ LOWBIT_INLINE void dot_half(const PanelView* panels, const typename DotOf<kForma
     }
 }
 
-// The codes of panels from expand_panel, `stride` apart. ahead_lines cache lines from `ahead` on are prefetched in each
-// half: this tile's share of the panels that are expanded next.
+// The codes of panels from expand_panel, `stride` apart, or null. ahead_lines cache lines from `ahead` on are
+// prefetched in each half: this tile's share of the panels that are expanded next. Without codes `ahead` is the first
+// of the panels that are read next.
 template <class Codes>
 struct Expanded {
   const Codes* codes = nullptr;
@@ -133,11 +147,12 @@ void dot_tile(const PackedWeight& weight, const Int8Rows<typename DotOf<kFormat>
   const WeightSpec& spec = weight.spec;
   const int64_t halves = ceil_div(spec.k, kSteps * 4), halves_per_sum = Sums(spec).k / (kSteps * 4);
   PanelView panels[kPanels];
-  Ahead next[kPanels];
-  const int64_t next_step = kPanels * spec.panel_bytes();
+  AheadOf<kFormat, kPanels> next[kPanels];
   for (int p = 0; p < kPanels; p++) {
     panels[p] = view_panel(spec, weight.data, panel + (p < count ? p : 0));
-    if constexpr (!kExpanded) next[p] = Ahead(spec, panels[p], next_step, in_four_streams<kFormat>(spec, true));
+    const uint8_t* const ahead = expanded.ahead + p * spec.panel_bytes();
+    if constexpr (!kExpanded && kFormat == Format::int4 && kPanels == 1) next[p] = Int4Ahead(spec, panels[p], ahead);
+    else if constexpr (!kExpanded) next[p] = Ahead(spec, panels[p], ahead, in_four_streams<kFormat>(spec, true));
   }
   const typename Dot::Step* a[kRows];
   const RowSum* sums[kRows];
@@ -221,24 +236,26 @@ struct CodeRows {
     const bool expand = block.count() >= kExpandRows || is_unpacked(spec.format);
     const Scratch memory(expand ? kDotPanels * steps * static_cast<int64_t>(sizeof(Codes)) : 0);
     Codes* const expanded = expand ? memory.as<Codes>() : nullptr;
-    // One row wants one sequential stream: VNNI, one thread, 28 -> 39 GB/s.
-    const int64_t at_once = block.count() == 1 ? 1 : kDotPanels;
+    const int64_t at_once = expand || !alone(block.count()) ? kDotPanels : 1;
     for (int64_t panel = panels.begin; panel < panels.end; panel += at_once) {
-      const int width = static_cast<int>(smaller(at_once, panels.end - panel));
-      for (int p = 0; expand && p < width; p++)
+      const Span now{panel, smaller(panels.end, panel + at_once)};
+      for (int p = 0; expand && p < now.count(); p++)
         expand_panel<kFormat>(spec, view_panel(spec, weight.data, panel + p), steps / kStepsPerHalf,
                               expanded + p * steps);
-      multiply_panels(weight, sink, block, panel, width, expanded);
+      multiply_panels(weight, sink, block, now, weight.upcoming(panels, panel + at_once), expanded);
     }
   }
 
  private:
+  // Whether panels that are not expanded are read one at a time: one row wants one sequential stream (VNNI, one thread,
+  // 28 -> 39 GB/s), and so does what is prefetched in one (W4A8, m = 2 to 6: 1.1 to 1.3 times, Zen 4).
+  static bool alone(int64_t rows) { return rows == 1 || (kFormat == Format::int4 && reads_through_l2()); }
   static int64_t panel_steps(const WeightSpec& spec) {
     return spec.padded_k() / kHalfK * kStepsPerHalf;  // codes in planes fill whole tiles
   }
 
-  // All rows of a block times `width` panels. expanded: the panels' codes, or null.
-  void multiply_panels(const PackedWeight& weight, const Sink& sink, Span block, int64_t panel, int width,
+  // All rows of a block times panels that are read at once. expanded: their codes, or null.
+  void multiply_panels(const PackedWeight& weight, const Sink& sink, Span block, Span panels, const uint8_t* upcoming,
                        const Codes* expanded) const {
     const WeightSpec& spec = weight.spec;
     const RowTiles tiles(block.count(), kDotRows);
@@ -247,27 +264,35 @@ struct CodeRows {
                   lines = expanded ? ceil_div(kDotPanels * spec.panel_bytes() / 64, tiles.count * halves) : 0;
     for (int64_t tile = 0; tile < tiles.count; tile++)
       with_count<kDotRows>(tiles.height(tile), [&](auto kRows) {
-        const int64_t row = block.begin + tiles.begin(tile);
-        const auto run = [&](auto kPanels) {
-          if (!expanded)
-            return dot_tile<kFormat, false, false, kRows, kPanels>(weight, rows, sink, row, panel, width, {});
-          // No tile of kExpandRows or more rows is lower; codes in planes, read as int8, are always expanded.
-          if constexpr (2 * kRows >= kDotRows || kFormat == Format::int8) {
-            const uint8_t* ahead =
-                weight.data + (panel + kDotPanels) * spec.panel_bytes() + tile * lines * 64 * halves;
-            const Expanded<Codes> codes{expanded, width > 1 ? steps : 0, ahead, lines};
-            if constexpr (kFormat == Format::int8)
-              if (spec.group_size == 16)
-                return dot_tile<kFormat, true, true, kRows, kPanels, kStepsPerHalf / 2>(weight, rows, sink, row, panel,
-                                                                                       width, codes);
-            spec.group_size == kHalfK
-                ? dot_tile<kFormat, true, true, kRows, kPanels>(weight, rows, sink, row, panel, width, codes)
-                : dot_tile<kFormat, true, false, kRows, kPanels>(weight, rows, sink, row, panel, width, codes);
-          }
+        const Expanded<Codes> codes{expanded, panels.count() > 1 ? steps : 0, upcoming + tile * lines * 64 * halves,
+                                    lines};
+        const auto run = [&](auto kExpanded, auto kPanels, auto kOneHalf, auto kSteps) {
+          dot_tile<kFormat, kExpanded, kOneHalf, kRows, kPanels, kSteps>(
+              weight, rows, sink, block.begin + tiles.begin(tile), panels.begin, static_cast<int>(panels.count()),
+              codes);
         };
-        if constexpr (kRows == 1)
-          if (block.count() == 1) return run(std::integral_constant<int, 1>{});
-        run(std::integral_constant<int, kDotPanels>{});
+        constexpr std::true_type yes;
+        constexpr std::false_type no;
+        constexpr std::integral_constant<int, 1> one;
+        constexpr std::integral_constant<int, kDotPanels> several;
+        constexpr std::integral_constant<int, kStepsPerHalf> whole;
+        const bool one_half = spec.group_size == kHalfK;
+        if (!expanded) {
+          const auto stream = [&](auto kPanels) {
+            if constexpr (kFormat == Format::int4 && kPanels == 1)
+              if (one_half) return run(no, kPanels, yes, whole);
+            run(no, kPanels, no, whole);
+          };
+          if constexpr (kFormat == Format::int4 || kRows == 1)
+            if (alone(block.count())) return stream(one);
+          stream(several);
+        } else if constexpr (2 * kRows >= kDotRows || kFormat == Format::int8) {
+          // No tile of kExpandRows or more rows is lower; codes in planes, read as int8, are always expanded.
+          if constexpr (kFormat == Format::int8)
+            if (spec.group_size == 16)
+              return run(yes, several, yes, std::integral_constant<int, kStepsPerHalf / 2>{});
+          one_half ? run(yes, several, yes, whole) : run(yes, several, no, whole);
+        }
       });
   }
 };

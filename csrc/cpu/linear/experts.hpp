@@ -135,8 +135,8 @@ class ExpertsBlock {
     Arena arena = memory.arena();
     void* const hidden = make(up, down, first, arena);
     up.prepare();
-    up.for_tasks(ceil_div(down_.spec.k, kPanelColumns), [&](int64_t r, Span block, Span columns) {
-      gate_up(up, r, block, columns, static_cast<char*>(hidden), first);
+    up.for_tasks(ceil_div(down_.spec.k, kPanelColumns), [&](const RangeTask& task, const RangeTask& next) {
+      gate_up(up, task, next, static_cast<char*>(hidden), first);
     });
     down.prepare();
     const int64_t panels = down_.spec.panels();
@@ -156,22 +156,31 @@ class ExpertsBlock {
     return hidden;
   }
 
-  // columns: of hidden, in panels. first: the pair whose row of hidden is row 0.
-  void gate_up(const PassProduct& up, int64_t r, Span block, Span columns, char* hidden, int64_t first) const {
-    const RowRange& range = up.range(r);
-    const int64_t width = down_.spec.k;
-    const Span of{columns.begin * kPanelColumns, smaller(width, columns.end * kPanelColumns)};
-    const GatePanels panels(args_.gate, width, of);
-    const int64_t stride = panels.stride();
+  // The columns of hidden of a task, and the panels of gate_up that have them.
+  Span columns(const RangeTask& task) const {
+    return {task.part.begin * kPanelColumns, smaller(down_.spec.k, task.part.end * kPanelColumns)};
+  }
+  GatePanels gate_panels(const RangeTask& task) const { return {args_.gate, down_.spec.k, columns(task)}; }
+
+  // next: the task that follows. first: the pair whose row of hidden is row 0.
+  void gate_up(const PassProduct& up, const RangeTask& task, const RangeTask& next, char* hidden,
+               int64_t first) const {
+    const RowRange& range = up.range(task.r);
+    const Span block = task.block, of = columns(task);
+    const GatePanels panels = gate_panels(task);
+    const int64_t stride = panels.stride(), width = down_.spec.k;
     const Scratch memory((block.count() * stride + 16) * static_cast<int64_t>(sizeof(float)));  // vectors of 16
     float* sums = memory.as<float>();
-    for (const Span part : {panels.gates, panels.ups}) {
-      if (part.count() == 0) continue;
+    const uint8_t* const after = gate_up_.panel(up.range(next.r).weight, gate_panels(next).gates.begin);
+    const auto multiply = [&](Span part, const uint8_t* upcoming) {
       Sink sink = gate_up_.sink(range.weight, sums, DType::float32, stride);
       sink.first = -block.begin, sink.column = part.begin * kPanelColumns;
-      up.multiply(r, gate_up_.weight(range.weight), sink, block, part);
+      up.multiply(task.r, gate_up_.weight(range.weight, upcoming), sink, block, part);
       sums += part.count() * kPanelColumns;
-    }
+    };
+    const bool has_ups = panels.ups.count() > 0;
+    multiply(panels.gates, has_ups ? gate_up_.panel(range.weight, panels.ups.begin) : after);
+    if (has_ups) multiply(panels.ups, after);
     for (int64_t row = block.begin; row < block.end; row++)
       gate_row(args_.gate, panels, memory.as<float>() + (row - block.begin) * stride, of.count(), hidden,
                args_.x.dtype, (range.first - first + row) * width + of.begin);
@@ -186,9 +195,12 @@ class ExpertsBlock {
       Sink sink = down_.sink(range.weight, sums, DType::float32, stride);
       sink.column = panels.begin * kPanelColumns;
       sink.index = order_.x_row + range.first, sink.factor = factors_ + range.first;
+      // After the last range those of the first one, of the next columns.
+      const bool last = r + 1 == down.count();
+      const uint8_t* const next = down_.panel(down.range(last ? 0 : r + 1).weight, last ? panels.end : panels.begin);
       const RowBlocks blocks = down.blocks(r);
       for (int64_t block = 0; block < blocks.count; block++)
-        down.multiply(r, down_.weight(range.weight), sink, blocks.at(block), panels);
+        down.multiply(r, down_.weight(range.weight, next), sink, blocks.at(block), panels);
     }
     if (!ends) return;
     const int64_t n = down_.spec.n;

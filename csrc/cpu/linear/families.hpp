@@ -69,9 +69,10 @@ struct Weights {
   const TensorView& packed;  // [E, panels, panel_bytes]
   const TensorView& bias;    // [E, n] or none
 
-  PackedWeight weight(int64_t e) const {
-    return {spec, packed.as<const uint8_t>() + e * spec.panels() * spec.panel_bytes()};
+  const uint8_t* panel(int64_t e, int64_t panel) const {
+    return packed.as<const uint8_t>() + (e * spec.panels() + panel) * spec.panel_bytes();
   }
+  PackedWeight weight(int64_t e, const uint8_t* next) const { return {spec, panel(e, 0), next}; }
   // Where sums of weight e go, with its bias.
   Sink sink(int64_t e, void* y, DType dtype, int64_t stride) const {
     const int64_t bytes = bias ? spec.n * static_cast<int64_t>(size_of(bias.dtype)) : 0;
@@ -90,6 +91,12 @@ struct SharedRows {
   const Family* family = nullptr;  // null: none
   const int32_t* index = nullptr;  // index of each ordered row
   alignas(8) char rows[kRowsBytes] = {};
+};
+
+// A block of rows of range r times a part of its panels, or of other columns.
+struct RangeTask {
+  int64_t r;
+  Span block, part;
 };
 
 // One product of a range. pieces, tasks: the number of them in this range and those before it in its pass.
@@ -133,8 +140,8 @@ class PassProduct {
     });
   }
 
-  // body(r, block, part) for all ranges, blocks of their rows and parts of `width`, in panels: tasks of like work, so
-  // that ranges of many rows are cut into more of them.
+  // body(task, next) for all ranges, blocks of their rows and parts of `width`, in panels: tasks of like work, so that
+  // ranges of many rows are cut into more of them. next: the task that the thread takes then, if no other takes it.
   template <class Body>
   void for_tasks(int64_t width, Body&& body) const {
     const int threads = this->threads();
@@ -144,10 +151,8 @@ class PassProduct {
       product.chunk = product.family->cut.chunk(width * rows_ / ranges_[r].count, threads);
       product.tasks = tasks += blocks(r).count * ceil_div(width, product.chunk);
     }
-    parallel_for(tasks, threads, [&](int64_t task) {
-      const int64_t r = find(&RangeProduct::tasks, task), number = task - (r ? products_[r - 1].tasks : 0),
-                    chunk = products_[r].chunk, chunks = ceil_div(width, chunk);
-      body(r, blocks(r).at(number / chunks), piece_of(width, chunk, number % chunks));
+    parallel_for(tasks, threads, [&](int64_t number) {
+      body(task(width, number), task(width, smaller(number + 1, tasks - 1)));
     });
   }
 
@@ -158,6 +163,12 @@ class PassProduct {
 
  private:
   bool finds(int64_t r) const { return shared_ && shared_->family == products_[r].family; }
+
+  RangeTask task(int64_t width, int64_t number) const {
+    const int64_t r = find(&RangeProduct::tasks, number), at = number - (r ? products_[r - 1].tasks : 0),
+                  chunk = products_[r].chunk, chunks = ceil_div(width, chunk);
+    return {r, blocks(r).at(at / chunks), piece_of(width, chunk, at % chunks)};
+  }
 
   // The range that has this piece or task.
   int64_t find(int64_t RangeProduct::* end, int64_t number) const {

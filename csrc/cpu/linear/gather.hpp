@@ -20,11 +20,12 @@ inline void gather_pass(const GatherLinearArgs& args, const WeightOrder& order, 
   Arena arena = memory.arena();
   product.make(x, 0, arena);
   product.prepare();
-  product.for_tasks(weights.spec.panels(), [&](int64_t r, Span block, Span panels) {
-    const RowRange& range = product.range(r);
+  product.for_tasks(weights.spec.panels(), [&](const RangeTask& task, const RangeTask& next) {
+    const RowRange& range = product.range(task.r);
     Sink sink = weights.sink(range.weight, args.y.data, args.y.dtype, weights.spec.n);
     sink.index = order.y_row + range.first;
-    product.multiply(r, weights.weight(range.weight), sink, block, panels);
+    const uint8_t* const upcoming = weights.panel(product.range(next.r).weight, next.part.begin);
+    product.multiply(task.r, weights.weight(range.weight, upcoming), sink, task.block, task.part);
   });
 }
 

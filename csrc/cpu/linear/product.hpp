@@ -44,7 +44,13 @@ struct XView {
 
 struct PackedWeight {
   WeightSpec spec;
-  const uint8_t* data;  // [panels][panel_bytes]
+  const uint8_t* data;            // [panels][panel_bytes]
+  const uint8_t* next = nullptr;  // the panel that the thread takes after those of a task; null: the one behind them
+
+  // Panel number `panel`, or where a task of `panels` ends before it the one that is taken then: to be prefetched.
+  LOWBIT_INLINE const uint8_t* upcoming(Span panels, int64_t panel) const {
+    return next && panel >= panels.end ? next : data + panel * spec.panel_bytes();
+  }
 };
 
 // Range number `piece` of `count` elements cut into ranges of `length`.
