@@ -23,7 +23,7 @@ LOWBIT_INLINE const uint8_t* half_at(const uint8_t* codes, int64_t half) {
   return codes + (kFormat == Format::int4 ? half / 2 : half) * kStepsPerHalf * 64;
 }
 
-// The codes of one step; kHigh: an odd half, which int4 stores in the high nibbles.
+// The codes of one step; kHigh: an odd half, which int4 keeps in the high nibbles.
 template <Format kFormat, bool kHigh>
 LOWBIT_INLINE auto dot_codes(const uint8_t* step) {
   if constexpr (kFormat == Format::int8) return Dot8::codes(load_codes(step));
@@ -237,7 +237,7 @@ struct CodeRows {
     return spec.padded_k() / kHalfK * kStepsPerHalf;  // codes in planes fill whole tiles
   }
 
-  // All rows of a block times `width` panels. expanded: the panels' codes, or null.
+  // All rows of a block times `width` panels. expanded: their codes, or null.
   void multiply_panels(const PackedWeight& weight, const Sink& sink, Span block, int64_t panel, int width,
                        const Codes* expanded) const {
     const WeightSpec& spec = weight.spec;
