@@ -121,7 +121,7 @@ class AheadInL2 {
   }
 
  private:
-  // What memory has on its way to a thread, with room: 4 KiB are 0.9 of the speed, 32 KiB as good (Zen 4).
+  // Memory has somewhat less on its way to a thread: 4 KiB are 0.9 of the speed, 32 KiB as good (Zen 4).
   static constexpr int64_t kAhead = 8 << 10;
   static constexpr int kL2 = 2;  // a hint of __builtin_prefetch
 

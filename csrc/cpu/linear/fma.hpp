@@ -101,9 +101,9 @@ LOWBIT_INLINE void stream_step(const PanelView& panel, bool mostly_plain, const 
 
 template <Format kFormat, int64_t kStep, int kRows>
 void stream_panel(const PackedWeight& weight, const PanelView& view, const OrderedRows& rows, const Sink& sink,
-                  int64_t row, int64_t panel, const uint8_t* upcoming) {
+                  int64_t row, int64_t panel) {
   const WeightSpec& spec = weight.spec;
-  Ahead next(spec, view, upcoming, in_four_streams<kFormat>(spec, kStreamFour));
+  Ahead next(spec, view, view.end, in_four_streams<kFormat>(spec, kStreamFour));
   const bool mostly_plain = Unit<kFormat>::mostly_plain(view.codes);
   const float *x[kRows], *group_sums[kRows];
   for (int r = 0; r < kRows; r++) {
@@ -173,8 +173,7 @@ struct StreamRows {
       for (int64_t tile = 0; tile < tiles.count; tile++)
         with_count<kStreamRows>(tiles.height(tile), [&](auto kRows) {
           with_step<kFormat>(weight.spec, [&](auto kStep) {
-            stream_panel<kFormat, kStep, kRows>(weight, view, rows, sink, block.begin + tiles.begin(tile), panel,
-                                                weight.upcoming(panels, panel + 1));
+            stream_panel<kFormat, kStep, kRows>(weight, view, rows, sink, block.begin + tiles.begin(tile), panel);
           });
         });
     }

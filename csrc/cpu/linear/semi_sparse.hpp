@@ -63,10 +63,10 @@ LOWBIT_INLINE void semi_sparse_half(const PanelView& panel, int64_t k, const int
 // Rows row..row+kRows of the prepared activations times one panel.
 template <int kRows>
 void semi_sparse_tile(const PackedWeight& weight, const Int8Rows<int8_t>& rows, const Sink& sink, int64_t row,
-                      int64_t panel, const uint8_t* upcoming) {
+                      int64_t panel) {
   const WeightSpec& spec = weight.spec;
   const PanelView view = view_panel(spec, weight.data, panel);
-  Ahead next(spec, view, upcoming, reads_in_streams());
+  Ahead next(spec, view, view.end, reads_in_streams());
   const int8_t* a[kRows];
   f32x16 result[kRows];
   for (int r = 0; r < kRows; r++) a[r] = rows.codes + (row + r) * rows.code_stride, result[r] = set1(0.0f);
@@ -115,8 +115,7 @@ struct SemiSparseRows {
     for (int64_t panel = panels.begin; panel < panels.end; panel++)
       for (int64_t tile = 0; tile < tiles.count; tile++)
         with_count<kSemiSparseRows>(tiles.height(tile), [&](auto kRows) {
-          semi_sparse_tile<kRows>(weight, rows, sink, block.begin + tiles.begin(tile), panel,
-                                  weight.upcoming(panels, panel + 1));
+          semi_sparse_tile<kRows>(weight, rows, sink, block.begin + tiles.begin(tile), panel);
         });
   }
 };

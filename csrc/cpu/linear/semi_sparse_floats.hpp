@@ -23,12 +23,12 @@ LOWBIT_INLINE bool are_finite(const XView& view, const WeightSpec& spec, int64_t
 
 template <int kRows>
 void semi_sparse_stream(const PackedWeight& weight, const float* values, int64_t stride, const Sink& sink,
-                        int64_t panel, const uint8_t* upcoming) {
+                        int64_t panel) {
   using Codec = codec_of<Format::int8_semi_sparse>;
   constexpr int kSlots = Codec::slots_of_step, kLines = 12;  // as in semi_sparse_half
   const WeightSpec& spec = weight.spec;
   const PanelView view = view_panel(spec, weight.data, panel);
-  Ahead next(spec, view, upcoming, reads_in_streams());
+  Ahead next(spec, view, view.end, reads_in_streams());
   f32x16 result[kRows];
   for (f32x16& sums : result) sums = set1(0.0f);
   const int64_t steps = ceil_div(spec.k, Codec::k_of_step), group_steps = spec.group_k() / Codec::k_of_step;
@@ -93,10 +93,7 @@ struct SteppedRows {
   void multiply(const PackedWeight& weight, const Sink& sink, Span block, Span panels) const {
     for (int64_t panel = panels.begin; panel < panels.end; panel++)
       with_count<kStreamRows>(static_cast<int>(block.count()),
-                              [&](auto kRows) {
-                                semi_sparse_stream<kRows>(weight, values, stride, sink, panel,
-                                                          weight.upcoming(panels, panel + 1));
-                              });
+                              [&](auto kRows) { semi_sparse_stream<kRows>(weight, values, stride, sink, panel); });
   }
 };
 

@@ -263,7 +263,7 @@ struct PartProduct {
       order_rows<kRead>(x, spec, row, 1, ordered);
       for (int64_t panel = panels.begin; panel < panels.end; panel++)
         stream_panel<kRead, kStepK<kRead>, 1>(weight, readable_panel<kRead>(weight, panel, room), ordered, sink, 0,
-                                              panel, weight.upcoming(panels, panel + 1));
+                                              panel);
     });
   }
 };
