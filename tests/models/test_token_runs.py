@@ -274,19 +274,36 @@ def changes(model: nn.Module) -> dict[str, Callable[[], Any]]:
     }
 
 
+class Changing(transformers.StoppingCriteria):
+    """A criterion that does something at one of the tokens."""
+
+    def __init__(self, streamer: Streamer) -> None:
+        self.streamer = streamer
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        self.streamer.put(input_ids)
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+
+BY_CRITERIA = {"other layer", "other head", "eps", "record"}
+"""Changes that only a criterion or a processor of others may make."""
+
+
 @pytest.mark.parametrize("change", changes(nn.Module()))
 def test_a_change_in_the_middle_counts_from_the_next_token_on(change: str) -> None:
-    results = []
-    for ours in (True, False):
-        model = fused()
-        torch.manual_seed(3)
-        streamer = Streamer(6, changes(model)[change])
-        call = lambda model: answer(model, prompt(1), streamer=streamer, **TOLD)  # noqa: B023, E731
-        results.append(call(model) if ours else by_transformers(model, call))
-    if change == "unfuse":  # a float32 sum in another order
-        assert torch.equal(results[0].sequences, results[1].sequences)
-    else:
-        assert_same(*results)
+    for by_streamer in (False,) if change in BY_CRITERIA else (False, True):
+        results = []
+        for ours in (True, False):
+            model = fused()
+            torch.manual_seed(3)
+            streamer = Streamer(6, changes(model)[change])
+            caller = {"streamer": streamer} if by_streamer else {"stopping_criteria": [Changing(streamer)]}
+            call = lambda model: answer(model, prompt(1), **caller, **TOLD)  # noqa: B023, E731
+            results.append(call(model) if ours else by_transformers(model, call))
+        if change == "unfuse":  # a float32 sum in another order
+            assert torch.equal(results[0].sequences, results[1].sequences)
+        else:
+            assert_same(*results)
 
 
 @pytest.mark.parametrize("caller", [False, True])

@@ -13,7 +13,7 @@ from lowbit.models.lowbit_attention import lowbit_attention
 
 if int(transformers.__version__.partition(".")[0]) < 5:
     raise ImportError(
-        f"lowbit.huggingface needs transformers 5 or later, got {transformers.__version__}, with other classes of caches"
+        f"lowbit.huggingface needs transformers 5 or later, got {transformers.__version__}: its caches are others"
     )
 
 NAME = "lowbit"

@@ -22,7 +22,7 @@ _SERVED = {"attention_mask", "logits_to_keep", "past_key_values", "position_ids"
 """Arguments of the model that a token is served with."""
 _BY_NUMBERS = {EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria}
 _KNOWN = ("lowbit", "transformers")
-"""Packages whose streamers, criteria and processors leave the model and its cache alone."""
+"""Packages whose criteria and processors leave the model and its cache alone."""
 
 
 def serves(config: Any, ids: Tensor, synced: bool, arguments: dict[str, Any]) -> bool:
@@ -99,19 +99,10 @@ class Generation:
         """Begin the run of tokens, unless sequences go on at different positions."""
         first, *others = self._arguments["position_ids"][:, -1].tolist()
         if all(position == first for position in others):
-            watched = self._is_watched()
-            self._run = TokenRun(self._model, self._arguments["past_key_values"], first, watched)
-
-    def _is_watched(self) -> bool:
-        """Whether foreign code runs between two tokens, which may do anything with the model and its cache."""
-        called = [*self._processors, *self._criteria]
-        if self._streamer is not None:
-            called.append(self._streamer)
-            if getattr(self._arguments["past_key_values"], "_is_user_defined", False):
-                return True
-        return not all(type(each).__module__.partition(".")[0] in _KNOWN for each in called) or any(
-            hasattr(each, "_prefix_allowed_tokens_fn") for each in called
-        )
+            cache = self._arguments["past_key_values"]
+            changing = not all(map(_is_known, (*self._processors, *self._criteria)))
+            watched = changing or (self._streamer is not None and getattr(cache, "_is_user_defined", False))
+            self._run = TokenRun(self._model, cache, first, changing, watched)
 
     def _add(self, sequences: _Sequences, logits: Tensor, ends: _Ends | _EndOfOne) -> bool:
         """Choose the next tokens by ``logits [B, V]`` and add them; return whether they are the last ones."""
@@ -152,6 +143,12 @@ class Generation:
         outputs = model(**inputs, return_dict=True)
         self._arguments = model._update_model_kwargs_for_generation(outputs, arguments)
         return outputs.logits[:, -1]
+
+
+def _is_known(called: Any) -> bool:
+    """Whether this criterion or processor is of a package that leaves the model alone, and calls nothing of others."""
+    package = type(called).__module__.partition(".")[0]
+    return package in _KNOWN and not hasattr(called, "_prefix_allowed_tokens_fn")
 
 
 class _Sequences:

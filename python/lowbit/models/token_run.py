@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from lowbit.models.fused_decoder import FusedDecoder, stand_ins, with_children
 from lowbit.models.fused_layer import MISSING, calls_lowbit_attention
@@ -101,16 +102,19 @@ class TokenRun:
         model: a `FusedCausalLM`.
         cache: a DynamicCache.
         position: of the next token.
-        watched: whether others may change the model, or look at the cache, between two tokens. Else the model is looked
-            at, and the tokens in the cache are counted, once for `AHEAD` tokens.
+        changing: whether foreign code may change the model between two tokens, so that all of it is looked at for each
+            token; else hooks, class and mode are, and the rest once for `AHEAD` tokens.
+        watched: whether foreign code may look at the cache between two tokens, so that each is counted there.
     """
 
-    def __init__(self, model: Any, cache: Any, position: int, watched: bool) -> None:
+    def __init__(self, model: Any, cache: Any, position: int, changing: bool, watched: bool) -> None:
         self._model, self._cache, self._position = model, cache, position
-        self._ahead = 1 if watched else AHEAD
+        self._looks_ahead = 1 if changing else AHEAD
+        self._room_ahead = 1 if watched else AHEAD
         self._parts: Any = Parts(model)
         self._program = TokenProgram()
-        self._checked = 0  # tokens for which the model need not be looked at again
+        self._seen: tuple[Any, ...] = ()
+        self._checked = 0  # tokens for which the rest need not be looked at again
         self._rows: list[list[Tensor]] = []
         """Rotary embeddings and masks of the next tokens, the next one last."""
         self._room = self._written = 0  # tokens that the states have room for; those that are written and not counted
@@ -128,7 +132,7 @@ class TokenRun:
         return None  # another thread has given the model back meanwhile; nothing was written
 
     def _logits(self, tokens: Tensor) -> Tensor | None:
-        if not self._checked and not self._look_at_model(tokens.shape[0]):
+        if not (self._checked and self._seen == self._at_a_glance()) and not self._look_at_model(tokens.shape[0]):
             return None
         self._checked -= 1
         x, program = self._parts.embedding(tokens), self._program
@@ -141,7 +145,7 @@ class TokenRun:
         self._position += 1
         self._room -= 1
         self._written += 1
-        if self._ahead == 1:
+        if self._room_ahead == 1:
             self.count()
         return y if program.head is not None else self._parts.head(y)
 
@@ -158,9 +162,15 @@ class TokenRun:
                 layer.extend(self._written)
         self._room = self._written = 0
 
+    def _at_a_glance(self) -> tuple[Any, ...]:
+        """Values that change where a hook is added, the model is given back or trained, or its attention is set. To
+        look at all of its modules is a tenth of a small model's token."""
+        model = self._model
+        return type(model), model.training, RemovableHandle.next_id, model.config._attn_implementation
+
     def _look_at_model(self, batch: int) -> bool:
         """Whether there is a program of the model as it is now."""
-        model = self._model
+        model, seen = self._model, self._at_a_glance()
         if not isinstance(model, Fused) or model.training or has_hooks(model) or is_traced():
             return False
         facts = model.facts
@@ -173,7 +183,7 @@ class TokenRun:
         program, dtype = facts["kept"], parts.norm.weight.dtype
         if not program.serves(dtype) or not program.is_of(parts.head):
             program = facts["kept"] = TokenProgram(parts, dtype)
-        self._program, self._checked = program, self._ahead
+        self._program, self._checked, self._seen = program, self._looks_ahead, seen
         return program.run is not None and (program.merged or batch == 1)
 
     def _look_ahead(self, x: Tensor) -> bool:
@@ -189,7 +199,7 @@ class TokenRun:
     def _find_room(self, x: Tensor) -> bool:
         """Find room for tokens in the cache: for one in layers with a window, which moves with each."""
         self.count()
-        many = self._ahead if all(type(layer) is GrowingLayer for layer in self._cache.layers) else 1
+        many = self._room_ahead if all(type(layer) is GrowingLayer for layer in self._cache.layers) else 1
         places = self._program.places(x, self._cache, many)
         if places is None:
             return False
