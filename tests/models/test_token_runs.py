@@ -105,7 +105,7 @@ def test_rotary_embeddings_ahead_are_those_of_each_token(rope: str, runs: list[b
     model = fused(rope_parameters=parameters, max_position_embeddings=16)
     parts, x = Parts(model), torch.zeros(1, 1, 64)
     with torch.no_grad():
-        pairs = rotary_embeddings(parts, x, 5, 40 if rope != "dynamic" else 1)
+        pairs = rotary_embeddings(parts, x, torch.arange(5, 45 if rope != "dynamic" else 6)[None])
         for at in range(pairs[0][0].shape[1]):
             wanted = model.model.rotary_emb(x, torch.tensor([[5 + at]]))
             assert torch.equal(pairs[0][0][:, at], wanted[0][:, 0]) and torch.equal(pairs[0][1][:, at], wanted[1][:, 0])
@@ -122,6 +122,7 @@ def sampled(model: nn.Module, **options: Any) -> Any:
 
 
 TOLD = dict(return_dict_in_generate=True, output_scores=True, output_logits=True)
+PADDED = torch.tensor([[0] * 4 + [1] * 5, [1] * 9])
 AS_RUNS: dict[str, Callable[[nn.Module], Any]] = {
     "one sequence": lambda model: answer(model, prompt(1)),
     "sampling": lambda model: sampled(model, top_k=20, top_p=0.9, temperature=0.7, repetition_penalty=1.2, **TOLD),
@@ -135,6 +136,7 @@ AS_RUNS: dict[str, Callable[[nn.Module], Any]] = {
     "max_length": lambda model: answer(model, prompt(1), max_new_tokens=None, max_length=14),
     "chunks of a prompt": lambda model: answer(model, prompt(1, 20), prefill_chunk_size=7),
     "a cache of the caller": lambda model: continued(model, transformers.DynamicCache(config=model.config)),
+    "positions of each": lambda model: answer(model, prompt(), position_ids=torch.arange(18).view(2, 9), **TOLD),
     "logits of more tokens": lambda model: answer(model, prompt(), logits_to_keep=3, **TOLD),
     "other positions": lambda model: answer(model, prompt(1), position_ids=torch.arange(4, 13)[None], **TOLD),
 }
@@ -157,9 +159,7 @@ def test_uses_that_are_runs(name: str, use: str, runs: list[bool]) -> None:
     assert_same(got, by_transformers(model, AS_RUNS[use]))
 
 
-PADDED = torch.tensor([[0] * 4 + [1] * 5, [1] * 9])
 BY_CALLS: dict[str, Callable[[nn.Module], Any]] = {
-    "left padding": lambda model: answer(model, prompt(), attention_mask=PADDED, **TOLD),
     "beams": lambda model: answer(model, prompt(), num_beams=3, **TOLD),
     "no cache": lambda model: answer(model, prompt(), use_cache=False),
     "static cache": lambda model: answer(model, prompt(), cache_implementation="static", disable_compile=True),
@@ -170,6 +170,36 @@ BY_CALLS: dict[str, Callable[[nn.Module], Any]] = {
         inputs_embeds=model.model.embed_tokens(prompt()).detach(), max_new_tokens=5, do_sample=False
     ),
 }
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3"])
+def test_batches_with_padding(name: str, runs: list[bool]) -> None:
+    """Where a layer has a window, the mask is made by the model."""
+    model = fused(name)
+    for batch, options in ((prompt(), {}), (prompt(), {"do_sample": True}), (prompt(1), {"max_new_tokens": LONG})):
+
+        def padded(model: nn.Module) -> Any:
+            torch.manual_seed(1)
+            return answer(model, batch, attention_mask=PADDED[: len(batch)], **TOLD | options)  # noqa: B023
+
+        got = padded(model)
+        assert runs and set(runs) == {name != "gemma3"}
+        assert_same(got, by_transformers(model, padded))
+
+
+def test_padding_in_a_cache_of_the_caller(runs: list[bool]) -> None:
+    model = fused()
+
+    def turns(model: nn.Module) -> list[Any]:
+        cache = transformers.DynamicCache(config=model.config)
+        first = answer(model, prompt(), attention_mask=PADDED, past_key_values=cache)
+        ids = torch.cat([first, prompt(2, 4)], dim=1)
+        mask = torch.cat([PADDED, torch.ones(2, ids.shape[1] - 9, dtype=torch.int64)], dim=1)
+        return [first, answer(model, ids, attention_mask=mask, past_key_values=cache, **TOLD)]
+
+    got = turns(model)
+    assert runs == [True] * 22
+    assert_same(got, by_transformers(model, turns))
 
 
 @pytest.mark.parametrize("use", BY_CALLS)
@@ -370,6 +400,25 @@ def test_the_name_of_the_class_and_copies(tmp_path: Path, runs: list[bool]) -> N
     unfuse(model)
     assert type(model) is transformers.LlamaForCausalLM
     assert torch.equal(answer(model, prompt()), wanted)
+
+
+class Around(nn.Module):
+    """A decoder inside of another module."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.inner(*args, **kwargs)
+
+
+def test_a_decoder_that_was_wrapped_is_called(runs: list[bool]) -> None:
+    model = fused()
+    wanted = answer(model, prompt())
+    runs.clear()
+    model.model = Around(model.model)
+    assert torch.equal(answer(model, prompt()), wanted) and runs == [False] * 11
 
 
 class OfItsOwn(transformers.LlamaForCausalLM):

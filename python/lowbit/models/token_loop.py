@@ -35,15 +35,18 @@ def serves(config: Any, ids: Tensor, synced: bool, arguments: dict[str, Any]) ->
         arguments: of the model.
     """
     given = {name for name, value in arguments.items() if value is not None}
-    positions = arguments.get("position_ids")
     return (
         not synced and ids.is_cpu and ids.shape[0] > 0 and given <= _SERVED
-        and arguments.get("attention_mask") is None and arguments.get("use_cache") is True
-        and type(arguments.get("past_key_values")) is DynamicCache
-        and isinstance(positions, Tensor) and positions.is_cpu and positions.dim() == 2
+        and arguments.get("use_cache") is True and type(arguments.get("past_key_values")) is DynamicCache
+        and _is_table(arguments.get("position_ids"))
+        and (arguments.get("attention_mask") is None or _is_table(arguments["attention_mask"]))
         and not (config.output_attentions or config.output_hidden_states or config.compile_config)
         and not config.is_assistant
     )  # fmt: skip
+
+
+def _is_table(given: Any) -> bool:
+    return isinstance(given, Tensor) and given.is_cpu and given.dim() == 2
 
 
 class Generation:
@@ -96,13 +99,13 @@ class Generation:
         )
 
     def _begin_run(self) -> None:
-        """Begin the run of tokens, unless sequences go on at different positions."""
-        first, *others = self._arguments["position_ids"][:, -1].tolist()
-        if all(position == first for position in others):
-            cache = self._arguments["past_key_values"]
+        """Begin the run of tokens, unless the mask is not one of the tokens in the cache and the next."""
+        cache, mask = self._arguments["past_key_values"], self._arguments.get("attention_mask")
+        if mask is None or mask.shape[1] == cache.get_seq_length() + 1:
             changing = not all(map(_is_known, (*self._processors, *self._criteria)))
             watched = changing or (self._streamer is not None and getattr(cache, "_is_user_defined", False))
-            self._run = TokenRun(self._model, cache, first, changing, watched)
+            positions = self._arguments["position_ids"][:, -1:]
+            self._run = TokenRun(self._model, cache, positions, mask, changing, watched)
 
     def _add(self, sequences: _Sequences, logits: Tensor, ends: _Ends | _EndOfOne) -> bool:
         """Choose the next tokens by ``logits [B, V]`` and add them; return whether they are the last ones."""
@@ -178,7 +181,7 @@ class _Ends:
     def __init__(self, criteria: Any, batch: int, pad: Tensor | None) -> None:
         self._criteria = criteria
         self._pad = pad if any(hasattr(each, "eos_token_id") for each in criteria) else None
-        self._unfinished = torch.ones(batch, dtype=torch.long)
+        self._unfinished = torch.ones(batch, dtype=torch.long, device="cpu")
 
     def padded(self, tokens: Tensor) -> Tensor:
         """The tokens, those of sequences that have ended replaced by padding."""

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import chain, repeat
+from itertools import chain
 from typing import Any
 
 import torch
@@ -96,27 +96,35 @@ class Parts:
 
 
 class TokenRun:
-    """The tokens of one generation behind its prompt; each sequence has its next one at the same position.
+    """The tokens of one generation behind its prompt.
 
     Args:
         model: a `FusedCausalLM`.
         cache: a DynamicCache.
-        position: of the next token.
+        positions: int64 ``[B or 1, 1]``, of the next tokens.
+        mask: ``[B, S]``, not 0 for the tokens in the cache that are seen and for the next one; None: all are.
         changing: whether foreign code may change the model between two tokens, so that all of it is looked at for each
             token; else hooks, class and mode are, and the rest once for `AHEAD` tokens.
         watched: whether foreign code may look at the cache between two tokens, so that each is counted there.
     """
 
-    def __init__(self, model: Any, cache: Any, position: int, changing: bool, watched: bool) -> None:
-        self._model, self._cache, self._position = model, cache, position
+    def __init__(
+        self, model: Any, cache: Any, positions: Tensor, mask: Tensor | None, changing: bool, watched: bool
+    ) -> None:
+        self._model, self._cache, self._positions = model, cache, positions
+        self._mask = None if mask is None else mask.bool()
+        self._first = 0 if mask is None else mask.shape[1]
+        """Tokens that the first one sees."""
+        self._done = 0
+        """Tokens so far."""
         self._looks_ahead = 1 if changing else AHEAD
         self._room_ahead = 1 if watched else AHEAD
-        self._parts: Any = Parts(model)
+        self._parts: Any = None
         self._program = TokenProgram()
         self._seen: tuple[Any, ...] = ()
         self._checked = 0  # tokens for which the rest need not be looked at again
-        self._rows: list[list[Tensor]] = []
-        """Rotary embeddings and masks of the next tokens, the next one last."""
+        self._rows: list[tuple[tuple[Tensor, Tensor], ...]] = []
+        """Rotary embeddings of the next tokens for each kind of layers, those of the next one last."""
         self._room = self._written = 0  # tokens that the states have room for; those that are written and not counted
         self._states: list[Tensor] = []
         self._starts: list[int] = []
@@ -127,7 +135,7 @@ class TokenRun:
         try:
             return self._logits(tokens)
         except Exception:
-            if isinstance(self._model, Fused) and isinstance(self._parts.decoder, Fused):
+            if isinstance(self._model, Fused) and (self._parts is None or isinstance(self._parts.decoder, Fused)):
                 raise
         return None  # another thread has given the model back meanwhile; nothing was written
 
@@ -140,9 +148,11 @@ class TokenRun:
             return None
         if not (self._rows or self._look_ahead(x)) or not (self._room or self._find_room(x)):
             return None
-        written = self._written
-        y = program.run(self._states, [x, *self._rows.pop()], [start + written for start in self._starts])
-        self._position += 1
+        written, mask, inputs = self._written, self._seen_tokens(), [x]
+        for cos, sin in self._rows.pop():
+            inputs += (cos, sin, mask)
+        y = program.run(self._states, inputs, [start + written for start in self._starts])
+        self._done += 1
         self._room -= 1
         self._written += 1
         if self._room_ahead == 1:
@@ -152,7 +162,7 @@ class TokenRun:
     def skip(self) -> None:
         """Leave a token to a call of the model."""
         self.count()
-        self._position += 1
+        self._done += 1
         self._checked, self._rows = 0, []
 
     def count(self) -> None:
@@ -183,23 +193,38 @@ class TokenRun:
         program, dtype = facts["kept"], parts.norm.weight.dtype
         if not program.serves(dtype) or not program.is_of(parts.head):
             program = facts["kept"] = TokenProgram(parts, dtype)
+        if program is not self._program:
+            self.count()  # its layers may be others of the cache
         self._program, self._checked, self._seen = program, self._looks_ahead, seen
         return program.run is not None and (program.merged or batch == 1)
 
     def _look_ahead(self, x: Tensor) -> bool:
         """Have the model make the rotary embeddings of the next positions."""
         count = AHEAD if _is_fixed(self._parts.decoder) else 1
-        pairs = rotary_embeddings(self._parts, x, self._position, count)
+        positions = self._positions + torch.arange(self._done, self._done + count, device=x.device)
+        pairs = rotary_embeddings(self._parts, x, positions)
         if pairs is None:
             return False
-        columns = [(cos.split(1, 1), sin.split(1, 1), repeat(MISSING, count)) for cos, sin in pairs]
-        self._rows = [*map(list, zip(*chain.from_iterable(columns), strict=True))][::-1]
+        columns = [zip(_by_tokens(cos), _by_tokens(sin), strict=True) for cos, sin in pairs]
+        self._rows = [*zip(*columns, strict=True)][::-1]
         return True
+
+    def _seen_tokens(self) -> Tensor:
+        """The mask ``[B, 1, 1, S]`` of the next token."""
+        if self._mask is None:
+            return MISSING
+        seen = self._first + self._done
+        if seen > self._mask.shape[1]:
+            self._mask = nn.functional.pad(self._mask, (0, AHEAD), value=True)
+        return self._mask[:, None, None, :seen].contiguous()
 
     def _find_room(self, x: Tensor) -> bool:
         """Find room for tokens in the cache: for one in layers with a window, which moves with each."""
         self.count()
-        many = self._room_ahead if all(type(layer) is GrowingLayer for layer in self._cache.layers) else 1
+        windows = not all(type(layer) is GrowingLayer for layer in self._cache.layers)
+        if windows and self._mask is not None:
+            return False
+        many = 1 if windows else self._room_ahead
         places = self._program.places(x, self._cache, many)
         if places is None:
             return False
@@ -208,12 +233,13 @@ class TokenRun:
         return True
 
 
-def rotary_embeddings(parts: Parts, x: Tensor, position: int, count: int) -> list[tuple[Tensor, Tensor]] | None:
-    """The rotary embeddings that the model hands its layers for ``count`` positions from ``position`` on, cos and sin
-    ``[1, count, R]`` for each kind of layers. None: they are something else.
+def rotary_embeddings(parts: Parts, x: Tensor, positions: Tensor) -> list[tuple[Tensor, Tensor]] | None:
+    """The rotary embeddings that the model hands its layers, cos and sin ``[B, L, R]`` for each kind of layers. None:
+    they are something else.
 
     Args:
         x: an input of the layers, for its dtype.
+        positions: int64 ``[B, L]``.
     """
     decoder, seen = parts.decoder, []
 
@@ -223,20 +249,24 @@ def rotary_embeddings(parts: Parts, x: Tensor, position: int, count: int) -> lis
 
     facts = decoder.facts
     twin = with_children(decoder, layers=stand_ins(call, facts["layers"]), **{parts.norm_name: _same})
-    positions = torch.arange(position, position + count, device=x.device)[None]
-    inputs = x.new_zeros(1, count, x.shape[-1])
+    inputs = x.new_zeros(*positions.shape, x.shape[-1])
     decoder.unfused.forward(twin, inputs_embeds=inputs, position_ids=positions, use_cache=False)
     pairs = dict(zip(reversed(facts["kinds"]), reversed(seen), strict=True))  # the first of each kind is the last here
     of_kinds = [pairs[kind] for kind in range(len(pairs))]
-    return of_kinds if all(_are_rows(pair, count) for pair in of_kinds) else None
+    return of_kinds if all(_are_rows(pair, positions) for pair in of_kinds) else None
 
 
 def _same(x: Tensor) -> Tensor:
     return x
 
 
-def _are_rows(pair: Any, count: int) -> bool:
-    return isinstance(pair, tuple) and [x.dim() == 3 and x.shape[:2] == (1, count) for x in pair] == [True, True]
+def _are_rows(pair: Any, positions: Tensor) -> bool:
+    return isinstance(pair, tuple) and [x.dim() == 3 and x.shape[:2] == positions.shape for x in pair] == [True, True]
+
+
+def _by_tokens(rows: Tensor) -> tuple[Tensor, ...]:
+    """``[B, 1, R]`` of each token of ``rows [B, L, R]``."""
+    return rows.transpose(0, 1).unsqueeze(2).contiguous().unbind()
 
 
 def _is_fixed(decoder: nn.Module) -> bool:
