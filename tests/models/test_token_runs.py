@@ -239,6 +239,13 @@ def test_a_float_head_is_called(runs: list[bool]) -> None:
     assert_same(got, by_transformers(model, lambda model: answer(model, prompt(), **TOLD)))
 
 
+@pytest.mark.parametrize("told", ["output_scores", "output_logits"])
+def test_scores_do_not_hold_the_logits_of_the_prompt(told: str) -> None:
+    said = answer(fused(), prompt(), logits_to_keep=0, return_dict_in_generate=True, **{told: True})
+    kept = said.scores if told == "output_scores" else said.logits
+    assert len(kept) == 12 and all(each.untyped_storage().nbytes() == each.nbytes for each in kept)
+
+
 class Streamer:
     """Notes what it gets, and does something at one of the tokens."""
 

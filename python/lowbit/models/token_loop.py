@@ -109,12 +109,11 @@ class Generation:
 
     def _add(self, sequences: _Sequences, logits: Tensor, ends: _Ends | _EndOfOne) -> bool:
         """Choose the next tokens by ``logits [B, V]`` and add them; return whether they are the last ones."""
-        scores = logits.float()
+        told = self._raw is not None or self._scores is not None
+        scores = logits.to(torch.float32, copy=told or bool(self._processors))  # not a view of those of a long prompt
         if self._raw is not None:
-            scores = scores.clone() if scores is logits else scores  # a processor may write to it
             self._raw += (scores,)
         if self._processors:
-            scores = scores.clone() if scores is logits else scores
             scores = self._processors(sequences.ids(), scores)
         if self._scores is not None:
             self._scores += (scores,)
