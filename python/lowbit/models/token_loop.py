@@ -22,7 +22,7 @@ _SERVED = {"attention_mask", "logits_to_keep", "past_key_values", "position_ids"
 """Arguments of the model that a token is served with."""
 _BY_NUMBERS = {EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria}
 _KNOWN = ("lowbit", "transformers")
-"""Packages whose criteria and processors leave the model and its cache alone."""
+"""Packages whose criteria, processors and streamers leave the model and its cache alone."""
 
 
 def serves(config: Any, ids: Tensor, synced: bool, arguments: dict[str, Any]) -> bool:
@@ -103,7 +103,7 @@ class Generation:
         cache, mask = self._arguments["past_key_values"], self._arguments.get("attention_mask")
         if mask is None or mask.shape[1] == cache.get_seq_length() + 1:
             changing = not all(map(_is_known, (*self._processors, *self._criteria)))
-            watched = changing or (self._streamer is not None and getattr(cache, "_is_user_defined", False))
+            watched = changing or (getattr(cache, "_is_user_defined", False) and not _is_known(self._streamer))
             positions = self._arguments["position_ids"][:, -1:]
             self._run = TokenRun(self._model, cache, positions, mask, changing, watched)
 
@@ -148,9 +148,10 @@ class Generation:
 
 
 def _is_known(called: Any) -> bool:
-    """Whether this criterion or processor is of a package that leaves the model alone, and calls nothing of others."""
+    """Whether this criterion, processor or streamer, or None, is of a package that leaves the model and its cache
+    alone, and calls nothing of others."""
     package = type(called).__module__.partition(".")[0]
-    return package in _KNOWN and not hasattr(called, "_prefix_allowed_tokens_fn")
+    return called is None or package in _KNOWN and not hasattr(called, "_prefix_allowed_tokens_fn")
 
 
 class _Sequences:
