@@ -26,7 +26,8 @@ class TileUnit : public TileNumbers {
   template <int tile> static void zero() { std::memset(tiles_[tile], 0, sizeof tiles_[tile]); }
   static void before_loads() {}
   template <int tile> static void load(const void* rows, int64_t stride) {
-    const int64_t count = tile < kWeights ? kRows : bytes_ / 4, bytes = tile < kWeights ? bytes_ : 64;
+    const int64_t count = tile / 2 == kWeights / 2 ? bytes_ / 4 : kRows;
+    const int64_t bytes = tile / 2 == kActivations / 2 ? bytes_ : 64;
     for (int64_t row = 0; row < count; row++)
       std::memcpy(tiles_[tile] + row * 64, static_cast<const char*>(rows) + row * stride, static_cast<size_t>(bytes));
   }
