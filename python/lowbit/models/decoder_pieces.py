@@ -182,7 +182,7 @@ class _Finder:
             self.refuse(f"{name} must have a head_dim that divides the {out.in_features} inputs of o_proj")
         rows = readers[-1].out_features
         if len(readers) == 1:
-            rows = (rows - out.in_features) // 2  # of queries, keys and values in one
+            rows = (rows - out.in_features) // 2  # qkv_proj holds queries, keys and values
         if rows < head_dim or rows % head_dim or out.in_features % rows:
             self.refuse(f"{name} must have values of heads of {head_dim} that divide those of o_proj, got {rows} rows")
         return rows

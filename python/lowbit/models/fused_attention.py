@@ -22,7 +22,7 @@ from lowbit.quant.merged import MergedLinear
 from lowbit.quant.quant_linear import QuantLinear
 from lowbit.quant.unchanged import Attributes
 
-_TOLERANCE = 1e-4  # of the largest value: the same products in float32, rotated in another order
+_TOLERANCE = 1e-4  # relative to the largest value: the same float32 products, rotated in another order
 _PROBED = 3  # tokens
 _RECORDING = "lowbit_recording"
 """The attention function of a module that is probed: the configuration of its copy names it, and no other's."""

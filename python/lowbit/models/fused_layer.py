@@ -19,12 +19,12 @@ from lowbit.ops.tracing import is_traced
 from lowbit.quant.fused import Fused, has_own_tensors, hooked, is_inference, probe_of
 from lowbit.quant.fused_norm import FusedRMSNorm
 
-_OPTIONS = {"scaling", "softcap", "sliding_window"}  # of attention; the window is in the mask
+_OPTIONS = {"scaling", "softcap", "sliding_window"}  # options of attention; the window is in the mask
 _READ = {"attention_mask", "position_embeddings", "past_key_values"}
 _READ |= {"position_ids", "use_cache", "cache_position"}  # these nothing inside a layer reads
 MISSING = torch.empty(0, device="cpu")
 """Stands for a mask that is not given."""
-_TOLERANCE = 1e-6  # of the largest value: sums of float32
+_TOLERANCE = 1e-6  # relative to the largest value: float32 sums
 _HIDDEN = (2, 3)  # batch and tokens of the probe
 
 
