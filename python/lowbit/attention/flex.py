@@ -37,7 +37,7 @@ def flex_attention(
     kernel_options: Mapping[str, Any] | None = None,
     *,
     return_aux: Any = None,
-    dropout_p: float = 0,  # as 0.0 it would be a symbol under torch.compile(dynamic=True), and the call traced twice
+    dropout_p: float = 0,  # 0.0 would become a symbol under torch.compile(dynamic=True) and trace the call twice
     sink: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> Any:

@@ -111,7 +111,7 @@ def autoquant(
     if example_input is not None and manual:
         raise ValueError("autoquant: manual=True records what you run; give example_input to finalize()")
     _check_evaluate(evaluate, at_most)
-    model = getattr(model, "_orig_mod", model)  # of torch.compile, whose graphs have no hooks
+    model = getattr(model, "_orig_mod", model)  # the module in torch.compile's, whose graphs have no hooks
     maker = PlanMaker(configs, -math.inf if min_sqnr is None else float(min_sqnr), KeptTimes(cache), Timer())
     maker.raises, maker.evaluate, maker.at_most = not supress_autoquant_errors, evaluate, at_most
     layers = maker.layers_of(model, filter_fn)

@@ -88,5 +88,5 @@ class Evaluated:
         value = self.evaluate(self.model)
         try:
             return float(value)
-        except (TypeError, ValueError, RuntimeError):  # of a tensor with many elements
+        except (TypeError, ValueError, RuntimeError):  # float() of a tensor with many elements
             raise TypeError(f"autoquant: evaluate must return a number, got {type(value).__name__}") from None

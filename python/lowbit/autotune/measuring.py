@@ -54,10 +54,10 @@ class Measuring:
     ) -> None:
         self.layers, self.timer, self.kept, self.failed = layers, timer, kept, failed
         self.specs = {dtype: list(of_dtype) for dtype, of_dtype in specs.items()}
-        self._share = 1 / max(1, sum(len(kind[0].calls) for kind in kinds))  # of the time, for each set of calls
+        self._share = 1 / max(1, sum(len(kind[0].calls) for kind in kinds))  # fraction of time per set of calls
         self.noise = 1.0  # the ratio by which times of the same call differ, over all layers by their times
         self._fitting: dict[tuple[object, ...], list[str]] = {}
-        self._packed: dict[LinearSpec, QuantLinear] = {}  # of the layer that is measured
+        self._packed: dict[LinearSpec, QuantLinear] = {}  # the measured layer in each format
 
     def measure(self, kinds: Iterable[Sequence[SeenLayer]]) -> list[MeasuredLayer]:
         """Return the layers with their options; the first of each kind is measured for all of it."""

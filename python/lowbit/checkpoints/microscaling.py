@@ -12,7 +12,7 @@ from lowbit.quant.codes import CodedWeight
 from lowbit.quant.quant_linear import QuantLinear
 
 _GROUP, _NV_GROUP = 32, 16
-_SMALLEST = 2.0**-24  # of float16: the smallest share that a group scale may have of its row's largest
+_SMALLEST = 2.0**-24  # smallest positive float16: a group scale is a float16 fraction of its row's largest
 
 
 def from_mxfp4(blocks: Tensor, scales: Tensor, bias: Tensor | None = None) -> QuantLinear:

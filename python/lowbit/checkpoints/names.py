@@ -19,7 +19,7 @@ from transformers.modeling_utils import PreTrainedModel
 from lowbit.quant.block_sparse import INDICES
 from lowbit.quant.kinds import layer_with, layout_name, weight_in, weight_name
 
-_DTYPES = {"U8": torch.uint8, "I8": torch.int8}  # of the others it only counts that they are no codes
+_DTYPES = {"U8": torch.uint8, "I8": torch.int8}  # dtypes of codes; the others need no name
 
 
 class LayoutRenaming(WeightRenaming):

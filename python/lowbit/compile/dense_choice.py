@@ -40,7 +40,7 @@ from lowbit.ops.registration import argument_names
 from lowbit.quant.packing import all_finite, pack_weight
 
 _LINEAR = torch.ops.lowbit.linear.detached
-_MOST_COPIES, _MOST_BYTES = 16, 2**28  # of a weight that is timed
+_MOST_COPIES, _MOST_BYTES = 16, 2**28  # max copies and max bytes of a weight that is timed
 _NAME = "lowbit_linear"
 _ACTIVATIONS = {("none", ""): "none", ("relu", ""): "relu", ("gelu", "none"): "gelu", ("gelu", "tanh"): "gelu_tanh",
                 ("swish", ""): "silu"}  # fmt: skip

@@ -20,7 +20,7 @@ from lowbit.compile.report import TimedProduct, microseconds
 from lowbit.ops.fakes import described, name_of
 
 _LINEAR = torch.ops.lowbit.linear.detached
-_SHARE = 0.02  # of the time that autoquant gives to a model: 0.3 s for a shape
+_SHARE = 0.02  # fraction of the time that autoquant gives a model: 0.3 s for a shape
 _log = logging.getLogger("lowbit.compile")
 
 

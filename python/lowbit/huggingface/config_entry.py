@@ -94,10 +94,10 @@ def _own_config(model: PreTrainedModel) -> None:
 
 def _note(model: PreTrainedModel) -> None:
     old = getattr(model.config, "quantization_config", None)
-    if isinstance(old, dict) and old.get("quant_method") == METHOD:  # of a config.json
+    if isinstance(old, dict) and old.get("quant_method") == METHOD:  # read from a config.json
         old = LowbitConfig.from_dict(old)
     if not isinstance(old, LowbitConfig | None):
-        return  # of another method, whose layers are beside ours
+        return  # another method, whose layers are beside ours
     entry = entry_of(model, old)
     quantizer = getattr(model, "hf_quantizer", None)
     quantizer = quantizer if isinstance(getattr(quantizer, "quantization_config", None), LowbitConfig) else None
@@ -162,7 +162,7 @@ def _save_packed_by_their_names(model: PreTrainedModel) -> None:
     """Let ``save_pretrained`` leave packed weights apart that it would join (transformers splits some while it loads):
     bytes of several layers are none of one."""
     conversions = getattr(model, "_weight_conversions", None)
-    if conversions is None:  # as save_pretrained finds them
+    if conversions is None:  # save_pretrained would find these
         conversions = get_model_conversion_mapping(model, add_legacy=False)
         conversions = [item for item in conversions if not isinstance(item, _PREFIX_CHANGE)]
     names = [f"{name}.{weight.key}" for name, module in _packed(model) for weight in weights_of(module)]

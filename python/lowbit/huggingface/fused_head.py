@@ -65,7 +65,7 @@ class ServedHead:
         return _ByRows.apply(self.function, packed, *given) if packed else self.function.apply(*given)
 
     def _check(self, weight: Tensor, head: QuantLinear) -> None:
-        if weight is not head.weight and weight.dtype == torch.uint8:  # of a copy of the model
+        if weight is not head.weight and weight.dtype == torch.uint8:  # the head of a copy of the model
             raise ValueError(
                 f"{self.function.__name__}: the output head must be that of the model that the trainer was given, got "
                 "another one's weight: give a copy of the model to a trainer of its own"

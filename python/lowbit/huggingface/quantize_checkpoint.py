@@ -47,7 +47,7 @@ from lowbit.quant.safetensors_file import (
 )
 
 _CONFIG = "config.json"
-_WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".onnx"}  # of other forms: not copied
+_WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".onnx"}  # weights: not copied
 
 
 def quantize_checkpoint(
@@ -105,7 +105,7 @@ def _read_plan(plan: Any) -> Mapping[str, Any] | None:
         told = json.loads(Path(plan).read_text())
     except json.JSONDecodeError as error:
         raise ValueError(f"quantize_checkpoint: plan {plan} is no JSON: {error}") from None
-    if isinstance(told, dict) and "lowbit_plan" in told:  # of lowbit.autoquant
+    if isinstance(told, dict) and "lowbit_plan" in told:  # a plan of lowbit.autoquant
         return _of_autoquant(told.get("rows"), plan)
     if not isinstance(told, dict):
         raise ValueError(f"quantize_checkpoint: plan {plan} must be an object of layer names and configurations")
@@ -254,7 +254,7 @@ class _Run:
 
     def finish(self, target: Path) -> None:
         """Write the files beside the weights, and give the folder its name."""
-        for path in self.folder.glob("*.tmp"):  # of runs that were killed
+        for path in self.folder.glob("*.tmp"):  # left by runs that were killed
             shutil.rmtree(path)
         for path in self.source.iterdir():
             if path.is_file() and path.suffix not in _WEIGHTS and path.name not in (_CONFIG, INDEX):

@@ -68,7 +68,7 @@ class LowbitQuantizer(HfQuantizer):
             str("gguf" if quantization_config.gguf else quantization_config.config or "by plan")
         )
         self.gguf_file: str | None = None
-        self.model_config: PreTrainedConfig | None = None  # of from_pretrained, until it makes the model
+        self.model_config: PreTrainedConfig | None = None  # set by from_pretrained until it has made the model
         if quantization_config.gguf:
             # With another method from_pretrained refuses gguf_file; validate_environment, its next step, takes it back.
             quantization_config.quant_method = QuantizationMethod.GGUF

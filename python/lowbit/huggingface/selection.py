@@ -43,7 +43,7 @@ class Selection:
     """
 
     def __init__(self, model: nn.Module, settings: LowbitConfig, keep: list[str], keep_embeddings: list[str]) -> None:
-        self.layers: dict[str, FormatConfig] = {}  # to be packed, by the names of their modules
+        self.layers: dict[str, FormatConfig] = {}  # layers to pack, by the names of their modules
         self.left: list[ReportRow] = []  # those that stay float
         self._model, self._settings, self._plan = model, settings, dict(settings.plan)
         self.tied = tied_modules(model)

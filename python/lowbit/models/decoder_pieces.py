@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The linear layers and norms of a decoder of transformers by their task: read the residual stream, or write to it.
+"""The linear layers and norms of a transformers decoder, grouped by whether they read the residual stream or write it.
 
     stream = embedding(tokens)
     stream += o_proj(attention(q_proj(x), k_proj(x), v_proj(x))),   x = norm(stream)
     stream += down_proj(act(gate_proj(x)) * up_proj(x)),            x = norm(stream)
     logits = head(norm(stream))
 
-Names are those of Llama and its relatives; a model with others is refused, with the name.
+Modules must have the names of Llama and its relatives. An error names a module that has another name.
 """
 
 from __future__ import annotations
@@ -46,14 +46,15 @@ class Norm:
 
 @dataclass(frozen=True, slots=True)
 class Half:
-    """Attention or MLP of a decoder layer.
+    """The attention or the MLP of a decoder layer.
 
     Args:
-        norm: in front of it.
-        inner: the linear layer whose last ``inner_rows`` rows make the input of ``writer``: values, or
-        the up projection.
+        norm: the norm before it.
+        inner: the linear layer whose last ``inner_rows`` rows make the input of ``writer``: the values, or the up
+            projection.
+        inner_rows: the number of these rows.
         writer: the linear layer whose result is added to the stream.
-        head_dim: of attention; 0 of an MLP.
+        head_dim: the size of an attention head; 0 for an MLP.
     """
 
     norm: Norm
@@ -65,7 +66,7 @@ class Half:
 
 @dataclass(frozen=True, slots=True)
 class Decoder:
-    """The pieces of a decoder with its head; ``names`` has the qualified name of each by its id."""
+    """The modules of a decoder with its head; ``names`` maps the id of each module to its qualified name."""
 
     embedding: nn.Embedding
     halves: tuple[Half, ...]
@@ -90,20 +91,21 @@ class Decoder:
 
 
 def is_decoder_layer(module: nn.Module) -> bool:
-    """Whether the module has the two halves of a decoder layer, whatever they are."""
+    """Whether the module has the two halves of a decoder layer, of any class."""
     return module._modules.keys() >= set(HALVES)
 
 
 def decoder_of(function: str, model: nn.Module) -> Decoder:
-    """Return the pieces of ``model``, every parameter of which is in one of them.
+    """Return the modules of ``model``, which together hold all of its parameters.
 
     Args:
-        function: of which ``model`` is the argument, for errors.
+        function: the name of the public function that ``model`` was passed to, for errors.
+        model: a language model with a decoder and a head.
 
     Raises:
         TypeError: model is no module, or a weight is not float32, bfloat16, float16 or float64.
-        ValueError: a piece is missing, is something else (LayerNorm, experts, quantized, an adapter), is hooked, shared
-            or not on the CPU, or a parameter is in none of them; says which.
+        ValueError: a module is missing, of another kind (LayerNorm, experts, quantized, an adapter), hooked, shared or
+            not on the CPU, or a parameter is in none of them. The message names it.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"{function}: model must be a torch.nn.Module, got {type(model).__name__}")
@@ -119,7 +121,7 @@ class _Finder:
     def decoder(self) -> Decoder:
         if adapter_modules(self.model):
             self.refuse("model must be without adapters of peft, got one with them: merge_and_unload() takes them in")
-        head = self.head()  # first: a quantized model is told by it, and one without a head has nothing to tell
+        head = self.head()  # first, because its errors are the clearest
         module = self.stack()
         table = self.child(module, "embed_tokens", nn.Embedding)
         halves = tuple(half for layer in module.layers for half in self.halves(layer, table.embedding_dim))
@@ -142,7 +144,7 @@ class _Finder:
         return self.checked(self.names.get(id(head), "the output head"), head, nn.Linear)
 
     def stack(self) -> nn.Module:
-        """The one module that has decoder layers."""
+        """Return the only module that has a list of decoder layers."""
         stacks = [
             module
             for module in self.model.modules()
@@ -176,13 +178,13 @@ class _Finder:
         return Half(first, readers[-1], rows, out, head_dim), Half(second, gated[-1], down.in_features, down, 0)
 
     def value_rows(self, attention: nn.Module, readers: tuple[nn.Linear, ...], head_dim: Any, out: nn.Linear) -> int:
-        """The number of the last reader's last rows that are values."""
+        """Return the number of value rows, which are the last rows of the last reader."""
         name = self.names[id(attention)]
         if not isinstance(head_dim, int) or head_dim < 1 or out.in_features % head_dim:
             self.refuse(f"{name} must have a head_dim that divides the {out.in_features} inputs of o_proj")
         rows = readers[-1].out_features
         if len(readers) == 1:
-            rows = (rows - out.in_features) // 2  # of queries, keys and values in one
+            rows = (rows - out.in_features) // 2  # qkv_proj holds queries, keys and values
         if rows < head_dim or rows % head_dim or out.in_features % rows:
             self.refuse(f"{name} must have values of heads of {head_dim} that divide those of o_proj, got {rows} rows")
         return rows
@@ -205,7 +207,7 @@ class _Finder:
         return self.checked(full, module, kind)
 
     def checked(self, name: str, module: nn.Module, kind: type[nn.Module]) -> Any:
-        """The module, known from now on, if it is one of ``kind`` and no subclass of it, with weights to read."""
+        """Return the module and mark it as known, if it is exactly of class ``kind`` and its weights are readable."""
         if isinstance(module, (QuantLinear, QuantEmbedding)):
             self.refuse(f"{name} must be float, got {module.spec.name}: call {self.function} before quantize_")
         plain = type(module) is kind or kind is nn.Module or (kind is nn.Embedding and is_scaled_embedding(module))
@@ -233,7 +235,7 @@ class _Finder:
                 self.refuse(f"model must be without hooks, got one on {f'{prefix}.{name}' if prefix else name}")
 
     def check_parameters(self, shared: set[int]) -> None:
-        """Every parameter is in one known module; those in ``shared`` may be in two."""
+        """Check that each parameter is in one known module; parameters in ``shared`` may be in two."""
         owners: dict[int, list[str]] = defaultdict(list)
         for prefix, module in self.model.named_modules(remove_duplicate=False):
             for key, parameter in module._parameters.items():

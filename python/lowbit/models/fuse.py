@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""lowbit.fuse: the small pieces of a decoder as few calls, in eager mode, without a compiler."""
+"""lowbit.fuse: run the small pieces of a decoder in a few calls, in eager mode and without a compiler."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from lowbit.quant.gated_mlp import fuse_gated_mlps
 
 
 def fuse(model: nn.Module) -> FusedModules:
-    """Make the pieces around the linear layers of a quantized language model faster, in place.
+    """Speed up the pieces around the linear layers of a quantized language model, in place.
 
-    - An RMSNorm is one call.
-    - Attention of transformers: q, k and v are multiplied as one weight; norms of heads, the rotary embedding and the
-      writing of the cache are one call.
-    - Gated MLPs: activation and product are part of the linear calls (`fuse_gated_mlps`).
-    - A decoder layer of these pieces, with ``attn_implementation="lowbit"`` and a cache that grows in place,
-      is one call.
-    - A token of transformers' ``generate``, greedy or sampling, is one call, from the embedding to the logits.
+    - An RMSNorm becomes one call.
+    - In the attention of transformers, q, k and v become one product, and the norms of heads, the rotary embedding and
+      the write to the cache become one call.
+    - In a gated MLP, the activation and the elementwise product become part of the linear calls (`fuse_gated_mlps`).
+    - A decoder layer of these pieces, with ``attn_implementation="lowbit"`` and a cache that grows in place, becomes
+      one call.
+    - A token of transformers' ``generate``, greedy or sampling, becomes one call, from the embedding to the logits.
 
-    Each piece is called with random input before and after: one that then computes something else stays as it is.
-    Names, parameters and state dict stay too. Where gradients, autocast, torch.compile, hooks or an adapter come in,
-    a piece computes as it did before, and so it does on other devices than the CPU.
+    `fuse` calls each piece with random input before and after, and leaves a piece unchanged if its result differs.
+    Names, parameters and the state dict stay the same. A piece runs its original code under gradients, autocast or
+    torch.compile, with hooks or an adapter, and on devices other than the CPU.
 
     Args:
-        model: any module; quantized layers are fused, and norms.
+        model: any module; its quantized layers and its norms are fused.
 
     Returns:
-        Names of the modules that were fused, a list; ``left`` has the others, with reasons.
+        A list of the names of the fused modules. Its ``left`` maps the other names to reasons.
 
     Raises:
         ValueError: a gated MLP is on the meta device, where it cannot be called.
@@ -60,11 +60,11 @@ def fuse(model: nn.Module) -> FusedModules:
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """A kind of pieces.
+    """A kind of piece.
 
     Args:
-        is_found: whether a module of this name may be one, by its class and the names inside.
-        fuse: tries it, and fuses it or returns why it stays as it is.
+        is_found: whether a module may be of this kind, by its name, its class and the names of its submodules.
+        fuse: tests the module and fuses it, or returns the reason why it stays unchanged.
     """
 
     is_found: Callable[[str, nn.Module], bool]
@@ -72,12 +72,12 @@ class _Kind:
 
 
 _THE_MODEL = "(model)"
-"""Its name in the report, where modules inside of it have their qualified names."""
+"""The name of the model itself in the report, where its submodules have their qualified names."""
 
 
 def _kinds(model: nn.Module) -> list[tuple[_Kind, ...]]:
-    """All kinds; those in one tuple are found in one pass, and made of pieces of the passes before. Halves of layers
-    have their steps in `half_steps.HALF_STEPS`."""
+    """Return all kinds. Each tuple is one pass over the model, and its kinds consist of pieces of earlier passes.
+    `half_steps.HALF_STEPS` has the steps of the halves of layers."""
     norm = _Kind(lambda _, module: type(module).__name__.endswith("RMSNorm"), _fuse_norm)
     if "transformers" not in sys.modules:
         return [(norm,)]
@@ -105,6 +105,6 @@ def _fuse_norm(module: nn.Module) -> str:
 
 
 def _rotary_columns(model: nn.Module) -> list[int]:
-    """The columns of a head that the rotary embeddings of the model rotate, two for each of their frequencies."""
+    """Return how many columns of a head each rotary embedding of the model rotates: two per frequency."""
     frequencies = (buffer for name, buffer in model.named_buffers() if name.endswith("inv_freq"))
     return list(dict.fromkeys(2 * buffer.numel() for buffer in frequencies))

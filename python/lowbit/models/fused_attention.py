@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention of transformers' decoders: q, k and v as one product; norms of heads, rotary embedding and the writing of
-the cache as one call; then the attention that the model is set to."""
+"""Fused attention for transformers' decoders: one product for q, k and v; one call for the norms of heads, the rotary
+embedding and the write to the cache; then the attention function that the model uses."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from lowbit.quant.merged import MergedLinear
 from lowbit.quant.quant_linear import QuantLinear
 from lowbit.quant.unchanged import Attributes
 
-_TOLERANCE = 1e-4  # of the largest value: the same products in float32, rotated in another order
-_PROBED = 3  # tokens
+_TOLERANCE = 1e-4  # relative to the largest value: the same float32 products, rotated in another order
+_PROBED = 3  # number of tokens in the probe
 _RECORDING = "lowbit_recording"
-"""The attention function of a module that is probed: the configuration of its copy names it, and no other's."""
+"""The name of the attention function that records its arguments. Only the configuration of a probe names it."""
 _READ_NOW = {"config", "facts", "is_causal", "layer_idx", "training"}  # attributes that are read in each call
 
 
 class FusedAttention(Fused):
-    """An attention module of transformers; made in place by `lowbit.fuse`."""
+    """A fused attention module of transformers. `lowbit.fuse` makes it in place."""
 
     def forward(
         self,
@@ -57,13 +57,13 @@ class FusedAttention(Fused):
         return self._modules["o_proj"](out.reshape(batch, length, -1)), weights
 
     def projections(self) -> list[QuantLinear] | None:
-        """The layers of queries, keys and values, unless something stands between them and their call now (an adapter,
-        a hook), or the module has another scale, soft cap or eps."""
+        """Return the layers of queries, keys and values, or None if one has an adapter or a hook, or if the scale, the
+        soft cap or an eps has changed since the module was fused."""
         facts = self.facts
         names = facts["projections"]
         if hooked(self, (*names, *HEAD_NORMS)) or not facts["noted"].hold(self):
             return None
-        of_norms = zip(HEAD_NORMS, facts["norms"], facts["said"], strict=False)  # none where heads have none
+        of_norms = zip(HEAD_NORMS, facts["norms"], facts["said"], strict=False)  # empty if heads have no norms
         for name, norm, said in of_norms:
             if self._modules[name] is not norm or said_eps(norm) != said:
                 return None
@@ -71,7 +71,7 @@ class FusedAttention(Fused):
         return layers if all(type(layer) is QuantLinear for layer in layers) else None
 
     def _append(self, qkv: Tensor, position_embeddings: tuple[Tensor, Tensor], cache: Any) -> tuple[Tensor, ...]:
-        """Queries of the new tokens, keys and values of all."""
+        """Return the queries of the new tokens, and the keys and values of all tokens."""
         place = self.place_in(cache, qkv)
         layer, keys, values, start = place or self.place_in(None, qkv)
         query = rope_append(qkv, *position_embeddings, keys, values, start, *self.norm_args())
@@ -84,9 +84,9 @@ class FusedAttention(Fused):
     def place_in(
         self, cache: Any, x: Tensor
     ) -> tuple[GrowingLayer | GrowingSlidingLayer | None, Tensor, Tensor, int] | None:
-        """The tensors that the keys and values of the new tokens ``x [B, L, ...]`` are written to: the layer of the
-        cache, which counts them by `extend`; its keys and values; their first place in these. Without a cache, new
-        memory. None: they can only join this cache by its ``update``."""
+        """Return the memory for the keys and values of the new tokens ``x [B, L, ...]``: the layer of the cache, which
+        counts the tokens by `extend`; its keys and values; and the index of the first new token in them. Without a
+        cache, the memory is new. Return None if this cache takes tokens only through its ``update``."""
         batch, length, heads = *x.shape[:2], self.facts["kv_heads"]
         if cache is None:
             return None, *x.new_empty(2, batch, heads, length, self.head_dim), 0
@@ -95,20 +95,21 @@ class FusedAttention(Fused):
         return None if room is None else (layer, *room)
 
     def norm_args(self) -> tuple[Any, ...]:
-        """The norms of heads, as `rope_append` takes them."""
+        """Return the norms of heads as arguments of `rope_append`."""
         norm = self.facts["norm"]
         weights = [module._parameters["weight"] for module in self.facts["norms"]]
         return (*weights, norm["eps"], norm["offset"]) if norm else ()
 
 
 def fuse_attention(module: nn.Module, rotary_columns: Sequence[int]) -> str:
-    """Fuse ``module``, an attention module of transformers, or return why it stays as it is.
+    """Fuse ``module``, an attention module of transformers, or return the reason why it stays unchanged.
 
-    A call with random tokens checks the steps before and after the attention function: queries, keys, values, options
-    and result must be those of the fused module.
+    A call with random tokens compares the code before and after the attention function: the queries, keys, values,
+    options and the result must agree with those of the fused module.
 
     Args:
-        rotary_columns: how many columns of a head the model's rotary embeddings may rotate.
+        module: the attention module.
+        rotary_columns: the numbers of columns of a head that the model's rotary embeddings may rotate.
     """
     problem = _problem(module)
     if problem:
@@ -179,7 +180,8 @@ def _call(hidden: int, columns: int) -> dict[str, Any]:
 
 @torch.no_grad()
 def _recorded(probe: nn.Module, call: dict[str, Any]) -> dict[str, Any] | None:
-    """The arguments of the attention function in this call, and the result; None where it is not called, or not so."""
+    """Return the arguments of the attention function in this call and the result, or None if the call fails or does not
+    reach the attention function."""
     probe.seen = seen = {}
     try:
         seen["out"] = probe(**call)[0]
@@ -191,7 +193,7 @@ def _recorded(probe: nn.Module, call: dict[str, Any]) -> dict[str, Any] | None:
 def _record(
     probe: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any
 ) -> tuple[Tensor, None]:
-    """Note the arguments, and return the queries as the result."""
+    """Record the arguments and return the queries as the result."""
     probe.seen.update(query=query, key=key, value=value, options=options)
     return query.transpose(1, 2).contiguous(), None
 

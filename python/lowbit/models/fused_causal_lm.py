@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A language model of transformers whose tokens in ``generate`` are one run of a program each."""
+"""A language model of transformers that computes each token of ``generate`` by one run of a program."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from lowbit.quant.fused_norm import FusedRMSNorm
 _OF_TRANSFORMERS = (
     "_prefill", "_sample", "_update_model_kwargs_for_generation", "generate", "prepare_inputs_for_generation",
 )  # fmt: skip
-"""Methods that a model with arguments of its own overrides."""
+"""Methods that a model overrides if it generates with its own arguments."""
 
 
 class FusedCausalLM(Fused):
-    """A decoder, whose layers are one call, and a head; made in place by `lowbit.fuse`. In ``generate``, greedy or
-    sampling, a token is one run of a program, from the embedding to the logits."""
+    """A language model with a fused decoder. `lowbit.fuse` makes it in place. In ``generate``, greedy or sampling, one
+    run of a program computes a token, from the embedding to the logits."""
 
     prefix = ""  # transformers writes the name of the class into config.json
 
@@ -48,7 +48,7 @@ class FusedCausalLM(Fused):
 
 
 def has_fused_decoder(module: nn.Module) -> bool:
-    """Whether the module can generate with a decoder that was fused."""
+    """Whether the module can generate and has a fused decoder."""
     return isinstance(module, GenerationMixin) and _decoder_name(module) is not None
 
 
@@ -57,9 +57,9 @@ def _decoder_name(module: nn.Module) -> str | None:
 
 
 def fuse_causal_lm(module: Any) -> str:
-    """Fuse ``module``, whose decoder was fused, or return why it stays as it is.
+    """Fuse ``module``, whose decoder is fused already, or return the reason why it stays unchanged.
 
-    A call in which each part returns a tensor of its own shows how the model joins its parts.
+    A probe call, in which each part returns a random tensor, shows how the model connects its parts.
     """
     for name in _OF_TRANSFORMERS:
         if getattr(type(module), name, None) is not getattr(GenerationMixin, name, ...):
@@ -86,7 +86,8 @@ def _name_of(module: nn.Module, child: nn.Module | None) -> str | None:
 
 @torch.no_grad()
 def _joins_as_the_program(module: nn.Module, facts: dict[str, Any]) -> bool:
-    """Whether each part is given the result of the one before, the tensor itself, and the logits are the head's."""
+    """Whether the model passes the result of each part, the same tensor object, to the next, and returns the logits of
+    the head."""
     decoder = module._modules[facts["decoder"]]
     layers = decoder.facts["layers"]
     generator = torch.Generator("cpu").manual_seed(0)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The decoder of a language model of transformers, with all of its layers in one call."""
+"""A transformers decoder that runs all of its layers in one call."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ _SHARED = ("attention_mask", "position_embeddings", "past_key_values")
 
 
 class FusedDecoder(Fused):
-    """A model of fused layers; made in place by `lowbit.fuse`. In its forward, the last layer computes all of them."""
+    """A decoder whose layers are fused. `lowbit.fuse` makes it in place. Its forward computes all layers in one call,
+    at the call of the last layer."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         facts = self.facts
@@ -38,15 +39,15 @@ class FusedDecoder(Fused):
         return result
 
     def hands_on(self, layers: tuple[FusedDecoderLayer, ...]) -> bool:
-        """Whether a call goes through the layers as it did when they were fused, and records nothing of them."""
+        """Whether the decoder still calls these layers in this order and records none of their results."""
         modules, config = self._modules["layers"]._modules, self.config
         same = len(modules) == len(layers) == config.num_hidden_layers and all(map(is_, modules.values(), layers))
         return same and not any(getattr(config, name, False) for name in _RECORDED)
 
 
 def with_children(module: nn.Module, **children: Any) -> nn.Module:
-    """The module for one call, with functions for some of its children: what the module itself has, other threads and
-    hooks see."""
+    """Return a copy of the module for one call, with ``children`` in place of its own. The module itself does not
+    change, because other threads and hooks see it."""
     cls = type(module)
     twin = cls.__new__(cls)
     twin.__dict__.update(module.__dict__, _modules=module._modules | children)
@@ -54,24 +55,24 @@ def with_children(module: nn.Module, **children: Any) -> nn.Module:
 
 
 def stand_ins(call: Callable[..., Tensor], layers: Sequence[nn.Module]) -> tuple[_StandIn, ...]:
-    """Functions for the layers of a model: each calls ``call`` with the layer as its first argument."""
+    """Return one stand-in for each layer. It calls ``call`` with the layer as its first argument."""
     return tuple(map(_StandIn, repeat(call), layers))
 
 
 class _StandIn(functools.partial):
-    """A function that is called for a layer, with the layer as its first argument; else it is as the layer."""
+    """A function with a layer bound as its first argument. It has the attributes of the layer."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.args[0], name)
 
 
 class JoinedLayers:
-    """The layers of a model that hands the result of each to the next, in one call: a stand-in of each notes its
-    arguments, and the last one computes them all.
+    """All layers of one forward, computed in one call. The stand-in of each layer stores its arguments, and the last
+    one computes the result of all layers.
 
     Args:
-        layers: in the order of their calls.
-        facts: of the model, as `in_one_call` needs them.
+        layers: the layers in the order of their calls; the model passes the result of each to the next.
+        facts: the facts of the model that `in_one_call` needs.
     """
 
     def __init__(self, layers: Sequence[FusedDecoderLayer], facts: dict[str, Any]) -> None:
@@ -79,16 +80,16 @@ class JoinedLayers:
         self._calls: list[tuple[FusedDecoderLayer, Tensor, dict[str, Any]]] = []
 
     def stand_ins(self) -> tuple[_StandIn, ...]:
-        """The model calls these in the place of its layers."""
+        """Return the stand-ins that the model calls instead of its layers."""
         return stand_ins(self._call, self.layers)
 
     def end(self) -> None:
-        """Refuse a call of some of the layers."""
+        """Raise a RuntimeError if only some of the layers were called."""
         if self._calls:
             raise RuntimeError(_NOT_HANDED_ON)
 
     def _call(self, layer: FusedDecoderLayer, x: Tensor, /, **kwargs: Any) -> Tensor:
-        """The result of a layer: a tensor without data, for the next one to be given, or that of all."""
+        """Return a meta tensor as the input of the next layer, or the result of all layers at the last one."""
         calls = self._calls
         if not calls:
             self._between = torch.empty_like(x, device="meta")
@@ -110,16 +111,16 @@ class JoinedLayers:
 
 
 def has_fused_layers(module: nn.Module) -> bool:
-    """Whether the module has a list of layers, all of which were fused."""
-    layers = list(module._modules.get("layers", nn.ModuleList())._modules.values())  # one may be there twice
+    """Whether the module has a list of two or more layers, all of them fused."""
+    layers = list(module._modules.get("layers", nn.ModuleList())._modules.values())  # repeated layers included
     return len(layers) > 1 and all(isinstance(layer, FusedDecoderLayer) for layer in layers)
 
 
 def fuse_decoder(module: nn.Module) -> str:
-    """Fuse ``module``, whose ``layers`` were fused, or return why it stays as it is.
+    """Fuse ``module``, whose ``layers`` are fused already, or return the reason why it stays unchanged.
 
-    Whether it only hands the result of each layer to the next, with the same cache, is found out by calls in which each
-    layer returns something of its own. Layers that get the same mask and rotary embedding there are of one kind.
+    Two probe calls, in which each layer returns a random tensor, show whether the module only passes the result of each
+    layer to the next, with the same cache. Layers that get the same mask and rotary embedding are of one kind.
     """
     layers = tuple(module.layers)
     if len({layer.self_attn.layer_idx for layer in layers}) < len(layers):
@@ -134,7 +135,8 @@ def fuse_decoder(module: nn.Module) -> str:
 
 @torch.no_grad()
 def _kinds_if_only_handing_on(module: nn.Module, layers: tuple[nn.Module, ...]) -> tuple[int, ...] | None:
-    """The probe has padding: without, models have no mask, not even where their layers have windows."""
+    """Return the kind of each layer, or None if the module does more than pass results on. The probe has padding,
+    because without it models make no mask, even if their layers have windows."""
     hidden = layers[0].input_layernorm.weight.numel()
     generator = torch.Generator("cpu").manual_seed(0)
     x, last, *others = torch.randn(2 * len(layers), 1, 3, hidden, generator=generator, device="cpu")
@@ -160,7 +162,7 @@ _Call = tuple[Any, Tensor, tuple[Any, ...]]
 def _called(
     module: nn.Module, x: Tensor, layers: tuple[nn.Module, ...], results: list[Tensor]
 ) -> tuple[Tensor, list[_Call]]:
-    """The result of the module, and its calls of the layers, each of which returns its entry of ``results``."""
+    """Return the result of the module and its calls of the layers; each layer returns its entry of ``results``."""
     calls: list[_Call] = []
     of_layers = dict(zip(layers, results, strict=True))
 
@@ -172,12 +174,12 @@ def _called(
     before = dict(probe.__dict__)
     result = _result(probe, x)
     kept = before.keys() == probe.__dict__.keys() and all(map(is_, before.values(), probe.__dict__.values()))
-    return (result if kept else x.new_empty(0)), calls  # a call of `with_children` would forget what it writes
+    return (result if kept else x.new_empty(0)), calls  # attributes set on a copy would be lost
 
 
 def probe_of_decoder(module: nn.Module, **children: Any) -> nn.Module:
-    """A copy of the model with pieces and a configuration of its own, set to lowbit's attention; with functions for
-    some of its children."""
+    """Return a copy of the model with its own submodules and configuration, set to lowbit's attention, in which
+    ``children`` replace some submodules."""
     own = {name: probe_of(child) for name, child in module._modules.items() if child is not None}
     probe = with_children(probe_of(module, **own), **children)
     probe.config = copy.deepcopy(module.config)
@@ -186,7 +188,7 @@ def probe_of_decoder(module: nn.Module, **children: Any) -> nn.Module:
 
 
 def _result(probe: nn.Module, x: Tensor) -> Tensor:
-    """The result of the probe; empty where it takes other arguments."""
+    """Return the result of the probe, or an empty tensor if it takes other arguments."""
     seen = torch.tensor([[0, 1, 1]], device="cpu")
     try:
         return probe(inputs_embeds=x, attention_mask=seen, use_cache=True).last_hidden_state

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers of transformers' decoders in one call, where all of their pieces are fused: norms, attention, gated MLP."""
+"""Decoder layers of transformers that run in one call, because their norms, attention and gated MLP are fused."""
 
 from __future__ import annotations
 
@@ -19,17 +19,18 @@ from lowbit.ops.tracing import is_traced
 from lowbit.quant.fused import Fused, has_own_tensors, hooked, is_inference, probe_of
 from lowbit.quant.fused_norm import FusedRMSNorm
 
-_OPTIONS = {"scaling", "softcap", "sliding_window"}  # of attention; the window is in the mask
+_OPTIONS = {"scaling", "softcap", "sliding_window"}  # options of attention; the window is in the mask
 _READ = {"attention_mask", "position_embeddings", "past_key_values"}
-_READ |= {"position_ids", "use_cache", "cache_position"}  # these nothing inside a layer reads
+_READ |= {"position_ids", "use_cache", "cache_position"}  # arguments that nothing inside a layer reads
 MISSING = torch.empty(0, device="cpu")
-"""Stands for a mask that is not given."""
-_TOLERANCE = 1e-6  # of the largest value: sums of float32
+"""The mask input of a call without a mask."""
+_TOLERANCE = 1e-6  # relative to the largest value: float32 sums
 _HIDDEN = (2, 3)  # batch and tokens of the probe
 
 
 class FusedDecoderLayer(Fused):
-    """A decoder layer as one call of the op, or as a part of one; made in place by `lowbit.fuse`."""
+    """A decoder layer that runs as one call of the op `run_program`, or as a part of one. `lowbit.fuse` makes it in
+    place."""
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         if args or is_traced():
@@ -41,14 +42,14 @@ class FusedDecoderLayer(Fused):
 def in_one_call(
     layers: Sequence[FusedDecoderLayer], facts: dict[str, Any], x: Tensor, calls: Sequence[dict[str, Any]]
 ) -> Tensor | None:
-    """The result of layers, each with the arguments of its call; None where they have to be called one by one.
+    """Return the result of the last layer, or None if the layers must be called one by one.
 
     Args:
-        layers: in the order of their calls.
-        facts: of the layer or the model that always has these layers. ``kinds`` has a number for each; layers of one
-            get the same mask and rotary embedding. ``kept`` is their program.
-        x: input of the first.
-        calls: the other arguments of each.
+        layers: the layers in the order of their calls.
+        facts: the facts of the module that has these layers. ``kinds`` has one number per layer; layers of one kind get
+            the same mask and rotary embedding. ``kept`` is their program.
+        x: the input of the first layer.
+        calls: the other arguments of each layer.
     """
     if not is_inference(x) or not calls_lowbit_attention(facts["attention"]):
         return None
@@ -72,8 +73,8 @@ def in_one_call(
 
 
 def _inputs(x: Tensor, kinds: Sequence[int], calls: Sequence[dict[str, Any]]) -> list[Tensor] | None:
-    """The inputs of the program, or None where the layers have arguments that it does not know."""
-    first_calls = dict(zip(reversed(kinds), reversed(calls), strict=True))  # the first of each kind is the last here
+    """Return the inputs of the program, or None if the layers have arguments that it does not know."""
+    first_calls = dict(zip(reversed(kinds), reversed(calls), strict=True))  # the first of each kind wins
     objects = map(tuple, map(map, repeat(id), map(dict.values, calls)))
     if len(set(zip(kinds, map(tuple, calls), objects, strict=True))) > len(first_calls):  # in C: one for each layer
         return None
@@ -90,15 +91,15 @@ def _inputs(x: Tensor, kinds: Sequence[int], calls: Sequence[dict[str, Any]]) ->
 
 
 def calls_lowbit_attention(attention: nn.Module) -> bool:
-    """Whether the model is set to our attention now, and no weights of it are recorded."""
+    """Whether the model now uses lowbit's attention and records no attention weights."""
     function = ALL_ATTENTION_FUNCTIONS.get(attention.config._attn_implementation)
     return function is lowbit_attention and not weights_are_recorded(attention)
 
 
 def fuse_decoder_layer(module: nn.Module) -> str:
-    """Fuse ``module``, a layer whose pieces were fused, or return why it stays as it is.
+    """Fuse ``module``, a layer whose pieces are fused already, or return the reason why it stays unchanged.
 
-    A call in which each piece returns a tensor of its own shows how the layer joins its pieces.
+    A probe call, in which each piece returns a random tensor, shows how the layer connects its pieces.
     """
     problem = _problem(module)
     if problem:
@@ -137,7 +138,7 @@ def _problem(module: nn.Module) -> str:
 
 @torch.no_grad()
 def _joins_as_the_op(module: nn.Module, names: tuple[str, ...]) -> bool:
-    """Whether each piece is given what the op gives it, and the result is the op's."""
+    """Whether the layer passes each piece the same input as the op does, and has the same result."""
     generator = torch.Generator("cpu").manual_seed(0)
     hidden = module._modules[names[0]].weight.numel()
     x, *given = torch.randn(1 + len(HALVES) + len(names), *_HIDDEN, hidden, generator=generator, device="cpu")
@@ -162,7 +163,8 @@ def _joins_as_the_op(module: nn.Module, names: tuple[str, ...]) -> bool:
 
 
 def _inputs_of_pieces(module: nn.Module, x: Tensor, results: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The input of each piece in a call with ``x`` in which it returns its entry of ``results``; with ``result``."""
+    """Return the input of each piece when the pieces return their entries of ``results``, and the layer's ``result``;
+    an empty dictionary if the layer takes other arguments."""
     inputs: dict[str, Tensor] = {}
 
     def stand_in(name: str) -> nn.Module:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The halves of decoder layers as steps of a program: a table of kinds, each with the function that writes its steps.
+"""A table of the halves of decoder layers, attention and MLP, with the function that writes each as program steps.
 
-A half is a module between a norm and the residual stream. Its last product adds to the stream, so that its function
-returns the operand in front of that product, and the product: ``stream + product(operand)``.
+A half is a module between a norm and the residual stream. Its last linear layer adds to the stream, so the function
+does not write that layer. It returns the operand and the layer, for ``stream + linear(operand)``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from lowbit.quant.unchanged import Unchanged
 
 
 class Steps(Unchanged):
-    """A program while it is written; the modules that its steps are made of are noted."""
+    """A program under construction. It notes the modules of its steps, so that a later change of one is detected."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class Steps(Unchanged):
         """Whether q, k and v are one product in each layer."""
 
     def norm(self, norm: nn.Module, x: int, **add: int) -> int:
-        """An RMSNorm of x."""
+        """Write the RMSNorm of x."""
         self.note(norm._parameters, "weight")
         self.note(norm.__dict__, "facts", *EPS)
         self.note_module(norm)
@@ -41,12 +41,12 @@ class Steps(Unchanged):
         return self.program.rms_norm(x, self.program.constant(norm.weight), facts["eps"], facts["offset"], **add)
 
     def product(self, linear: QuantLinear, x: int, **more: Any) -> int:
-        """A quantized linear layer of x."""
+        """Write a quantized linear layer applied to x."""
         self.note_linear(linear)
         return self.linear(linear.weight, linear.bias, linear.op_args, linear.row_number, x, **more)
 
     def linear(self, weight: Tensor, bias: Tensor | None, op_args: LinearArgs, row: int, x: int, **more: Any) -> int:
-        """The product with this packed weight."""
+        """Write the product of x and this packed weight."""
         constant = self.program.constant
         return self.program.linear(x, constant(weight), op_args, constant(bias), row=row, **more)
 
@@ -67,7 +67,7 @@ Written = tuple[int, QuantLinear]
 
 
 def attention_steps(steps: Steps, attention: FusedAttention, i: int, kind: int, x: int) -> Written | None:
-    """Attention of either window: which tokens are seen is up to the mask and the cache."""
+    """Write attention, with or without a window: the mask and the cache determine which tokens are visible."""
     projections, o_proj = attention.projections(), attention._modules["o_proj"]
     of_heads = attention.facts["norms"]
     if attention.training or not attention.is_causal or projections is None or hooked(attention, ("o_proj",)):
@@ -96,7 +96,7 @@ def attention_steps(steps: Steps, attention: FusedAttention, i: int, kind: int, 
 
 
 def _projected(steps: Steps, merged: Any, projections: list[QuantLinear], x: int) -> int:
-    """q, k and v: one product, or parts of a row."""
+    """Write q, k and v as one product, or as one product each into parts of the same row."""
     if merged.holds(projections):
         steps.note(merged.__dict__, "weight", "bias")
         parameters = (parameter for linear in projections for parameter in (linear.weight, linear.bias))
@@ -113,7 +113,7 @@ def _projected(steps: Steps, merged: Any, projections: list[QuantLinear], x: int
 
 
 def gated_mlp_steps(steps: Steps, mlp: FusedGatedMLP, i: int, kind: int, x: int) -> Written | None:
-    """``act(gate(x)) * up(x)``."""
+    """Write ``act(gate(x)) * up(x)``."""
     gate, up, down = layers = [mlp._modules[name] for name in GATED_LAYERS]
     activation, act_fn = mlp.activation(), mlp._modules.get("act_fn")
     if mlp.training or activation is None or hooked(mlp, (*GATED_LAYERS, "act_fn")):
@@ -133,6 +133,6 @@ HALF_STEPS: dict[type[Fused], Callable[..., Written | None]] = {
     FusedAttention: attention_steps,
     FusedGatedMLP: gated_mlp_steps,
 }
-"""Kinds of halves: the class that `lowbit.fuse` gives one, and the function that writes its steps. It is given the
-steps, the module, the number of the layer, its kind of mask and rotary embedding, and the operand x; None: not as the
-module is now."""
+"""The class of each kind of half after `lowbit.fuse`, and the function that writes its steps. The function takes the
+steps, the module, the index of the layer, its kind of mask and rotary embedding, and the operand x. It returns None if
+the module cannot be a step in its current state."""

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers of a decoder as a program, kept for as long as the layers do not change.
+"""A program that computes decoder layers. It is kept as long as the layers do not change.
 
     h = x + n1(o(attention(rope_append(qkv(n0(x))))));  y = h + n3(down(act(gate(n2(h))) * up(n2(h))))
 
-n0 and n2 are rms_norm; so are n1 and n3 in a layer of four norms (Gemma), and nothing in one of two. y is x
-of the next.
+n0 and n2 are rms_norm. n1 and n3 are rms_norm in a layer with four norms (Gemma) and the identity in a layer with two.
+y is the x of the next layer.
 """
 
 from __future__ import annotations
@@ -28,18 +28,19 @@ _dtype_of = attrgetter("dtype")
 
 
 class LayerProgram(Steps):
-    """The program as ``run``, None where there is none: something stands between a module and its call. It refers to no
-    layer: one of them may hold it.
+    """The program of one or more decoder layers. ``run`` executes it; ``run`` is None if the layers cannot be a
+    program, for instance because one has a hook. The object refers to no layer, because a layer may hold it.
 
-    Its inputs are x, then cos, sin and mask of each kind of layer; its states the keys and values of each layer; its
-    starts the tokens in the caches of each kind. Several layers are not called when it runs, one layer was.
+    The inputs are x, then cos, sin and mask of each kind of layer. The states are the keys and values of each layer.
+    The starts are the numbers of tokens in the caches of each kind. A program of several layers runs without calling
+    them, so their hooks count; a program of one layer runs inside its call.
 
     Args:
-        layers: fused ones.
-        kinds: a number for each; layers of one have the same mask and rotary embedding.
-        dtype: of activations and norms.
-        end: writes the steps behind the layers: given the program and the last result, it returns its own; None
-            if it cannot.
+        layers: the fused layers.
+        kinds: one number per layer; layers of one kind have the same mask and rotary embedding.
+        dtype: the dtype of activations and norms.
+        end: writes the steps after the layers. It gets the program and the last result and returns the new result, or
+            None if it cannot write them.
     """
 
     def __init__(
@@ -54,9 +55,9 @@ class LayerProgram(Steps):
         self.norms: list[Tensor] = []
         self._kinds = kinds
         self._indices: list[int | None] = []
-        """Of the layers of the cache."""
+        """The cache index of each layer."""
         self._heads: list[tuple[int, int]] = []
-        """Number and size of those of keys in each layer."""
+        """The number of key heads and their size, for each layer."""
         x: int | None = Program.input(0)
         for i, (layer, kind) in enumerate(zip(layers, kinds, strict=True)):
             if len(layers) > 1 and has_hooks(layer):
@@ -69,7 +70,7 @@ class LayerProgram(Steps):
         self.run = KeptProgram(self.program) if layers and x is not None else None
 
     def serves(self, dtype: torch.dtype) -> bool:
-        """Whether there is a program for activations of this dtype, of the layers as they are now."""
+        """Whether the program is valid for the layers in their current state and activations of this dtype."""
         return (
             self.run is not None and self.dtype is dtype and self.holds()
             and all(map(is_, map(_dtype_of, self.norms), repeat(dtype)))  # `.to()` may keep the object
@@ -78,15 +79,15 @@ class LayerProgram(Steps):
     def places(
         self, x: Tensor, cache: Any, length: int | None = None
     ) -> tuple[Sequence[GrowingLayer | GrowingSlidingLayer], list[Tensor], list[int]] | None:
-        """Where keys and values of the new tokens ``x [B, L, k]`` are written: the layers of the cache, which count
-        them by `extend`; the states and starts of the program. Without a cache, new memory. None: they can only join
-        this cache by its ``update``. There is room for ``length`` tokens, as many as x has by default."""
+        """Return the memory for the keys and values of the new tokens ``x [B, L, k]``: the layers of the cache, which
+        count the tokens by `extend`, and the states and starts of the program. The memory holds ``length`` tokens, by
+        default L. Without a cache, it is new. Return None if this cache takes tokens only through its ``update``."""
         batch, length = x.shape[0], x.shape[1] if length is None else length
         if cache is None:
             made = [x.new_empty(2, batch, heads, length, size).unbind() for heads, size in self._heads]
             return (), [*chain.from_iterable(made)], [0] * len(set(self._kinds))
         grown = growing_layers(cache, self._indices)
-        if grown is None or len(set(map(id, grown))) < len(grown):  # one would write behind another
+        if grown is None or len(set(map(id, grown))) < len(grown):  # two layers would write to one cache layer
             return None
         new = {heads: new_tokens(batch, *heads, x) for heads in set(self._heads)}
         found = [layer.room_for(length, new[heads], x) for layer, heads in zip(grown, self._heads, strict=True)]
@@ -99,7 +100,8 @@ class LayerProgram(Steps):
         return grown, [*chain.from_iterable(zip(keys, values, strict=True))], list(of_kinds.values())
 
     def takes_norm(self, norm: nn.Module) -> bool:
-        """Whether a norm can be a step: it is as it was fused, and of the dtype, which is looked at in each call."""
+        """Whether a norm can be a step: it is unchanged since it was fused and has the dtype. `serves` checks the dtype
+        in each call."""
         weight = norm.weight
         if not norm.is_as_fused() or weight.dtype is not self.dtype or not weight.is_contiguous():
             return False
@@ -107,8 +109,8 @@ class LayerProgram(Steps):
         return True
 
     def _layer(self, layer: Fused, i: int, kind: int, x: int) -> int | None:
-        """Write the steps of a layer and return its result; None if it is not as it was fused."""
-        if not isinstance(layer, Fused):  # since `unfuse`, as its pieces may be
+        """Write the steps of a layer and return its result, or None if the layer has changed since it was fused."""
+        if not isinstance(layer, Fused):  # `unfuse` was called
             return None
         facts, modules = layer.facts, layer._modules
         if any(modules[name] is not module or not isinstance(module, Fused) for name, module in facts["children"]):
@@ -132,7 +134,7 @@ class LayerProgram(Steps):
         return x
 
     def _added(self, operand: int, linear: nn.Module, behind: Sequence[nn.Module], x: int) -> int:
-        """``x + linear(operand)``, with the norm between them that stands behind a half, where there is one."""
+        """``x + linear(operand)``, or ``x + norm(linear(operand))`` if ``behind`` has a norm."""
         if not behind:
             return self.product(linear, operand, add=x)
         return self.norm(behind[0], self.product(linear, operand), add=x)

@@ -33,7 +33,7 @@ STEPS = 20
 RANK = 32
 _ITERATIONS = 5
 """Products with the matrix, as many as torch.svd_lowrank makes."""
-_LEAST = 1e-8  # of the mean of x^2: a channel that is 0 in all inputs has a finite scale
+_LEAST = 1e-8  # fraction of the mean of x^2 that is added: a channel of zeros has a finite scale
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +145,7 @@ def _in_front_of_writer(half: Half) -> _Input:
     shared = half.writer.in_features // half.inner_rows
 
     def move(scales: Tensor, changes: Changes) -> None:
-        own = scales.view(-1, shared, size)[:, 0].reshape(-1)  # of each value, whose heads have the same
+        own = scales.view(-1, shared, size)[:, 0].reshape(-1)  # the scale of each value; query heads share it
 
         def divided(rows: Tensor) -> Tensor:
             return rows / own.view(-1, *[1] * (rows.dim() - 1))

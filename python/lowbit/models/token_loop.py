@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The loop of transformers' ``generate`` (greedy and sampling) with the logits of each token from one run of a program.
+"""The loop of transformers' ``generate`` (greedy and sampling), in which one run of a program computes each token.
 
-Processors, criteria and streamers are called in Python between two tokens, in the order of `GenerationMixin._sample`,
-and the result is as there.
+Between two tokens, it calls processors, criteria and streamers in Python, in the order of `GenerationMixin._sample`,
+and it returns the same result.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from lowbit.models.token_run import TokenRun
 
 _SERVED = {"attention_mask", "logits_to_keep", "past_key_values", "position_ids", "use_cache"}
-"""Arguments of the model that a token is served with."""
+"""The arguments of the model that the program supports."""
 _BY_NUMBERS = {EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria}
 _KNOWN = ("lowbit", "transformers")
-"""Packages whose criteria, processors and streamers leave the model and its cache alone."""
+"""Packages whose criteria, processors and streamers do not touch the model and its cache."""
 
 
 def serves(config: Any, ids: Tensor, synced: bool, arguments: dict[str, Any]) -> bool:
-    """Whether the arguments of ``generate`` let tokens be runs of a program.
+    """Whether a program can compute the tokens, given the arguments of ``generate``.
 
     Args:
-        config: of the generation.
+        config: the generation config.
         ids: the prompt ``[B, L]``.
-        synced: whether this process goes on for as long as others do.
-        arguments: of the model.
+        synced: whether this process continues until all other processes have finished.
+        arguments: the arguments of the model.
     """
     given = {name for name, value in arguments.items() if value is not None}
     return (
@@ -50,13 +50,13 @@ def _is_table(given: Any) -> bool:
 
 
 class Generation:
-    """The tokens that ``generate`` finds for one prompt.
+    """One call of ``generate`` with a batch of prompts.
 
     Args:
         model: a `FusedCausalLM`.
-        config: of the generation.
-        processors, criteria, streamer: as `GenerationMixin._sample` gets them.
-        arguments: of the model.
+        config: the generation config.
+        processors, criteria, streamer: the arguments of `GenerationMixin._sample`.
+        arguments: the arguments of the model.
     """
 
     def __init__(
@@ -66,18 +66,18 @@ class Generation:
         self._processors, self._criteria, self._streamer = processors, criteria, streamer
         self._run: TokenRun | None = None
         self._behind = 0
-        """Tokens that ``arguments`` do not count yet; only a call of the model reads them."""
+        """The number of tokens that ``arguments`` do not include yet; only a call of the model needs them."""
         told = config.return_dict_in_generate
         self._scores: tuple[Tensor, ...] | None = () if told and config.output_scores else None
         self._raw: tuple[Tensor, ...] | None = () if told and config.output_logits else None
 
     def result(self, prompt: Tensor) -> Any:
-        """The result of ``generate`` for ``prompt [B, L]``."""
+        """Return the result of ``generate`` for ``prompt [B, L]``."""
         model = self._model
         outputs = model._prefill(prompt, self._config, self._arguments, is_first_iteration=True)
         self._arguments = model._update_model_kwargs_for_generation(outputs, self._arguments)
         logits = outputs.logits[:, -1]
-        del outputs  # those of a long prompt are large
+        del outputs  # the logits of a long prompt are large
         sequences = _Sequences(prompt)
         ends = _ends(self._criteria, prompt.shape[0], self._config._pad_token_tensor)
         self._begin_run()
@@ -99,7 +99,7 @@ class Generation:
         )
 
     def _begin_run(self) -> None:
-        """Begin the run of tokens, unless the mask is not one of the tokens in the cache and the next."""
+        """Begin a run of tokens if the mask covers exactly the tokens in the cache and the next one."""
         cache, mask = self._arguments["past_key_values"], self._arguments.get("attention_mask")
         if mask is None or mask.shape[1] == cache.get_seq_length() + 1:
             changing = not all(map(_is_known, (*self._processors, *self._criteria)))
@@ -108,9 +108,9 @@ class Generation:
             self._run = TokenRun(self._model, cache, positions, mask, changing, watched)
 
     def _add(self, sequences: _Sequences, logits: Tensor, ends: _Ends | _EndOfOne) -> bool:
-        """Choose the next tokens by ``logits [B, V]`` and add them; return whether they are the last ones."""
+        """Choose the next tokens from ``logits [B, V]`` and add them; return whether they are the last ones."""
         told = self._raw is not None or self._scores is not None
-        scores = logits.to(torch.float32, copy=told or bool(self._processors))  # not a view of those of a long prompt
+        scores = logits.to(torch.float32, copy=told or bool(self._processors))  # no view of a long prompt's logits
         if self._raw is not None:
             self._raw += (scores,)
         if self._processors:
@@ -129,7 +129,7 @@ class Generation:
         return ended
 
     def _logits(self, sequences: _Sequences) -> Tensor:
-        """The logits ``[B, V]`` behind the last tokens: of the program, or of a call of the model."""
+        """Return the logits ``[B, V]`` after the last tokens, from the program or from a call of the model."""
         run = self._run
         logits = None if run is None else run.logits(sequences.last[:, None])
         if logits is not None:
@@ -148,14 +148,14 @@ class Generation:
 
 
 def _is_known(called: Any) -> bool:
-    """Whether this criterion, processor or streamer, or None, is of a package that leaves the model and its cache
-    alone, and calls nothing of others."""
+    """Whether this criterion, processor or streamer (or None) belongs to a known package and calls no foreign
+    function."""
     package = type(called).__module__.partition(".")[0]
     return called is None or package in _KNOWN and not hasattr(called, "_prefix_allowed_tokens_fn")
 
 
 class _Sequences:
-    """The prompt and the tokens behind it; they are one tensor where it is asked for."""
+    """The prompt and the new tokens. `ids` joins them into one tensor."""
 
     def __init__(self, prompt: Tensor) -> None:
         self._ids, self._new = prompt, []
@@ -163,20 +163,20 @@ class _Sequences:
         self.last: Tensor = prompt
 
     def add(self, tokens: Tensor) -> None:
-        """Add a token ``[B]`` to each."""
+        """Append one token ``[B]`` to each sequence."""
         self._new.append(tokens[:, None])
         self.last = tokens
         self.length += 1
 
     def ids(self) -> Tensor:
-        """``[B, length]``"""
+        """Return all tokens ``[B, length]``."""
         if self._new:
             self._ids, self._new = torch.cat([self._ids, *self._new], dim=-1), []
         return self._ids
 
 
 class _Ends:
-    """Which sequences have ended, by tensors."""
+    """The end criteria of a batch, evaluated with tensors."""
 
     def __init__(self, criteria: Any, batch: int, pad: Tensor | None) -> None:
         self._criteria = criteria
@@ -184,19 +184,20 @@ class _Ends:
         self._unfinished = torch.ones(batch, dtype=torch.long, device="cpu")
 
     def padded(self, tokens: Tensor) -> Tensor:
-        """The tokens, those of sequences that have ended replaced by padding."""
+        """Return the tokens, with padding for sequences that have ended."""
         if self._pad is None:
             return tokens
         return tokens * self._unfinished + self._pad * (1 - self._unfinished)
 
     def end(self, sequences: _Sequences, scores: Any) -> bool:
-        """Whether all have."""
+        """Update the unfinished sequences; return whether all have ended."""
         self._unfinished = self._unfinished & ~self._criteria(sequences.ids(), scores)
         return not self._unfinished.any()
 
 
 class _EndOfOne:
-    """The same of one sequence and the criteria of transformers that read lengths, tokens and time, by numbers."""
+    """The end criteria of one sequence, for transformers' criteria of length, tokens and time, evaluated with Python
+    numbers."""
 
     def __init__(self, criteria: Any) -> None:
         self._lengths = [each for each in criteria if type(each) is MaxLengthCriteria]

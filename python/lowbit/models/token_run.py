@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tokens of one generation: positions, layers, last norm and head of each in one run of a program.
+"""Decoding tokens of one generation, each by one run of a program with the layers, the last norm and the head.
 
     logits = head(norm(layers(embedding(token), cos, sin)))
 """
@@ -23,21 +23,21 @@ from lowbit.quant.fused import Fused, has_hooks, is_inference
 from lowbit.quant.fused_norm import FusedRMSNorm
 from lowbit.quant.quant_linear import QuantLinear
 
-AHEAD = 64  # tokens for which the model is looked at, rotary embeddings are made and room is found at once
+AHEAD = 64  # tokens per check of the model, per batch of rotary embeddings and per reservation in the cache
 _FIXED_ROPE = {"default", "linear", "llama3", "yarn"}
-"""Rotary embeddings whose rows depend on their own position alone; those of others may depend on the longest so far."""
+"""Rotary embeddings whose rows depend only on their position. Rows of others may depend on the longest sequence."""
 
 
 class TokenProgram(LayerProgram):
-    """The layers of a decoder, its last norm and, where that is packed, the head of the model.
+    """A program with the layers of a decoder, its last norm and, if it is packed, the head of the model.
 
     Args:
-        parts: of the model.
-        dtype: of activations and norms.
+        parts: the parts of the model.
+        dtype: the dtype of activations and norms.
     """
 
     head: nn.Module | None = None
-    """The head whose product is the last step."""
+    """The head that is the last step, if any."""
 
     def __init__(self, parts: Parts | None = None, dtype: torch.dtype | None = None) -> None:
         if parts is None:
@@ -47,7 +47,7 @@ class TokenProgram(LayerProgram):
             super().__init__(facts["layers"], facts["kinds"], dtype, parts.steps)
 
     def is_of(self, head: nn.Module) -> bool:
-        """Whether the head, as it is now, is part of the program if it can be."""
+        """Whether the program has this head as its last step, or no head if this one cannot be a step now."""
         return self.head is (head if _is_step(head) else None)
 
 
@@ -56,10 +56,10 @@ def _is_step(head: nn.Module) -> bool:
 
 
 class Parts:
-    """The parts of a `FusedCausalLM` that a token passes through, as they are now.
+    """The current modules of a `FusedCausalLM` that a token passes through.
 
     Raises:
-        KeyError: one of them is not there any more.
+        KeyError: one of them was removed.
     """
 
     def __init__(self, model: Any) -> None:
@@ -71,8 +71,7 @@ class Parts:
         self.embedding: Any = self.decoder._modules[facts["embedding"]]
 
     def are_plain(self) -> bool:
-        """Whether nothing waits for the call of a part, and the decoder calls its layers as it did when
-        it was fused."""
+        """Whether no part has hooks and the decoder still calls its layers as it did when it was fused."""
         decoder = self.decoder
         return (
             isinstance(decoder, FusedDecoder) and isinstance(self.norm, FusedRMSNorm)
@@ -81,7 +80,7 @@ class Parts:
         )  # fmt: skip
 
     def steps(self, program: TokenProgram, x: int) -> int | None:
-        """Write the steps behind the layers."""
+        """Write the steps after the layers."""
         decoder, norm, head = self.decoder, self.norm, self.head
         if decoder.training or has_hooks(decoder) or has_hooks(norm) or not program.takes_norm(norm):
             return None
@@ -96,16 +95,16 @@ class Parts:
 
 
 class TokenRun:
-    """The tokens of one generation behind its prompt.
+    """The decoding of one generation after its prompt.
 
     Args:
         model: a `FusedCausalLM`.
         cache: a DynamicCache.
-        positions: int64 ``[B or 1, 1]``, of the next tokens.
-        mask: ``[B, S]``, not 0 for the tokens in the cache that are seen and for the next one; None: all are.
-        changing: whether foreign code may change the model between two tokens, so that all of it is looked at for each
-            token; else hooks, class and mode are, and the rest once for `AHEAD` tokens.
-        watched: whether foreign code may look at the cache between two tokens, so that each is counted there.
+        positions: int64 ``[B or 1, 1]``, the positions of the next tokens.
+        mask: ``[B, S]``, nonzero for visible tokens of the cache and for the next token. None: all are visible.
+        changing: whether foreign code may change the model between two tokens. If so, each token checks the whole
+            model; if not, each token checks hooks, class and mode, and the rest is checked once for `AHEAD` tokens.
+        watched: whether foreign code may read the cache between two tokens. If so, the cache counts each token at once.
     """
 
     def __init__(
@@ -114,30 +113,30 @@ class TokenRun:
         self._model, self._cache, self._positions = model, cache, positions
         self._mask = None if mask is None else mask.bool()
         self._first = 0 if mask is None else mask.shape[1]
-        """Tokens that the first one sees."""
+        """The number of tokens that the first token sees."""
         self._done = 0
-        """Tokens so far."""
+        """The number of tokens so far."""
         self._looks_ahead = 1 if changing else AHEAD
         self._room_ahead = 1 if watched else AHEAD
         self._parts: Any = None
         self._program = TokenProgram()
         self._seen: tuple[Any, ...] = ()
-        self._checked = 0  # tokens for which the rest need not be looked at again
+        self._checked = 0  # tokens until the next full check of the model
         self._rows: list[tuple[tuple[Tensor, Tensor], ...]] = []
-        """Rotary embeddings of the next tokens for each kind of layers, those of the next one last."""
-        self._room = self._written = 0  # tokens that the states have room for; those that are written and not counted
+        """Rotary embeddings of the next tokens for each kind of layer; those of the next token come last."""
+        self._room = self._written = 0  # tokens that still fit into the states; tokens written but not yet counted
         self._states: list[Tensor] = []
         self._starts: list[int] = []
         self._grown: Sequence[Any] = ()
 
     def logits(self, tokens: Tensor) -> Tensor | None:
-        """The logits ``[B, 1, V]`` behind ``tokens [B, 1]``; None: the model has to be called for them."""
+        """Return the logits ``[B, 1, V]`` after ``tokens [B, 1]``, or None if the model must be called for them."""
         try:
             return self._logits(tokens)
         except Exception:
             if isinstance(self._model, Fused) and (self._parts is None or isinstance(self._parts.decoder, Fused)):
                 raise
-        return None  # another thread has given the model back meanwhile; nothing was written
+        return None  # another thread unfused the model meanwhile; nothing was written
 
     def _logits(self, tokens: Tensor) -> Tensor | None:
         if not (self._checked and self._seen == self._at_a_glance()) and not self._look_at_model(tokens.shape[0]):
@@ -166,20 +165,20 @@ class TokenRun:
         self._checked, self._rows = 0, []
 
     def count(self) -> None:
-        """Let the cache have the tokens that were written to it."""
+        """Count the written tokens in the cache."""
         if self._written:
             for layer in self._grown:
                 layer.extend(self._written)
         self._room = self._written = 0
 
     def _at_a_glance(self) -> tuple[Any, ...]:
-        """Values that change where a hook is added, the model is given back or trained, or its attention is set. To
-        look at all of its modules is a tenth of a small model's token."""
+        """Return values that change if a hook is added, the model is unfused or trained, or its attention is set.
+        Checking all modules for each token would cost a small model a tenth of its time."""
         model = self._model
         return type(model), model.training, RemovableHandle.next_id, model.config._attn_implementation
 
     def _look_at_model(self, batch: int) -> bool:
-        """Whether there is a program of the model as it is now."""
+        """Find or write a program of the model in its current state; return whether there is one."""
         model, seen = self._model, self._at_a_glance()
         if not isinstance(model, Fused) or model.training or has_hooks(model) or is_traced():
             return False
@@ -199,7 +198,7 @@ class TokenRun:
         return program.run is not None and (program.merged or batch == 1)
 
     def _look_ahead(self, x: Tensor) -> bool:
-        """Have the model make the rotary embeddings of the next positions."""
+        """Let the model compute the rotary embeddings of the next positions; return whether they are usable."""
         count = AHEAD if _is_fixed(self._parts.decoder) else 1
         positions = self._positions + torch.arange(self._done, self._done + count, device=x.device)
         pairs = rotary_embeddings(self._parts, x, positions)
@@ -210,7 +209,7 @@ class TokenRun:
         return True
 
     def _seen_tokens(self) -> Tensor:
-        """The mask ``[B, 1, 1, S]`` of the next token."""
+        """Return the mask ``[B, 1, 1, S]`` of the next token."""
         if self._mask is None:
             return MISSING
         seen = self._first + self._done
@@ -219,7 +218,8 @@ class TokenRun:
         return self._mask[:, None, None, :seen].contiguous()
 
     def _find_room(self, x: Tensor) -> bool:
-        """Find room for tokens in the cache: for one in layers with a window, which moves with each."""
+        """Reserve memory for tokens in the cache; only for one if layers have a window, which moves with each token.
+        Return whether the cache allows it."""
         self.count()
         windows = not all(type(layer) is GrowingLayer for layer in self._cache.layers)
         if windows and self._mask is not None:
@@ -234,11 +234,11 @@ class TokenRun:
 
 
 def rotary_embeddings(parts: Parts, x: Tensor, positions: Tensor) -> list[tuple[Tensor, Tensor]] | None:
-    """The rotary embeddings that the model hands its layers, cos and sin ``[B, L, R]`` for each kind of layers. None:
-    they are something else.
+    """Return the rotary embeddings that the model passes to its layers, cos and sin ``[B, L, R]`` for each kind of
+    layer, or None if they have another form.
 
     Args:
-        x: an input of the layers, for its dtype.
+        x: an input of the layers; its dtype and size are used.
         positions: int64 ``[B, L]``.
     """
     decoder, seen = parts.decoder, []
@@ -265,12 +265,12 @@ def _are_rows(pair: Any, positions: Tensor) -> bool:
 
 
 def _by_tokens(rows: Tensor) -> tuple[Tensor, ...]:
-    """``[B, 1, R]`` of each token of ``rows [B, L, R]``."""
+    """Return ``[B, 1, R]`` for each token of ``rows [B, L, R]``."""
     return rows.transpose(0, 1).unsqueeze(2).contiguous().unbind()
 
 
 def _is_fixed(decoder: nn.Module) -> bool:
-    """Whether all rotary embeddings of the model are of a kind whose rows depend on their position alone."""
+    """Whether the rows of all rotary embeddings of the model depend only on their position."""
     kinds = [module.rope_type for module in decoder.children() if hasattr(module, "rope_type")]
     names = chain.from_iterable(kind.values() if isinstance(kind, dict) else (kind,) for kind in kinds)
     return bool(kinds) and _FIXED_ROPE.issuperset(names)

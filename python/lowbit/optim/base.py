@@ -73,7 +73,7 @@ class LowBitOptimizer(torch.optim.Optimizer):
         self._check_group(defaults)
         self._plans: dict[int, Plan] = {}
         self._checked: dict[int, dict[str, Any]] = {}  # options of each group, as they passed the check last
-        self._layouts: dict[Tensor, Layout] = {}  # of the moments in self.state
+        self._layouts: dict[Tensor, Layout] = {}  # the layouts of the moments in self.state
         super().__init__(params, defaults)
 
     def _hyper(self, group: dict[str, Any]) -> dict[str, float | bool]:
@@ -133,7 +133,7 @@ class LowBitOptimizer(torch.optim.Optimizer):
                 loss = closure()
         self._check_changed_options()
         plans = [self._plan(index, group) for index, group in enumerate(self.param_groups)]
-        for index in range(len(plans), len(self._plans)):  # of groups that were taken away
+        for index in range(len(plans), len(self._plans)):  # plans of groups that were removed
             self._plans.pop(index, None)
         calls = [
             (index, group, lists, lists.with_gradients())

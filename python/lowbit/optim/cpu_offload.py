@@ -65,7 +65,7 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
         self.offload_gradients, self.minimal_size = bool(offload_gradients), minimal_size
         self.base_optimizer: torch.optim.Optimizer | None = None
         self._copies: dict[Tensor, Tensor] = {}  # parameter -> its copy on the CPU
-        self._devices: dict[Tensor, torch.device] = {}  # of all parameters, when they were added
+        self._devices: dict[Tensor, torch.device] = {}  # the device of each parameter when it was added
         super().__init__(params, {})
         groups = [{**group, "params": self._stepped(group["params"])} for group in self.param_groups]
         self.base_optimizer = optimizer_class(groups, **options)

@@ -33,7 +33,7 @@ class Target:
     optimizer: torch.optim.Optimizer
     rule: str
     check_group: Callable[[dict[str, Any]], None]  # raises ValueError for options out of range
-    layouts: dict[Tensor, Layout]  # of the moments in its state, changed
+    layouts: dict[Tensor, Layout]  # the layouts of the moments in its state, changed
 
     @property
     def name(self) -> str:

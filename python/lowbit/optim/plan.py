@@ -30,7 +30,7 @@ class CallLists:
     """The parameters on one device whose moments are in one state format: the lists of a call, without gradients."""
 
     state_format: str
-    place: int  # of the device among those of the plan
+    place: int  # index of the device among those of the plan
     members: list[Tensor]  # parameters, as the gradients are found on them
     is_sharded: bool  # one or more are DTensors
     params: list[Tensor]  # local
@@ -101,8 +101,8 @@ class Plan:
     calls: list[CallLists]
     options: StateOptions
     params: list[Tensor]
-    entries: list[Any]  # of the states of all parameters
-    counts: list[int]  # of the entries of each
+    entries: list[Any]  # entries of the states of all parameters
+    counts: list[int]  # number of entries of each state
     sharded: list[Tensor]  # DTensors, of which the lists hold local views
     places: list[Any]
 
@@ -158,7 +158,7 @@ def _places(params: list[Tensor], sharded: list[Tensor]) -> list[Any]:
 
 
 def _is_dense(local: Tensor, layout: Layout) -> bool:
-    if is_traceable_wrapper_subclass(local):  # of several tensors, such as the codes and scales of an Int8Weight
+    if is_traceable_wrapper_subclass(local):  # several tensors in one, such as the codes and scales of an Int8Weight
         return False
     if layout.stride is None:
         return local.is_contiguous()

@@ -28,7 +28,7 @@ from lowbit.optim.state_format import Layout, allocate, decode, has_codes, nibbl
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _BITSANDBYTES_NESTED = "__bnb_optimizer_quant_state__"  # hides its tensors from FSDP
 _BITSANDBYTES_BLOCKS = (256, 2048)  # since 0.44, and before
-_BITSANDBYTES_NORM = "unorm_vec"  # of max_unorm: no part of the rules here
+_BITSANDBYTES_NORM = "unorm_vec"  # the state of max_unorm, which no rule here has
 
 
 @dataclass(slots=True)
@@ -45,7 +45,7 @@ class Moment:
 class Entry:
     """The saved state of one parameter."""
 
-    rule: str  # of the optimizer that it is for
+    rule: str  # the rule of the optimizer that it is for
     owner: str  # name of its class
     saved_group: dict[str, Any]
     group: dict[str, Any]  # the group that it becomes

@@ -153,7 +153,7 @@ def _product(A: Tensor, weight: _Weight, n: int, k: int, bias: Tensor | None) ->
     if x.shape[0] <= _FEW_ROWS and k % 8 == 0:
         weight.multiply(x, y, bias)
         return y.view(*A.shape[:-1], n)
-    rows = min(n, max(32, _PART // k // 32 * 32))  # of 32, so that each part begins with whole bytes
+    rows = min(n, max(32, _PART // k // 32 * 32))  # a multiple of 32: each part begins at a whole byte
     part = x.new_empty(rows, k)
     for begin in range(0, n, rows):
         some = part[: min(rows, n - begin)]

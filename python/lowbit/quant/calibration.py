@@ -196,7 +196,7 @@ def _progress(batches: Iterable[Any]) -> Iterable[Any]:
 def calibration_of(model: nn.Module, given: Any, config: FormatConfig, selected: list[Selected]) -> Calibration:
     """Return the calibration that was given, or that of the given batches; raise unless the configuration can use it
     and it has seen every layer."""
-    selected = [item for item in selected if kind_of(item.module).multiplies]  # of tables no inputs are counted
+    selected = [item for item in selected if kind_of(item.module).multiplies]  # no inputs are counted for tables
     real = [item for item in selected if not item.value.is_meta]
     gptq = any(isinstance(item.spec.algorithm, GPTQ) for item in real)
     if isinstance(given, (Tensor, Mapping, str)) or not isinstance(given, (Calibration, Iterable)):

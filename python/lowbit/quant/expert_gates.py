@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from lowbit.ops.experts import ACTIVATIONS, Gate, gated_value
 from lowbit.quant.experts import Form, gate, parts_in_float64
 
-_EXPONENTS = (2, -6, -3, 0, 4, 6, 9, 12, 16, 20, 30, 40)  # of 2, the sizes of sums; most steps differ in the first
-_ALPHA = 1.702  # of gpt-oss, and of gelu's approximation by a sigmoid
-_TOLERANCE = 1e-6  # of the step of absolute sums: some classes compute it in float32
+_EXPONENTS = (2, -6, -3, 0, 4, 6, 9, 12, 16, 20, 30, 40)  # powers of 2 for the sums; most gates differ at the first
+_ALPHA = 1.702  # gpt-oss, and gelu's approximation by a sigmoid
+_TOLERANCE = 1e-6  # relative to the gate of absolute sums: some classes compute it in float32
 
 
 def known_gate(module: Any, cls: type[nn.Module], form: Form, n: int) -> Gate | None:

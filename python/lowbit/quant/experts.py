@@ -32,7 +32,7 @@ _FIRST = ("gate_up_proj", "up_proj")
 _GATE, _NORM = "_apply_gate", "post_expert_norm"
 _DECORATOR = "transformers.integrations.moe"
 _ARGUMENTS = ["hidden_states", "top_k_index", "top_k_weights"]
-_TOLERANCE = 1e-4  # of float64 results: some classes compute a part in float32
+_TOLERANCE = 1e-4  # relative to float64 results: some classes compute a part in float32
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ def may_be_experts(cls: type[nn.Module]) -> bool:
         return True
     try:
         return [*inspect.signature(cls.forward).parameters][1:] == _ARGUMENTS
-    except (TypeError, ValueError):  # of a function of C
+    except (TypeError, ValueError):  # a C function has no signature
         return False
 
 

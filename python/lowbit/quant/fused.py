@@ -165,5 +165,5 @@ def has_hooks(module: nn.Module) -> bool:
         or inside["_forward_pre_hooks"]
         or inside["_backward_hooks"]
         or inside["_backward_pre_hooks"]
-        or "forward" in inside  # as accelerate hooks a module
+        or "forward" in inside  # accelerate's way to hook a module
     )

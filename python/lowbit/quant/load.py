@@ -210,7 +210,7 @@ def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
 def _fill_buffers(model: nn.Module) -> None:
     """Make the buffers that no state dict holds (tables of rotary embeddings) where they are still on
     the meta device."""
-    initialize = getattr(model, "_init_weights", None)  # of transformers' models: fills such modules
+    initialize = getattr(model, "_init_weights", None)  # a method of transformers' models that fills such modules
     left = []
     for prefix, module in model.named_modules():
         names = [name for name, buffer in module._buffers.items() if buffer is not None and buffer.is_meta]

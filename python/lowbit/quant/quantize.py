@@ -88,7 +88,7 @@ def quantize_(
         return change_layers(config, model, filter_fn, strict=strict, head=head)
     config = config_asked_for("quantize_: config", config)
     device = _checked_device(device)
-    has_no_head = head == INT8 and not hasattr(model, "get_output_embeddings")  # most models are no language models
+    has_no_head = head == INT8 and not hasattr(model, "get_output_embeddings")  # no language model
     of_head = None if has_no_head else head_config("quantize_", head, config)
     selected, skipped = select(model, config, filter_fn, device, strict, kinds=KINDS, head=of_head)
     if calibration is not None:

@@ -41,7 +41,7 @@ DTYPES = {
     "BOOL": torch.bool,
 }
 _CHUNK = 1 << 22
-_ALIGNMENT = 64  # of the first tensor: a packed weight that is mapped later begins on a cache line
+_ALIGNMENT = 64  # alignment of the first tensor: a mapped packed weight begins on a cache line
 INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 

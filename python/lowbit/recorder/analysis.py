@@ -33,7 +33,7 @@ class RankState:
     lost: int
     last_finished: Record | None
     unfinished: Record | None  # the oldest
-    age_s: float | None  # of it: until now, until the dump, or until the last thing that any rank recorded
+    age_s: float | None  # age of `unfinished` now, at the dump, or at the last record of any rank
     failed: Record | None  # the last
 
 

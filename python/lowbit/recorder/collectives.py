@@ -43,7 +43,7 @@ _OPS = {
 }
 """Ops of c10d: the name in records, and the argument whose sizes they have."""
 _library: list[torch.library.Library] = []
-_numbers: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)  # of the next collective, by group
+_numbers: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)  # number of the next collective, by group
 _rows: dict[str, str] = {}
 _pending: list[tuple[Any, tuple[int, int]]] = []  # works that have no future, sends and receives, and their records
 _MOST_PENDING = 64

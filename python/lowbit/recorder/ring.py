@@ -21,8 +21,8 @@ VERSION = 1
 HEADER_BYTES = 4096
 _HEAD = struct.Struct("<8s4I3iI2Q")  # magic .. monotonic_ns
 _COUNTS = struct.Struct("<2Q")  # next, lost, at 64
-_TAKEN = struct.Struct("<Q")  # of a dump, at 3072
-_SEQUENCE_BITS = 44  # of next; above them are places that were passed by
+_TAKEN = struct.Struct("<Q")  # time of a dump, at 3072
+_SEQUENCE_BITS = 44  # low bits of next; the high bits count slots that were skipped
 _TEXTS = ((128, 64), (256, 768), (1024, 2048), (3080, 512))  # host, names, command line, reason
 _RECORD = struct.Struct("<3QI2Bh2B3B3BQ12q3q32s48siI")
 RECORD_BYTES = _RECORD.size
@@ -117,7 +117,7 @@ class Recording:
     lost: int  # calls that found no place: every one held a call that still ran
     torn: int  # records that were being written
     records: tuple[Record, ...]
-    reason: str = ""  # of a dump
+    reason: str = ""  # why a dump was taken
 
     def __post_init__(self) -> None:
         """Of a damaged file these would be lists of as many ranks.

@@ -35,7 +35,7 @@ from torch import Tensor
 
 from lowbit.reference.quantize import SEMI_SPARSE, QuantizedWeight, bits_of, code_of_zero, float_dtype
 
-COLUMNS, TILE = 16, 64  # of a panel
+COLUMNS, TILE = 16, 64  # columns of a panel, k of a tile
 ROW_ALIGN = 16
 
 

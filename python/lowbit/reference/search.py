@@ -43,7 +43,7 @@ def search(
     span = down + high if asymmetric else torch.maximum(down, high)
     first = most if asymmetric else (most + 1) / 2
     product, square = torch.zeros_like(down), torch.ones_like(down)
-    low = torch.where(flip, zero - most, -zero)  # of the levels, most steps below the highest
+    low = torch.where(flip, zero - most, -zero)  # the lowest level, `most` below the highest
     for part in ASYMMETRIC_STEPS if asymmetric else SYMMETRIC_STEPS:
         inverse = part * first / span.clamp(min=2.0**-100)
         candidate = torch.where(flip, zero - most, -zero)

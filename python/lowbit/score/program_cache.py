@@ -84,7 +84,7 @@ def bind(op: str, mod: Callable[..., Any], *, mask: bool, dtype: torch.dtype = t
         shaped = key and (key, tuple(map(tuple, captured.shapes)))
         program = _programs.get(shaped) if shaped else None
         if program is None:
-            with _disable_current_modes():  # of torch.compile and torch.export
+            with _disable_current_modes():  # modes of torch.compile and torch.export
                 program = _trace(op, argument, mod, captured.tensors, dtype)
             if isinstance(program, Reason) or program.keep:
                 _keep(shaped if isinstance(program, Reason) or program.reads_shapes else key, program)

@@ -71,7 +71,7 @@ class Proxy(Tensor):
     tracer: Any
     content: Outside | Part | Inside
     meta: Tensor
-    argument: bool  # of the mod, or captured: must not be written to
+    argument: bool  # an argument of the mod or a captured tensor: must not be written to
 
     @staticmethod
     def __new__(cls, tracer: Any, content: Outside | Part | Inside, meta: Tensor, argument: bool = False) -> Proxy:

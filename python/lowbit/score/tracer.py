@@ -30,7 +30,7 @@ from lowbit.score.indexing import getitem
 from lowbit.score.program import Captured, ProgramBuilder, UnknownOp, Value
 from lowbit.score.proxy import Inside, Outside, Part, Proxy, RandomOp, mapped, proxies_of
 
-MAX_ELEMENTS = 1024  # of a tensor inside a program (a row of a captured tensor): every element is instructions
+MAX_ELEMENTS = 1024  # max elements of a tensor in a program (a row of a captured one): each has instructions
 _SHAPE_READERS = {
     torch.Tensor.size,
     torch.Tensor.numel,
@@ -124,7 +124,7 @@ class Tracer:
         self._values: list[Value] = []
         self._numbers: dict[int, int] = {}
         self._constants: dict[int, Outside] = {}
-        self._metas = {number: _empty(tensor) for number, tensor in enumerate(captured)}  # of steps
+        self._metas = {number: _empty(tensor) for number, tensor in enumerate(captured)}  # by tensor or step
         self.proxies = {id(tensor): Proxy(self, Outside(i), self._metas[i], True) for i, tensor in enumerate(captured)}
 
     def argument(self, name: str, dtype: torch.dtype) -> Proxy:

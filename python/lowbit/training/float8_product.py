@@ -30,7 +30,7 @@ from lowbit.training.float8_config import CastConfig, ScalingGranularity
 register()
 _cast_op = function_of("float8_cast")
 _SMALLEST_AMAX = 1e-12  # torchao's, which keeps the scale of zeros finite
-_MULTIPLE = 16  # of sizes of matrices that cuBLASLt multiplies in float8
+_MULTIPLE = 16  # divides the sizes of matrices that cuBLASLt multiplies in float8
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,7 @@ def multiply(a: Operand, b: Operand, dtype: torch.dtype, fast_accum: bool = Fals
 def scaled_mm(a: Tensor, b: Tensor, fast_accum: bool) -> Tensor:
     """Return the product of codes ``a`` [m, k] and ``b`` [k, n], float32, by cuBLASLt: zeros fill sizes up."""
     m, n = a.shape[0], b.shape[1]
-    a, b = _padded(a), _padded(b.T).T  # of b columns must be contiguous
+    a, b = _padded(a), _padded(b.T).T  # columns of b must be contiguous
     one = torch.ones((), device=a.device)
     out = torch._scaled_mm(a, b, scale_a=one, scale_b=one, out_dtype=torch.float32, use_fast_accum=fast_accum)
     return out[:m, :n]

@@ -24,7 +24,7 @@ from lowbit.training.int8_weight_linear import Int8WeightLinear
 from lowbit.training.preparing import TwoStepConfig, check_no_head, in_order, weight_of
 
 _SPEC = LinearSpec("int8")
-_ZERO = 128  # of the codes that are packed, which are unsigned
+_ZERO = 128  # zero point of the packed codes, which are unsigned
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ def _prepare(model: nn.Module, filter_fn: Any, strict: bool) -> list[ReportRow]:
     selected, skipped = select(model, Int8WeightOnlyConfig(), filter_fn, None, strict)
     for item in selected:
         _check(item)
-    weights: dict[int, nn.Parameter] = {}  # of the float weight, which layers may share
+    weights: dict[int, nn.Parameter] = {}  # the new weight by the id of the float one, which layers may share
     rows = {}
     for item in selected:
         module, weight = item.module, item.value

@@ -120,7 +120,7 @@ def _prepare(model: nn.Module, qat: QATConfig, filter_fn: Any, strict: bool, hea
     selected, skipped = select(model, config, filter_fn, None, strict, kinds=(LINEAR, EMBEDDING), head=of_head)
     check_devices("QATConfig", selected, kernel="fake_quantize")
     report = QuantizationReport(str(qat), model_bytes_before=model_bytes(model))
-    scales: dict[int, tuple[nn.Parameter | None, Tensor | None]] = {}  # of a weight, which layers may share
+    scales: dict[int, tuple[nn.Parameter | None, Tensor | None]] = {}  # by the id of the weight, which layers may share
     rows = {}
     for item in selected:
         key = id(item.value)

@@ -22,7 +22,7 @@ from lowbit.quant.load_check import guard
 from lowbit.quant.select import reason_to_skip
 from lowbit.training.int8_linear import checked_input
 
-_TILES_AT_ONCE = 1 << 14  # of 90 sums each: 6 MB
+_TILES_AT_ONCE = 1 << 14  # 90 sums for each tile: 6 MB
 _END = "swap_semi_sparse_linear_with_linear"
 
 

@@ -149,7 +149,7 @@ class GgufFile:
         if wanted != len(whole.tensors):
             raise ValueError(f"{path}: all parts must hold {wanted} tensors together, got {len(whole.tensors)}")
         whole.value(f"{whole.architecture}.block_count")
-        others = dict.fromkeys(whole.texts, [])  # as those with a number for each layer: compared when they are read
+        others = dict.fromkeys(whole.texts, [])  # like lists of a number per layer: compared when read
         shapes = {tensor.name: tensor.shape for tensor in whole.tensors.values()}
         check_counts(path, whole.architecture, others | whole.metadata, shapes)
         return whole
@@ -259,7 +259,7 @@ def _parsed(file: OpenFile, header: _Header) -> GgufFile:
     tensors: dict[str, GgufTensor] = {}
     for name, shape, number, offset in infos:
         tensor = tensors[name] = _tensor(file, begin + offset, name, shape, number)
-        if tensor.begin != place:  # as llama.cpp has it
+        if tensor.begin != place:  # llama.cpp refuses it too
             raise ValueError(
                 f"{path}: tensor {name} must begin behind the one before, at byte {place}, got {tensor.begin}"
             )

@@ -115,7 +115,7 @@ def _encode(reader: StateReader, tensor: GgufTensor) -> tuple[np.ndarray, str]:
 
 def _floats(reader: StateReader, tensor: GgufTensor, value: Tensor, rows: Tensor | None) -> tuple[np.ndarray, str]:
     dtype = value.dtype if value.dim() > 1 else torch.float32  # norms and biases are float32 in every file
-    if value.dim() == 1:  # of norms transformers takes 1 off, for some architectures
+    if value.dim() == 1:  # transformers subtracts 1 from the norms of some architectures
         value = value.float() - torch.from_numpy(
             reader.processor.process(weights=np.zeros(tensor.shape, np.float32), name=tensor.name).weights
         )

@@ -108,7 +108,7 @@ def _bpe(keys: Metadata, words: Sequence[str], merges: list[tuple[str, str]], **
     vocabulary = {word: number for number, word in enumerate(words)}
     try:
         return Tokenizer(models.BPE(vocabulary, merges, **options))
-    except Exception as error:  # of tokenizers, which has no class of its own for it
+    except Exception as error:  # tokenizers raises it and has no class of its own for it
         raise ValueError(f"{keys.file.paths[0]}: tokenizer.ggml.merges must be pairs of words, got {error}") from None
 
 

@@ -16,7 +16,7 @@ from lowbit.documents.whole_file import replaced_file
 from lowbit.export.exported import exported
 from lowbit.export.onnx.layers import in_onnx
 
-_OPSETS = range(21, 24)  # from DequantizeLinear in blocks to the last that torch's exporter has
+_OPSETS = range(21, 24)  # first: DequantizeLinear has blocks; last: the newest of torch's exporter
 
 
 def export(
