@@ -25,7 +25,9 @@ UNITS = {
 
 @pytest.mark.parametrize("unit", UNITS)
 def test_clang_compiles_without_a_warning(unit: str) -> None:
-    clang = next((path for name in ("clang", *(f"clang-{n}" for n in range(30, 14, -1))) if (path := shutil.which(name))), None)
+    clang = next(
+        (path for name in ("clang", *(f"clang-{n}" for n in range(30, 14, -1))) if (path := shutil.which(name))), None
+    )
     if clang is None:
         pytest.skip("no clang on this machine: it compiles the sources that gcc compiles too")
     flags, sources = UNITS[unit]
