@@ -104,11 +104,17 @@ LOWBIT_INLINE void multiply_tile(LeftFactor<T> a, const T* b, int64_t b_stride, 
   unroll<kRows>([&](auto r) { unroll<kVectors>([&](auto v) { store(c + r * c_stride + v * 16, acc[r][v]); }); });
 }
 
+#if __has_cpp_attribute(gnu::noclone)
+#define LOWBIT_ONE_FUNCTION [[gnu::noinline, gnu::noclone]]
+#else  // clang makes no clones
+#define LOWBIT_ONE_FUNCTION [[gnu::noinline]]
+#endif
+
 // Columns are rounded up to 16. A block of rows of a, and the strip of b with 16 or 32 columns, stay in L1. One
 // function for both kinds of left factor: gcc's clones for a row or step of 1 doubled the code and were no faster.
 template <class T>
-[[gnu::noinline, gnu::noclone]] void multiply(std::type_identity_t<LeftFactor<T>> a, Matrix<T> b, Matrix<T> c,
-                                              const ProductSize& size, const ProductOptions& options = {}) {
+LOWBIT_ONE_FUNCTION void multiply(std::type_identity_t<LeftFactor<T>> a, Matrix<T> b, Matrix<T> c,
+                                  const ProductSize& size, const ProductOptions& options = {}) {
   const RowTiles tiles = product_tiles(size.rows);
   constexpr int64_t kMaxTiles = 16;
   const int64_t tile_bytes = larger(1, size.depth) * static_cast<int64_t>(sizeof(T)) * kFloatRows;

@@ -129,7 +129,7 @@ void add(const std::string& by, std::vector<Row> rows) {
   check(own_backends.load() && !complete, runtime, by, ": the list of backends is complete; rows are added by the ",
         "function that a package names in the entry point group lowbit.backends");
   for (std::size_t i = 0; i < rows.size(); i++) check_row(by, rows[i], std::span(rows).first(i));
-  for (Row& row : rows) all_foreign.emplace_back(std::move(row), by);
+  for (Row& row : rows) all_foreign.push_back({std::move(row), by});
 }
 
 std::vector<AddedRow> added() {
@@ -163,7 +163,7 @@ std::vector<const Backend*> with_external(std::span<const Backend* const> own,
     auto& list = foreign.row.first ? first : behind;
     auto* backend = new Backend(backend_like(**like, foreign.by));
     with_op(foreign.row.op, [&]<class Args>() {
-      const auto* const bound = new Kernel<Args>::Bound{&foreign, refuses<Args>, run<Args>};
+      const auto* const bound = new typename Kernel<Args>::Bound{&foreign, refuses<Args>, run<Args>};
       const Kernel<Args> kernel{foreign.row.name, nullptr, nullptr, bound};
       add_rows(*backend, &kernel, 1);
     });

@@ -189,9 +189,8 @@ Selected<Args> select(const Args& args) {
 
 template <class Args>
 void run_row(const Args& args, const Selected<Args>& selected) {
-  const auto& [backend, row] = selected;
-  if (!backend.guard) row(args);
-  else backend.guard(args.place, [&row, &args] { row(args); });
+  if (!selected.backend.guard) selected.row(args);
+  else selected.backend.guard(args.place, [&] { selected.row(args); });
 }
 
 // describe(args) is declared beside the Args of each op.

@@ -89,7 +89,7 @@ struct RunProgram {
       if (code.size() > 2) {
         program = std::make_shared<const Program>(std::span(code).subspan(2));
         if constexpr (std::is_same_v<Given, Arguments<RunProgram>>)
-          kept_programs().put(code[1], std::make_shared<KeptProgram>(program, std::move(constants)));
+          kept_programs().put(code[1], std::shared_ptr<KeptProgram>(new KeptProgram{program, std::move(constants)}));
         else return;  // a call that is only described keeps nothing
       } else {
         check(constants.empty(), ErrorKind::value, kRunProgram, ": constants must be none where program is kept, got ",

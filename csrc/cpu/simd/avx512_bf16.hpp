@@ -68,9 +68,7 @@ class TileUnit : public TileNumbers {
         unroll<kPanels>([&](auto p) __attribute__((always_inline)) { of_w[p] = _mm512_loadu_si512(w[p]), w[p] += 64; });
         unroll<kCount>([&](auto row) __attribute__((always_inline)) {
           unroll<kPanels>([&](auto p) __attribute__((always_inline)) {
-            __asm__("vdpbf16ps %2%{1to16%}, %1, %0"
-                    : "+v"(sum[p][row])
-                    : "v"(of_w[p]), "m"(*reinterpret_cast<const Pair*>(x + row * stride)));
+            add_pair(sum[p][row], of_w[p], x + row * stride);
           });
         });
       }
@@ -81,6 +79,10 @@ class TileUnit : public TileNumbers {
         _mm512_store_ps(unit.sums_[sums + p] + (first + row) * 16, sum[p][row]);
       });
     });
+  }
+  // sum += w * the pair of x. A function: clang 15 takes no captured variable as an operand of asm.
+  LOWBIT_INLINE static void add_pair(__m512& sum, __m512i w, const char* x) {
+    __asm__("vdpbf16ps %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(w), "m"(*reinterpret_cast<const Pair*>(x)));
   }
   template <int tile> LOWBIT_INLINE static __m512 begin(int64_t row) {
     const auto& [rows, stride, step] = here->begin_[tile];
