@@ -18,6 +18,7 @@ from torch import nn
 
 import lowbit
 from lowbit.formats import FORMATS, MappingType, PerGroup, PerRow
+from lowbit.huggingface.load_gguf import load_model
 from lowbit.quant import quantize
 from lowbit.quant.kinds import kind_of
 from lowbit.quant.quant_linear import LINEAR
@@ -360,7 +361,7 @@ def test_a_model_of_a_gguf_file_comes_back(name, type, tmp_path):
     files = pytest.importorskip("gguf_files")
     path = files.write(tmp_path / "file.gguf", name, type)
     for more in ({}, {"attention": "sdpa", "fuse": False}):
-        model = lowbit.huggingface.load_gguf.load_model(path, activations="float", **more)
+        model = load_model(path, activations="float", **more)
         assert entry(model) == lowbit.LowbitConfig("gguf", activations="float", fuse=not more).to_dict()
         model.save_pretrained(tmp_path / "packed")
         loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "packed", attn_implementation=more.get("attention", "lowbit"))
