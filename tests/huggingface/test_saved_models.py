@@ -360,11 +360,11 @@ def test_a_model_of_bitsandbytes_whose_layers_were_replaced_comes_back(tmp_path)
 def test_a_model_of_a_gguf_file_comes_back(name, type, tmp_path):
     files = pytest.importorskip("gguf_files")
     path = files.write(tmp_path / "file.gguf", name, type)
-    for more in ({}, {"attention": "sdpa", "fuse": False}):
+    for more in ({}, {"attn_implementation": "sdpa", "fuse": False}):
         model = load_model(path, activations="float", **more)
         assert entry(model) == lowbit.LowbitConfig("gguf", activations="float", fuse=not more).to_dict()
         model.save_pretrained(tmp_path / "packed")
-        loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "packed", attn_implementation=more.get("attention", "lowbit"))
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "packed", attn_implementation=more.get("attn_implementation", "lowbit"))
         assert formats(loaded) == formats(model) and torch.equal(logits(loaded), logits(model))
         lowbit.dequantize_(model)
         assert not hasattr(model.config, "quantization_config")
