@@ -47,7 +47,7 @@ class ServedHead:
 
     Args:
         function: the Function.
-        heads: by the position of a weight among the arguments of ``apply``, what finds the head whose weight it is.
+        heads: functions that find the head of a weight, by the position of the weight among the arguments of ``apply``.
     """
 
     def __init__(self, function: type[torch.autograd.Function], heads: Mapping[int, Callable[[], nn.Module]]) -> None:

@@ -69,9 +69,9 @@ def quantize_checkpoint(
     Args:
         model: the folder, with ``config.json`` and safetensors files.
         out: the folder to make; there must be none.
-        config, modules_to_not_convert, embeddings, head: as of `lowbit.LowbitConfig`.
-        plan: as of `lowbit.LowbitConfig`, or a JSON file: one that a Plan of autoquant saved, or an object of names and
-            configurations of layers.
+        config, modules_to_not_convert, embeddings, head: the arguments of `lowbit.LowbitConfig`.
+        plan: the argument of `lowbit.LowbitConfig`, or a JSON file: one that a Plan of autoquant saved, or an object of
+            names and configurations of layers.
 
     Returns:
         A QuantizationReport.

@@ -24,8 +24,8 @@ def refuse_packed_layers(home: ModuleType, function: str, reads: Reads, instead:
     Args:
         home: the module that defines it.
         function: its name.
-        reads: of which packed layers it reads the weight.
-        instead: what the error tells to do.
+        reads: the packed layers whose weight it reads.
+        instead: the advice in the error.
     """
     original = getattr(home, function)
     if hasattr(original, "_before_lowbit"):
