@@ -30,10 +30,10 @@ def gptq(
     Args:
         weight: float32 ``[n, k]``; not changed.
         hessian: float32 ``[k, k]``, mean of x x^T.
-        group_size: of the scales, 0: one group.
+        group_size: the group size of the scales; 0: one group.
         code_max: the largest code.
         options: order and damping.
-        scales: how they are chosen.
+        scales: the way that they are chosen.
     """
     n, k = weight.shape
     importance = hessian.diagonal().clone()

@@ -30,7 +30,7 @@ class Rotation:
     """x -> x R with R = diag(signs) (F1 x F2 x ...), a Kronecker product.
 
     Args:
-        name: of the rotation, for reports.
+        name: the name of the rotation, for reports.
         signs: float64 ``[d]``, of +-1.
         factors: orthogonal matrices, float64, whose orders multiply to d.
     """
@@ -57,7 +57,7 @@ def rotation(kind: str, width: int, generator: torch.Generator) -> Rotation:
 
     Args:
         kind: "hadamard", or "orthogonal" for one of all orthogonal matrices (QR of normal numbers).
-        generator: of torch, on the CPU.
+        generator: a generator of torch on the CPU.
     """
     if kind == "orthogonal":
         signs = torch.ones(width, dtype=torch.float64, device="cpu")
