@@ -45,8 +45,8 @@ def create_block_mask(
         mask_mod: ``mask_mod(b, h, q_idx, kv_idx)``, bool: True where the score counts. It may capture tensors.
         B, H: batches and query heads that the mask tells apart; None for 1, which serves all.
         Q_LEN, KV_LEN: lengths.
-        device: of the result, default the CPU. On others a mask_mod that captures no tensors is served by the CPU and
-            the result moved; the rest goes to torch, and so do calls inside torch.vmap or torch.func.
+        device: the device of the result, by default the CPU. On others a mask_mod that captures no tensors is served by
+            the CPU and the result moved; the rest goes to torch, and so do calls inside torch.vmap or torch.func.
         BLOCK_SIZE: queries and keys of a block, or one number for both.
         separate_full_blocks: False: full blocks are listed as partial ones.
 
