@@ -38,7 +38,7 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
             A second backward before the step is refused then, and `clip_grad_norm_` has to be given the
             parameters of ``base_optimizer``.
         minimal_size: a parameter of fewer elements is stepped on its device, with its states.
-        options: of ``optimizer_class``, such as lr.
+        options: arguments of ``optimizer_class``, such as lr.
 
     Raises:
         TypeError, ValueError: an argument of another type, a DTensor on a device (`fully_shard` has CPUOffloadPolicy),

@@ -52,7 +52,7 @@ def prepare(
         rule, options: they decide which moments are kept, and how.
         param: the parameter.
         state: its state, changed.
-        kept: how the moments in ``state`` lie; None: as they are to.
+        kept: the current storage of the moments in ``state``; None: the one that is wanted.
         owner: the name of the optimizer, for errors.
 
     Returns:

@@ -35,7 +35,7 @@ class CallLists:
     is_sharded: bool  # one or more are DTensors
     params: list[Tensor]  # local
     gaps: dict[int, Layout]  # places of those that are not dense, or no floats: they are stepped in a dense copy
-    states: list[list[Tensor]]  # by moment
+    states: list[list[Tensor]]  # one list per moment
     scales: list[list[Tensor]]
     steps: list[Tensor]
 
