@@ -25,10 +25,10 @@ def check_counts(
     """Refuse a file whose numbers of layers, features or heads are not those of its tensors.
 
     Args:
-        path: of the file, for errors.
-        architecture: the beginning of its keys.
+        path: the path of the file, for errors.
+        architecture: the prefix of its keys.
         metadata: values by key; one that is not there is not compared.
-        shapes: of the tensors by name, rows first.
+        shapes: the shapes of the tensors by name, rows first.
 
     Raises:
         ValueError: names the file and the key.

@@ -25,8 +25,8 @@ def special_tokens(keys: Metadata, words: int) -> dict[str, Any]:
     several words end an answer, the end of the text first.
 
     Args:
-        keys: of the file.
-        words: how many the model has.
+        keys: the metadata of the file.
+        words: the size of the model's vocabulary.
 
     Raises:
         ValueError: a number is that of no word.
