@@ -32,7 +32,7 @@ def compile_blocks(model: nn.Module, **options: Any) -> LayerNames:
 
     Args:
         model: any module.
-        options: of ``torch.compile`` (``options=lowbit.compile_options()``, ``dynamic``, ``fullgraph``, ...).
+        options: arguments of ``torch.compile`` (``options=lowbit.compile_options()``, ``dynamic``, ``fullgraph``, ...).
 
     Returns:
         Names of the blocks, a list that prints as one line for those of a kind.
