@@ -43,8 +43,8 @@ class Recording:
         """Stop recording, measure the candidates on the recorded inputs, and return the plan; the model stays as it is.
 
         Args:
-            example_input: as in `autoquant`, for the bounds of the model as a whole. None: there is no input that could
-                be run again, so the layers' own bounds hold alone, and the plan says so.
+            example_input: the argument of `autoquant`, for the bounds of the model as a whole. None: there is no input
+                that could be run again, so the layers' own bounds hold alone, and the plan says so.
 
         Raises:
             ValueError: no linear layer was called.

@@ -43,8 +43,8 @@ class SeenLayer:
     """Linear layers of one weight, and their inputs.
 
     Args:
-        modules: by qualified name.
-        calls: how often each shape came.
+        modules: the modules by qualified name.
+        calls: the number of calls with each shape.
         sample: rows of inputs, ``[r, k]`` each, at most SAMPLE_ROWS in all.
     """
 
