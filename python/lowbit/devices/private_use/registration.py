@@ -19,7 +19,7 @@ def register(name: str, module: DeviceModule, start: Callable[[], None], asked_b
     """Register everything; once per process.
 
     Args:
-        name: of the device.
+        name: the name of the device.
         module: becomes ``torch.<name>``.
         start: lets the C++ core have the device, whose memory is `_C.private_use` from then on.
         asked_by: the function that errors name.
