@@ -34,8 +34,8 @@ class HQQ:
     data; weights become asymmetric.
 
     Args:
-        iterations: at most.
-        p: of the norm |error|^p, at most 1.
+        iterations: the max number of iterations.
+        p: the exponent of the norm |error|^p, at most 1.
         beta, kappa: the first penalty, and its growth per iteration.
 
     Raises:
