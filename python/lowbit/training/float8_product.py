@@ -68,7 +68,7 @@ def operand(x: Tensor, cast: CastConfig, dim: int, power_of_2: bool, dtype: torc
     """Return ``x`` [rows, columns] as a product that sums over ``dim`` takes it.
 
     Args:
-        dtype: of the result of the product.
+        dtype: the dtype of the product's result.
         emulate: multiply float8 numbers in float on CUDA too.
     """
     if not cast.is_cast:
