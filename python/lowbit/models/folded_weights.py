@@ -77,8 +77,8 @@ def make_checked(function: str, model: nn.Module, words: int, changes: Changes) 
     with the weights in their own dtype, over their size.
 
     Args:
-        function: for errors.
-        words: of the vocabulary.
+        function: the name of the public function, for errors.
+        words: the size of the vocabulary.
 
     Raises:
         ValueError: it has not, the model does not run, or a new value is not finite in the dtype of its parameter.
