@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``lowbit chat FILE.gguf``: a conversation in a terminal or a pipe, the answers streamed as they are made."""
+"""``lowbit chat FILE.gguf``: a conversation in a terminal or a pipe, with the answers streamed."""
 
 from __future__ import annotations
 

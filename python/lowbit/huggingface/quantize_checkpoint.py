@@ -3,7 +3,7 @@
 
 The work is done in ``<out>.partial``, which becomes ``out`` at the end by one rename. Each shard is written under a
 temporary name, read back and compared by checksum, and then renamed; ``progress.json`` lists those that are done with
-their checksums, so that an interrupted run goes on where it was.
+their checksums, so that an interrupted run resumes where it stopped.
 """
 
 from __future__ import annotations

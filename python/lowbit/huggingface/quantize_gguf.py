@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""quantize_to_file: a GGUF file, or a folder of transformers, quantized anew and written as a GGUF file."""
+"""quantize_to_file: a GGUF file, or a folder of transformers, quantized again and written as a GGUF file."""
 
 from __future__ import annotations
 
