@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""dequantize_: turn the QuantLinear layers of a model back into the float layers that they were, in place."""
+"""dequantize_: turn the QuantLinear layers of a model back into float layers, in place."""
 
 from __future__ import annotations
 

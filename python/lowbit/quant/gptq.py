@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GPTQ (Frantar et al., arXiv 2210.17323): codes whose error in the layer's output is small, not in its weight.
+"""GPTQ (Frantar et al., arXiv 2210.17323): codes that minimize the error of the layer's output, not of its weight.
 
 Input channels are rounded one after the other. The error of one, divided by its diagonal entry of U (the Cholesky
 factor of the inverse of H, the mean of x x^T), is spread over the channels that follow by U's row:

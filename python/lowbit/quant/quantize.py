@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""quantize_: turn the linear layers of a model into QuantLinear, one after the other, in place."""
+"""quantize_: turn the linear layers of a model into QuantLinear, one by one, in place."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""QuantizationReport: the result of quantize_ for every linear layer, as text, HTML and a dictionary. Its errors are
-sums of squares, and their ratio in dB."""
+"""QuantizationReport: the result of quantize_ for every linear layer, as text, HTML and a dictionary. Errors are
+sums of squares and their ratio in dB."""
 
 from __future__ import annotations
 

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Orthogonal matrices R [d, d] that spread the values of single channels over all of them.
 
-A Hadamard matrix has entries of +-1 / sqrt(d) alone, so each channel of x R is made of all channels of x in equal
+All entries of a Hadamard matrix are +-1 / sqrt(d), so each channel of x R is made of all channels of x in equal
 parts. It is a Kronecker product of small ones and is applied factor by factor: d * (the sum of their orders) products
 for a row, not d^2. There is one of order d = 2^s * odd where Paley's constructions have one of order 2^t * odd, t <= s:
 
     order q + 1,    q a prime, q % 4 == 3
     order 2(q + 1), q a prime, q % 4 == 1
 
-which is so for every width of a usual model (576 = 16 * 36, 896 = 32 * 28, 3584 = 128 * 28). For other widths the odd
-part is a random orthogonal matrix. Signs of the channels are random (QuaRot, Ashkboos et al. 2024, arXiv:2404.00456).
-"""
+which holds for the width of every common model (576 = 16 * 36, 896 = 32 * 28, 3584 = 128 * 28). For other widths the
+odd part is a random orthogonal matrix. Signs of the channels are random (QuaRot, Ashkboos et al. 2024,
+arXiv:2404.00456). """
 
 from __future__ import annotations
 
