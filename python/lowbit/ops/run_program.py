@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A program (`lowbit.ops.program`) in one call: the calls of `linear`, `rms_norm`, `rope_append` and `attention` that
-its steps are, without the way back to Python between them; without a derivative."""
+its steps are, without a return to Python between them; without a derivative."""
 
 from __future__ import annotations
 
