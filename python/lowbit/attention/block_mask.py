@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""create_block_mask: finds the blocks of scores that a mask empties, keeps whole or cuts, without the mask
-of every score.
+"""create_block_mask: finds the blocks that a mask leaves empty, full or partial, without evaluating it on
+every score.
 
-The mask's program is evaluated on whole blocks with intervals in place of numbers; the few blocks that this
-leaves open are evaluated score by score (csrc/ops/block_classes.hpp). 8192 x 8192 takes a millisecond or two
+The mask's program is evaluated on whole blocks with intervals instead of numbers; the few blocks that this
+leaves undecided are evaluated score by score (csrc/ops/block_classes.hpp). 8192 x 8192 takes a millisecond or two
 where torch takes seconds.
 """
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Explain a score_mod, mask_mod or BlockMask: its program, the place of each step, and its blocks."""
+"""Explain a score_mod, mask_mod or BlockMask: its program, where each step runs, and its blocks."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A key-value cache in int8 or int4 that attention reads as it is."""
+"""A key-value cache in int8 or int4 that attention reads without decoding it first."""
 
 from __future__ import annotations
 
