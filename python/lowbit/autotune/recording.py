@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recording: a model that is used as before until `finalize` makes a plan from its layers' inputs."""
+"""Recording: a model that is used as usual until `finalize` makes a plan from its layers' inputs."""
 
 from __future__ import annotations
 

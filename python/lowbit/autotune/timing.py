@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time calls against each other, in the state of the caches that they will meet in the model.
+"""Time calls against each other, with the CPU caches in the state that the model leaves them in.
 
 Between two calls of a layer the model reads the rest of its weights. So before each call that is timed, as many bytes
 of another buffer are read. It matters: a 384 x 1536 layer with one row (W8A8, one thread of a Sapphire Rapids) takes

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The model as a whole on the example input: its error and its time with other layers in the place of some.
+"""The model as a whole on the example input: its error and its time with some layers replaced.
 
 Padding does not count: where the input has an ``attention_mask`` [B, L], as models of transformers take it, tensors
 [B, L, ...] are compared at the tokens that it lets through. The outputs of padding mean nothing: all-MiniLM-L6-v2 with
