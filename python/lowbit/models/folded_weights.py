@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Changes of a model's weights that keep its results: checked by running it with them before any is made.
+"""Changes of a model's weights that preserve its results: checked by a run with them before any is made.
 
-In the run each module gets its own weights in float64 while it is called, changed or not. So the check sees no rounding
-of the model's dtype, and only the weights of one module are there twice.
+In that run each module gets its weights, changed or not, in float64 while it is called. The check therefore sees no
+rounding of the model's dtype, and only one module's weights are in memory twice.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""lowbit.rotate_: a decoder whose residual stream is turned, so that no channel stands out from the others.
+"""lowbit.rotate_: rotate a decoder's residual stream, so that no channel has outliers.
 
 With the gains g of each RMSNorm folded into the layers behind it, stream x -> x R for an orthogonal R changes nothing:
 R passes through the norm, a layer that reads has W diag(g) R, one that writes R^T W. In the same way values v -> v Q of
