@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Optimizer states and steps on the CPU, for parameters that lie on a device.
+"""Optimizer states and steps on the CPU, for parameters on a device.
 
 Each parameter has a copy on the CPU, which another optimizer, the base optimizer, steps. A step is: parameters and
 gradients to the CPU, the base optimizer's step there, parameters back. Parameters are copied at each step: changes in

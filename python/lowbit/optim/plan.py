@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The plan of a step of one param group, made once: lists of the tensors themselves, by state format and device.
 
-A plan holds the very tensors of parameters and states, which the step reads anew each time: data that `.data =` puts
+A plan holds the tensors of parameters and states themselves, which the step reads each time: data that `.data =` puts
 into them counts. The exceptions are views of the local tensors of DTensors, whose addresses are compared. Everything
 else that a plan was made from is compared by `serves`; gradients are looked up at each step.
 """
