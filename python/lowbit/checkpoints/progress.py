@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CheckpointProgress: the shards of a checkpoint that are written, with their checksums, so that a run can go on."""
+"""CheckpointProgress: the shards of a checkpoint that are written, with their checksums, so that a run can resume."""
 
 from __future__ import annotations
 

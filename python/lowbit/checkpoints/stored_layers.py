@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The layers of a model of transformers for the packed weights of a checkpoint: made before transformers reads it, and
-put in the kernels' layout behind it."""
+put in the kernels' layout afterwards."""
 
 from __future__ import annotations
 

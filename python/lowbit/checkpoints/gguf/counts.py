@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """check_counts: the numbers of a file's header against its tensors, before a model is made of them. A flipped bit in
-the number of layers would make layers for ever, or a smaller model without a word."""
+the number of layers would create layers forever, or silently make a smaller model."""
 
 from __future__ import annotations
 

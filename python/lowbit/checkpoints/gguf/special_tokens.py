@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The special words of a GGUF file as numbers: where a text begins, and all that end an answer."""
+"""The ids of a GGUF file's special tokens: the one that begins a text, and all that end an answer."""
 
 from __future__ import annotations
 
