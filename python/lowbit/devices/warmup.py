@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls made once before they count: kernels of a device are compiled, loaded and planned at their first use."""
+"""Warm-up calls: kernels of a device are compiled, loaded and planned at their first use."""
 
 from __future__ import annotations
 

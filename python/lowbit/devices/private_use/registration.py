@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Make torch know the device: memory, allocator and guard, name and module, kernels, the fallback, lowbit's own ops."""
+"""Register the device with torch: memory, allocator, guard, name, module, kernels, fallback, lowbit's own ops."""
 
 from __future__ import annotations
 

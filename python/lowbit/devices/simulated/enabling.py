@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one switch."""
+"""enable: the one switch of the simulated devices."""
 
 from __future__ import annotations
 
