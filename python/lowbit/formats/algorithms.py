@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the codes of a weight are found where rounding each weight to its nearest code is not enough."""
+"""Algorithms that find the codes of a weight where rounding each weight to its nearest code is not enough."""
 
 from __future__ import annotations
 

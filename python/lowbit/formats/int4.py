@@ -28,7 +28,7 @@ from lowbit.formats.spec import LinearSpec
 
 @dataclass(frozen=True, slots=True)
 class Int4WeightOnlyConfig(FormatConfig):
-    """Store the weight as int4; activations stay as they are.
+    """Store the weight as int4; activations stay float.
 
     Args:
         group_size: 32, 64, 128, 256, or None for one scale per output channel.

@@ -31,7 +31,7 @@ from lowbit.formats.spec import LinearSpec
 
 @dataclass(frozen=True, slots=True)
 class Int8WeightOnlyConfig(FormatConfig):
-    """Store the weight as int8; activations stay as they are.
+    """Store the weight as int8; activations stay float.
 
     Args:
         group_size: 32, 64, 128, 256, or None for one scale per output channel.

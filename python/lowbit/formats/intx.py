@@ -37,7 +37,7 @@ def int_format_of(function: str, dtype: torch.dtype) -> str:
 
 @dataclass(frozen=True, slots=True)
 class IntxWeightOnlyConfig(FormatConfig):
-    """Store the weight as integers of 2 to 8 bits; activations stay as they are.
+    """Store the weight as integers of 2 to 8 bits; activations stay float.
 
     Args:
         weight_dtype: torch.int2 to torch.int8.
