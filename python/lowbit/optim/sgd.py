@@ -20,7 +20,7 @@ class SGD8bit(LowBitOptimizer):
         lr: learning rate, a float or a 0-dim tensor.
         momentum: 0 keeps no state.
         dampening: the dampening of the gradient in the momentum, from the second step on.
-        weight_decay: L2 penalty: the parameter times this is added to the gradient.
+        weight_decay: the L2 penalty; the parameter times it is added to the gradient.
         nesterov: needs momentum and no dampening.
         block_size, bf16_stochastic_round, options: the same as for `AdamW8bit`.
 
