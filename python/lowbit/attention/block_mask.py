@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""create_block_mask: finds the blocks of scores that a mask empties, keeps whole or cuts, without the mask
-of every score.
+"""create_block_mask: finds the blocks that a mask leaves empty, full or partial, without evaluating it on
+every score.
 
-The mask's program is evaluated on whole blocks with intervals in place of numbers; the few blocks that this
-leaves open are evaluated score by score (csrc/ops/block_classes.hpp). 8192 x 8192 takes a millisecond or two
+The mask's program is evaluated on whole blocks with intervals instead of numbers; the few blocks that this
+leaves undecided are evaluated score by score (csrc/ops/block_classes.hpp). 8192 x 8192 takes a millisecond or two
 where torch takes seconds.
 """
 
@@ -45,8 +45,8 @@ def create_block_mask(
         mask_mod: ``mask_mod(b, h, q_idx, kv_idx)``, bool: True where the score counts. It may capture tensors.
         B, H: batches and query heads that the mask tells apart; None for 1, which serves all.
         Q_LEN, KV_LEN: lengths.
-        device: of the result, default the CPU. On others a mask_mod that captures no tensors is served by the CPU and
-            the result moved; the rest goes to torch, and so do calls inside torch.vmap or torch.func.
+        device: the device of the result, by default the CPU. On others a mask_mod that captures no tensors is served by
+            the CPU and the result moved; the rest goes to torch, and so do calls inside torch.vmap or torch.func.
         BLOCK_SIZE: queries and keys of a block, or one number for both.
         separate_full_blocks: False: full blocks are listed as partial ones.
 

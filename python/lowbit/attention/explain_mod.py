@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Explain a score_mod, mask_mod or BlockMask: its program, the place of each step, and its blocks."""
+"""Explain a score_mod, mask_mod or BlockMask: its program, where each step runs, and its blocks."""
 
 from __future__ import annotations
 
@@ -79,11 +79,11 @@ def explain_mod(
     Args:
         mod: a score_mod, a mask_mod, or a BlockMask.
         q_len, kv_len: lengths to count the blocks of a mask_mod for; kv_len defaults to q_len.
-        block_size: of these blocks.
+        block_size: the number of queries and of keys in a block.
 
     Raises:
         TypeError: ``mod`` takes neither 5 nor 4 arguments.
-        RuntimeError: as for flex_attention.
+        RuntimeError: flex_attention would raise it for this mod.
     """
     if isinstance(mod, BlockMask):
         made = _program("block mask", mod.mask_mod, mask=True)

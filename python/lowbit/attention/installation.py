@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Let code that calls torch's attention on CPU tensors run by lowbit: install() and uninstall()."""
+"""install() and uninstall(): lowbit serves code that calls torch's attention on CPU tensors."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A key-value cache in int8 or int4 that attention reads as it is."""
+"""A key-value cache in int8 or int4 that attention reads without decoding it first."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class QuantizedKVCache:
 
         Args:
             layer: number of the layer; one that is not there yet is made.
-            key, value: as of `QuantizedKVLayer.append`.
+            key, value: the arguments of `QuantizedKVLayer.append`.
 
         Raises:
             ValueError, TypeError: a shape or dtype does not fit.
@@ -67,7 +67,7 @@ class QuantizedKVCache:
 
         Args:
             layer: number of the layer.
-            query, scale, causal, window, mask, sink: as of `QuantizedKVLayer.attend`.
+            query, scale, causal, window, mask, sink: the arguments of `QuantizedKVLayer.attend`.
 
         Raises:
             ValueError, TypeError: the layer is empty, or a shape or dtype does not fit.

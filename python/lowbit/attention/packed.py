@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Documents packed into one sequence, given by where they begin (``cu_seqlens``): as a BlockMask."""
+"""The BlockMask of documents packed into one sequence, given by their offsets (``cu_seqlens``)."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Check whether query, key and value can go to the op as they are, as in most calls: most of a small call's Python."""
+"""Check whether query, key and value can go to the op unchanged, as in most calls: most of the Python time of a small
+call."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The configurations that autoquant tries: those of the caller, by default every one of the list `FORMATS` but 2:4,
-which takes weights away and has to be asked for."""
+"""The configurations that autoquant tries: those of the caller, by default all of `FORMATS` except 2:4, which prunes
+weights and has to be requested."""
 
 from __future__ import annotations
 

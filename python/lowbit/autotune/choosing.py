@@ -25,9 +25,9 @@ def choose(
     """Return an option for each layer: one format for all, or the fastest for each if that is faster by the margin.
 
     Args:
-        room_db: by how many dB the noise of the model with a choice stays below the bound; inf where it is not known.
+        room_db: the margin in dB of the model's noise with a choice below the bound; inf where it is not known.
         bound_db: SQNR that each layer holds.
-        runs: how many calls of ``room_db`` may find out which layers the noise comes from.
+        runs: the max number of calls of ``room_db`` that find out which layers the noise comes from.
         margin: the ratio of two times from which on they differ.
     """
     single = one_format(layers, room_db, bound_db)
@@ -57,7 +57,7 @@ def hold_model_bound(choice: Choice, room_db: Callable[[Choice], float], runs: i
 
     Args:
         choice: an option for each layer.
-        room_db, runs: as in `choose`; inf if all layers are as they are.
+        room_db, runs: the arguments of `choose`; inf if all layers are as they are.
     """
     choice = dict(choice)
     room = room_db(choice)
@@ -88,7 +88,7 @@ def _factors(choice: Choice, room_db: Callable[[Choice], float], runs: int) -> F
         own = sum(noise_of(layer.error_db(choice[layer])) for layer in group)
         factor = min(noise_of(room_db(alone)) / max(own, _LEAST), 1 / _LEAST)
         factors |= dict.fromkeys(group, factor)
-    unseen = sum(factors.values()) / len(factors) / 10  # for a layer with which a loss got better, by chance
+    unseen = sum(factors.values()) / len(factors) / 10  # the factor of a layer with which a loss improved by chance
     return {layer: factor or unseen for layer, factor in factors.items()}
 
 

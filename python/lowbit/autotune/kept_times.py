@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Times that were measured before, in a file of the user's cache folder.
+"""Earlier measurements, kept in a file of the user's cache folder.
 
-An entry holds all times of one set of calls, which were measured against each other: it is taken as a whole or measured
-anew. Its key says everything that they depend on: machine, threads, instruction set, versions, shapes.
-"""
+An entry holds all times of one set of calls, which were measured against each other: it is reused as a whole or
+measured again. Its key says everything that they depend on: machine, threads, instruction set, versions, shapes. """
 
 from __future__ import annotations
 

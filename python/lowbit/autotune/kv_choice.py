@@ -23,8 +23,8 @@ class CacheChoice:
 
     Args:
         format: "int8" or "int4" of `lowbit.QuantizedKVCache`, or "float": neither holds the bound.
-        error_db: by format, the smallest SQNR of the keys and of the values of a layer, in dB.
-        bytes: by format, of the recorded tokens.
+        error_db: the min SQNR of the keys and of the values of a layer by format, in dB.
+        bytes: the bytes of the recorded tokens by format.
     """
 
     format: str

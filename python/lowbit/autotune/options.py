@@ -39,8 +39,8 @@ class MeasuredLayer:
     Args:
         seen: the layer.
         options: the fastest first, and behind each those that are slower and more exact; the float layer is the last.
-        formats: by format, all options that are faster than the float layer, the fastest first.
-        errors: by format, SQNR of the layer's output, in dB, as far as it was asked for.
+        formats: all options that are faster than the float layer, by format, the fastest first.
+        errors: the SQNR of the layer's output by format, in dB, where it was asked for.
     """
 
     seen: SeenLayer

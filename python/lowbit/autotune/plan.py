@@ -47,7 +47,7 @@ class Plan(LayerTable):
         rows: one per linear layer, in the order of ``named_modules``.
         min_sqnr: the bound in dB, -inf without one.
         model_db: SQNR of the model's output on the example input, in dB; nan where it is not known.
-        float_seconds, seconds: of the model on the example input, before and after; nan without one.
+        float_seconds, seconds: the times of the model on the example input, before and after; nan without one.
         kv_cache: the format of the KV cache that holds the bound, for a decoder that returns one.
         evaluation: the figure of ``evaluate`` without and with the plan.
         machine: the machine that it was measured on.

@@ -19,10 +19,10 @@ class PlanRow:
         calls: (m, dtype of the activations, times) of each shape that it saw.
         spec: the format; None: the float layer stays.
         row: the kernel row that it prefers; empty: the first that fits.
-        float_seconds, seconds: of all these calls, as the float layer and in the format; 0 where another row already
-            counts a shared weight.
+        float_seconds, seconds: the times of all these calls, by the float layer and in the format; 0 where another row
+            already counts a shared weight.
         error_db: SQNR of the layer's output on the recorded inputs; inf for the float layer, nan if it was not called.
-        bytes_before, bytes_after: of the weight.
+        bytes_before, bytes_after: the bytes of the weight.
         note: why it stays float, or another remark.
     """
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recording: a model that is used as before until `finalize` makes a plan from its layers' inputs."""
+"""Recording: a model that is used as usual until `finalize` makes a plan from its layers' inputs."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ class Recording:
         """Stop recording, measure the candidates on the recorded inputs, and return the plan; the model stays as it is.
 
         Args:
-            example_input: as in `autoquant`, for the bounds of the model as a whole. None: there is no input that could
-                be run again, so the layers' own bounds hold alone, and the plan says so.
+            example_input: the argument of `autoquant`, for the bounds of the model as a whole. None: there is no input
+                that could be run again, so the layers' own bounds hold alone, and the plan says so.
 
         Raises:
             ValueError: no linear layer was called.

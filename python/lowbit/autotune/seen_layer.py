@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Record the inputs of a model's linear layers while it runs: shapes, how often, and a few rows.
 
-A hook on each layer notes it; the model computes as before. Layers that share a weight are one: they get one format.
-"""
+A hook on each layer records them; the model's results do not change. Layers that share a weight count as one and get
+one format. """
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ class SeenLayer:
     """Linear layers of one weight, and their inputs.
 
     Args:
-        modules: by qualified name.
-        calls: how often each shape came.
+        modules: the modules by qualified name.
+        calls: the number of calls with each shape.
         sample: rows of inputs, ``[r, k]`` each, at most SAMPLE_ROWS in all.
     """
 

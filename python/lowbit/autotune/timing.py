@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time calls against each other, in the state of the caches that they will meet in the model.
+"""Time calls against each other, with the CPU caches in the state that the model leaves them in.
 
 Between two calls of a layer the model reads the rest of its weights. So before each call that is timed, as many bytes
 of another buffer are read. It matters: a 384 x 1536 layer with one row (W8A8, one thread of a Sapphire Rapids) takes
@@ -30,7 +30,7 @@ Call = Callable[[], object]
 Key = TypeVar("Key", bound=Hashable)
 LEAST = 3  # samples of a call in each half, if there is time
 AGREE = 1.05  # the halves agree on a call if their best samples differ by no more
-BUDGET_S = 16.0  # for all calls of the layers of a model, beside the first sample of each half
+BUDGET_S = 16.0  # budget of all calls of a model's layers, without the first sample of each half
 HOPELESS = 3.0  # a call whose first samples take so many times those of the best of its kind gets no more
 _UNKNOWN_CACHE = 64 << 20
 
@@ -97,7 +97,7 @@ def _hopeful(calls: Mapping[Key, Timed], halves: list[dict[Key, float]]) -> list
 
 def _sample(timed: Timed, buffer: torch.Tensor) -> float:
     if timed.bytes_between:
-        buffer[: timed.bytes_between // 4].sum()  # by all threads: the caches of all cores
+        buffer[: timed.bytes_between // 4].sum()  # all threads sum, which evicts the caches of all cores
     with timed.around():
         start = time.perf_counter()
         timed.call()

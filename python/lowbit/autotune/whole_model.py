@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The model as a whole on the example input: its error and its time with other layers in the place of some.
+"""The model as a whole on the example input: its error and its time with some layers replaced.
 
 Padding does not count: where the input has an ``attention_mask`` [B, L], as models of transformers take it, tensors
 [B, L, ...] are compared at the tokens that it lets through. The outputs of padding mean nothing: all-MiniLM-L6-v2 with
@@ -29,7 +29,7 @@ from lowbit.quant.load_check import without_encoder_fast_path
 MASK = "attention_mask"
 CACHE = "past_key_values"  # the name of the cache that transformers' models return
 RUNS_S = 10.0  # seconds to find out which layers the error at the output comes from
-REPRODUCIBLE_DB = 20.0  # by how much two runs of the float model have to agree better than the bound
+REPRODUCIBLE_DB = 20.0  # required margin between the agreement of two runs of the float model and the bound
 
 
 class WholeModel:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files and formats of weights that others define: GGUF, MXFP4 and NVFP4, checkpoints of transformers. Nothing here is
-imported unless it is asked for."""
+"""File and weight formats that other projects define: GGUF, MXFP4 and NVFP4, checkpoints of transformers. Nothing here
+is imported unless it is asked for."""
 
 from __future__ import annotations
 

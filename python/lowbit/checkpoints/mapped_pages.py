@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Give back the memory of a tensor that lies in a mapped file.
+"""Release the memory of a tensor in a mapped file.
 
 transformers maps a checkpoint, so that each page that was read stays in the process until the last tensor of the file
-is gone: a model that is packed while it is read would peak at its float size and not at its packed one.
+is gone: a model that is packed while it is read would peak at its float size instead of its packed size.
 """
 
 from __future__ import annotations

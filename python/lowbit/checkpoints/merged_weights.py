@@ -21,7 +21,7 @@ class MergedWeight:
     """A parameter that is made of several tensors of a checkpoint, or of one by more than a new name.
 
     Args:
-        name: of the parameter.
+        name: the name of the parameter.
         sources: names of the tensors, in the order that transformers reads them in.
     """
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CheckpointProgress: the shards of a checkpoint that are written, with their checksums, so that a run can go on."""
+"""CheckpointProgress: the shards of a checkpoint that are written, with their checksums, so that a run can resume."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class CheckpointProgress:
     """The shards in ``folder`` that are done; one that is missing there is not.
 
     Args:
-        folder: where the shards are, and the file ``progress.json``, if a run was interrupted.
+        folder: the folder of the shards, and of the file ``progress.json`` if a run was interrupted.
         identity: values of JSON that have to be the same for a run to go on.
 
     Raises:

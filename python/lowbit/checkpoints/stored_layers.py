@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The layers of a model of transformers for the packed weights of a checkpoint: made before transformers reads it, and
-put in the kernels' layout behind it."""
+put in the kernels' layout afterwards."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def leave_bias(*_: nn.Module) -> None:
 def repack(model: nn.Module) -> None:
     """Repack each weight that the checkpoint held in another layout or version, one after the other; tied ones stay
     one, in the layout of the linear layer."""
-    repacked: dict[int, tuple[Tensor, nn.Parameter]] = {}  # with the old one, so that its id stays its own
+    repacked: dict[int, tuple[Tensor, nn.Parameter]] = {}  # holds the old one too: its id is unique while it lives
     packed = [module for module in model.modules() if is_packed(module)]
     packed.sort(key=lambda module: kind_of(module).layout != _C.LAYOUT)  # a table follows the linear layer
     for module in packed:

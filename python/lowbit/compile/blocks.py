@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""lowbit.compile_blocks: the repeated block of a model is compiled once, for all of its layers.
+"""lowbit.compile_blocks: the repeated block of a model is compiled once for all layers.
 
 Blocks of one structure have one graph because parameters are inputs of it. Other differences are kept out: no forward
 of ours reads a name or an address, and the index of a layer, by which transformers finds its part of a cache, is looked
@@ -32,7 +32,7 @@ def compile_blocks(model: nn.Module, **options: Any) -> LayerNames:
 
     Args:
         model: any module.
-        options: of ``torch.compile`` (``options=lowbit.compile_options()``, ``dynamic``, ``fullgraph``, ...).
+        options: arguments of ``torch.compile`` (``options=lowbit.compile_options()``, ``dynamic``, ``fullgraph``, ...).
 
     Returns:
         Names of the blocks, a list that prints as one line for those of a kind.

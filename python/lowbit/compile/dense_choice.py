@@ -6,11 +6,11 @@ ATen, and its own C++ templates. It gives the list to its preprocessing function
 fastest. The function here appends `DenseChoice`; another one is told the times. Both do nothing in a compilation whose
 options are not those of `compile_options(max_autotune=True)`.
 
-A weight is packed when its call is timed and when ours is taken, into a constant in the place of Inductor's own.
+A weight is packed when its call is timed and when ours is taken, into a constant that replaces Inductor's own.
 
 Inductor times a call again and again, with its weight in a cache. Of the 128 x 576 by 576 x 1536 products of a model in
 float32, one thread of a Xeon with AMX, ours then takes 0.96 of MKL's time; from memory, as the other layers leave the
-weight, 1.03. So ours is timed from memory: it is taken where it wins nevertheless.
+weight, 1.03. So ours is timed from memory and taken only where it still wins.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A pass over graphs of Inductor: pointwise ops behind `lowbit::linear` become its post-op chain.
+"""A pass over graphs of Inductor: pointwise ops after `lowbit::linear` become its post-op chain.
 
     y = act(x @ w.T + bias) * mul + add
 

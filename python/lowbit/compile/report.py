@@ -27,9 +27,9 @@ class TimedProduct:
     Args:
         shape: ``n x k`` of the weight.
         m: rows of x; those that it was timed with, where only a run will say them.
-        dtype: of x.
+        dtype: the dtype of x.
         taken: the fastest: ``lowbit_linear``, a kernel row, or the choice of Inductor.
-        microseconds: of each choice, by its name, the fastest first.
+        microseconds: the times of the choices by name, the fastest first.
         left: why there was no choice.
         first: the kernel row that is first anyway, of a quantized layer.
     """

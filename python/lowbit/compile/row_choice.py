@@ -39,7 +39,7 @@ class RowChoice:
         """Return the times of the rows that can serve a call.
 
         Args:
-            arguments: of the op by name, nodes of a graph in the place of tensors.
+            arguments: the op's arguments by name, with nodes of a graph instead of tensors.
             bytes_between: bytes of weights that the model reads between two such calls.
         """
         x, weight = arguments["x"].meta["val"], arguments["weight"].meta["val"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""NVIDIA GPUs: code for them before they are there. docs/ops/cuda.md lists the ops that run on them."""
+"""NVIDIA GPUs: their kernels compiled ahead, without a GPU. docs/ops/cuda.md lists the ops that run on them."""
 
 from __future__ import annotations
 

@@ -7,8 +7,8 @@ import torch
 
 from lowbit import _C
 
-_served: tuple[str, ...] = ("cpu",)  # by every op
-_listed: tuple[str, ...] = ("cpu",)  # by some op
+_served: tuple[str, ...] = ("cpu",)  # devices that every op serves
+_listed: tuple[str, ...] = ("cpu",)  # devices that some op serves
 _asked: dict[tuple[str, str], bool] = {}  # (type of device, op): whether a row of the op runs there
 
 

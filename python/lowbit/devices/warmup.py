@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls made once before they count: kernels of a device are compiled, loaded and planned at their first use."""
+"""Warm-up calls: kernels of a device are compiled, loaded and planned at their first use."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ def warmup(
     Parameters, their gradients, buffers and the state of torch's generators stay as they are.
 
     Args:
-        model: on the device where it will run.
-        inputs: for each call a tensor, a dict of keyword arguments, or a shape, which stands for zeros of the dtype and
-            device of the model's first floating parameter.
+        model: a model on the device where it will run.
+        inputs: one item per call: a tensor, a dict of keyword arguments, or a shape, which stands for zeros of the
+            dtype and device of the model's first floating parameter.
         backward: also compute gradients of the parameters and floating inputs.
 
     Raises:

@@ -30,7 +30,7 @@ class ComparedLayer:
     Args:
         layer: its name, without ``.weight``.
         a, b: the format of each, such as ``bfloat16`` or ``int4 g32``.
-        shape: of the float weight.
+        shape: the shape of the float weight.
         signal, noise: sums of squares of the weight in a, and of its difference to that in b.
     """
 

@@ -83,7 +83,7 @@ def explain(module: Any, *, m: int = 1, dtype: torch.dtype = torch.float32, **op
             the dict of ``compile_options``.
         m: rows of the activations (tokens).
         dtype: dtype of the activations.
-        options: for a mask_mod ``q_len``, ``kv_len``, ``block_size`` that its blocks are counted for.
+        options: ``q_len``, ``kv_len`` and ``block_size`` for counting the blocks of a mask_mod.
 
     Returns:
         ``Explanation``, a list with an entry per layer, ``FoldReport`` or ``ModExplanation``. All print as text;

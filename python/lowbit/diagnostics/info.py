@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""info: versions, ISA, threads and registered ops of this build on this machine, and the reason of every fallback."""
+"""info: versions, ISA, threads and registered ops of this build on this machine, and the reason for every fallback."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files that are there as a whole or not at all: a full disk, an interrupt or a killed process leaves the old one."""
+"""Files that are written atomically: after a full disk, an interrupt or a killed process the old file is still
+there."""
 
 from __future__ import annotations
 

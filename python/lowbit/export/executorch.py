@@ -69,9 +69,9 @@ def export(
     activations the layer has, and scales of groups to bfloat16; so results differ from lowbit's by these roundings.
 
     Args:
-        model: with `QuantLinear` layers of symmetric int4 (or fewer bits) in groups or per channel, or int8 per
-            channel, all with int8 activations, and `QuantEmbedding` layers of integers. It stays as it is.
-        args, kwargs, dynamic_shapes: as torch.export.export takes them.
+        model: a module with `QuantLinear` layers of symmetric int4 (or fewer bits) in groups or per channel, or int8
+            per channel, all with int8 activations, and `QuantEmbedding` layers of integers. It stays as it is.
+        args, kwargs, dynamic_shapes: the arguments of torch.export.export.
 
     Raises:
         ValueError: XNNPACK has no form for a layer; names it, and says why.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A copy of a model whose packed layers are written in the ops of another runtime; the model stays as it is."""
+"""A copy of a model whose packed layers are written in the ops of another runtime; the model itself stays unchanged."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the codes of a weight are found where rounding each weight to its nearest code is not enough."""
+"""Algorithms that find the codes of a weight where rounding each weight to its nearest code is not enough."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class HQQ:
     data; weights become asymmetric.
 
     Args:
-        iterations: at most.
-        p: of the norm |error|^p, at most 1.
+        iterations: the max number of iterations.
+        p: the exponent of the norm |error|^p, at most 1.
         beta, kappa: the first penalty, and its growth per iteration.
 
     Raises:

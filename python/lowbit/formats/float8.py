@@ -26,7 +26,7 @@ _ONLY_DTYPE = "the only one; float8_e5m2 has a bit of precision less"
 
 @dataclass(frozen=True, slots=True)
 class Float8WeightOnlyConfig(FormatConfig):
-    """Store the weight as float8; activations stay as they are.
+    """Store the weight as float8; activations stay float.
 
     Args:
         weight_dtype: torch.float8_e4m3fn.

@@ -28,7 +28,7 @@ from lowbit.formats.spec import LinearSpec
 
 @dataclass(frozen=True, slots=True)
 class Int4WeightOnlyConfig(FormatConfig):
-    """Store the weight as int4; activations stay as they are.
+    """Store the weight as int4; activations stay float.
 
     Args:
         group_size: 32, 64, 128, 256, or None for one scale per output channel.
@@ -41,7 +41,7 @@ class Int4WeightOnlyConfig(FormatConfig):
         mapping_type: symmetric or asymmetric weights. Symmetric is the default here (torchao's tinygemm: asymmetric).
         scale: "search" takes the scale and zero point of each group with the least error, "absmax" those of its range,
             as torchao does. None is search, but absmax for ``SYMMETRIC_NO_CLIPPING_ERR``.
-        algorithm: how codes are found: ``lowbit.GPTQ()``, ``lowbit.HQQ()``, or None for each weight's nearest one.
+        algorithm: the search for codes: ``lowbit.GPTQ()``, ``lowbit.HQQ()``, or None for each weight's nearest one.
 
     Raises:
         ValueError: an argument has none of the values that it may have; names it.
@@ -102,7 +102,7 @@ class Int8DynamicActivationInt4WeightConfig(FormatConfig):
             and weight group.
         scale: "search" takes the scale and zero point of each group with the least error, "absmax" those of its range,
             as torchao does. None is search, but absmax for ``SYMMETRIC_NO_CLIPPING_ERR``.
-        algorithm: how codes are found: ``lowbit.GPTQ()``, ``lowbit.HQQ()``, or None for each weight's nearest one.
+        algorithm: the search for codes: ``lowbit.GPTQ()``, ``lowbit.HQQ()``, or None for each weight's nearest one.
 
     Raises:
         ValueError: an argument has none of the values that it may have; names it.

@@ -31,7 +31,7 @@ from lowbit.formats.spec import LinearSpec
 
 @dataclass(frozen=True, slots=True)
 class Int8WeightOnlyConfig(FormatConfig):
-    """Store the weight as int8; activations stay as they are.
+    """Store the weight as int8; activations stay float.
 
     Args:
         group_size: 32, 64, 128, 256, or None for one scale per output channel.
@@ -129,7 +129,7 @@ def int8_dynamic_activation_int8_weight(
 
     Args:
         group_size: 32, 64, 128, 256, or None for one scale per output channel.
-        act_mapping_type, mapping_type, scale: as of `Int8DynamicActivationInt8WeightConfig`.
+        act_mapping_type, mapping_type, scale: the same as for `Int8DynamicActivationInt8WeightConfig`.
 
     Raises:
         ValueError: an argument has none of the values that it may have; names it.

@@ -37,7 +37,7 @@ def int_format_of(function: str, dtype: torch.dtype) -> str:
 
 @dataclass(frozen=True, slots=True)
 class IntxWeightOnlyConfig(FormatConfig):
-    """Store the weight as integers of 2 to 8 bits; activations stay as they are.
+    """Store the weight as integers of 2 to 8 bits; activations stay float.
 
     Args:
         weight_dtype: torch.int2 to torch.int8.
@@ -45,7 +45,7 @@ class IntxWeightOnlyConfig(FormatConfig):
         mapping_type: symmetric or asymmetric weights.
         scale: "search" takes the scale and zero point of each group with the least error, "absmax" those of its range,
             as torchao does. None is search up to 4 bits, but absmax for ``SYMMETRIC_NO_CLIPPING_ERR``.
-        algorithm: how codes are found: ``lowbit.GPTQ()``, ``lowbit.HQQ()``, or None for each weight's nearest one.
+        algorithm: the search for codes: ``lowbit.GPTQ()``, ``lowbit.HQQ()``, or None for each weight's nearest one.
     """
 
     weight_dtype: torch.dtype = torch.int8
@@ -92,7 +92,7 @@ class Int8DynamicActivationIntxWeightConfig(FormatConfig):
         weight_mapping_type: symmetric or asymmetric weights.
         act_mapping_type: symmetric or asymmetric activations. Symmetric is the default here (torchao's: asymmetric),
             with a scale per row and group; asymmetric ones have a scale and an offset per row.
-        scale, algorithm: as in `IntxWeightOnlyConfig`.
+        scale, algorithm: the same as for `IntxWeightOnlyConfig`.
     """
 
     weight_dtype: torch.dtype = torch.int8

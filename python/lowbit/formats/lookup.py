@@ -29,7 +29,7 @@ class LookupConfig(FormatConfig):
 
 
 class NF4WeightOnlyConfig(LookupConfig):
-    """Store the weight as nf4 (QLoRA); activations stay as they are.
+    """Store the weight as nf4 (QLoRA); activations stay float.
 
     Raises:
         ValueError: an argument has none of the values that it may have; names it.
@@ -43,7 +43,7 @@ class NF4WeightOnlyConfig(LookupConfig):
 
 
 class FP4WeightOnlyConfig(LookupConfig):
-    """Store the weight as bitsandbytes' fp4; activations stay as they are. nf4 is nearer to normal weights."""
+    """Store the weight as bitsandbytes' fp4; activations stay float. nf4 is nearer to normal weights."""
 
     __slots__ = ()
     function, format = "fp4_weight_only", "fp4"

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """int8 weights of which two of each four neighbours along k are 0 (2:4): with float activations, and with int8 ones.
 
-Panels hold the two codes that are left and their places, 5 bits a weight.
+Panels hold the two codes that are kept and their positions, 5 bits per weight.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def fullest_four(matrix: Tensor, zero: int = 0) -> tuple[int, int, int] | None:
 
 @dataclass(frozen=True, slots=True)
 class SemiSparseWeightConfig(FormatConfig):
-    """Store two of each four neighbouring weights, the larger ones, as int8; activations stay as they are.
+    """Store two of each four neighbouring weights, the larger ones, as int8; activations stay float.
 
     torchao's of this name keeps the dtype of the weight; kept weights are int8 here.
 

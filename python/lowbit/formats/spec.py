@@ -37,10 +37,10 @@ class LinearSpec:
         group_size: weights along k that share a scale; 0 is one scale per output channel.
         asymmetric: whether groups have a zero point.
         x_format: a name in ``_C.X_FORMATS``.
-        mapping: how the range of a group becomes its scale, a name in ``_C.MAPPINGS``.
+        mapping: the rule that makes a scale of a group's range, a name in ``_C.MAPPINGS``.
         scale: "absmax" takes that scale, "search" the one with the least error (``_C.SCALE_CHOICES``). None is search
             for integer formats of 4 bits or fewer, but for mapping "symmetric_no_clipping_err", which search may clip.
-        algorithm: how codes are found; None: each weight's nearest one.
+        algorithm: the search for codes; None: each weight's nearest one.
 
     The last three are used once, when the weight is packed.
     """

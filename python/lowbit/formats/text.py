@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Configurations from text: the way back from ``str(config)``, for command lines, JSON files and checkpoints.
+"""Configurations from text: the inverse of ``str(config)``, for command lines, JSON files and checkpoints.
 
 Nothing is evaluated: a call of a known name with literals, and the few names that a configuration's fields hold.
 """

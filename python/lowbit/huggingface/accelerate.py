@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""accelerate: layers of bitsandbytes and of Transformer Engine are not made of packed ones."""
+"""accelerate: packed layers are not converted to layers of bitsandbytes or Transformer Engine."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``lowbit chat FILE.gguf``: a conversation in a terminal or a pipe, the answers streamed as they are made."""
+"""``lowbit chat FILE.gguf``: a conversation in a terminal or a pipe, with the answers streamed."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ def chat(
     Args:
         path: a GGUF file, or a folder that ``from_pretrained`` of transformers reads.
         prompts: the questions of one conversation, in order; None: the lines of the standard input, to its end.
-        activations: as of `load_gguf`, and of a file alone; None: "int8".
-        system: what the model is told before the first question.
-        max_new_tokens: of each answer.
-        temperature, top_p: of sampling; temperature 0: the likeliest word always.
-        seed: of sampling; None: another one each time.
+        activations: the argument of `load_gguf`, for a GGUF file only; None: "int8".
+        system: the system prompt, before the first question.
+        max_new_tokens: the max number of tokens of each answer.
+        temperature, top_p: the parameters of sampling; temperature 0 always takes the likeliest token.
+        seed: the seed of sampling; None: another one each time.
 
     Raises:
-        FileNotFoundError, ValueError: as of `load_gguf` and of ``from_pretrained``; a number is out of its range; a
+        FileNotFoundError, ValueError: `load_gguf` or ``from_pretrained`` raises it; a number is out of its range; a
             line is not UTF-8.
     """
     if not 0 <= temperature < float("inf"):

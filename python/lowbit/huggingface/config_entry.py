@@ -2,8 +2,8 @@
 """The entry ``quantization_config`` of a model of transformers whose layers lowbit packed after it was made.
 
 `note_formats` is told of every model whose layers have changed (quant/changing_layers.py), and writes into its config
-what ``from_pretrained`` with a `LowbitConfig` would have left there. It reads the layers, not the call: so the entry is
-that of all calls so far. ``save_pretrained`` writes it into config.json, by which ``from_pretrained`` knows that the
+what ``from_pretrained`` with a `LowbitConfig` would have left there. It reads the layers, not the call, so the entry
+covers all calls so far. ``save_pretrained`` writes it into config.json, which tells ``from_pretrained`` that the
 weights are packed.
 """
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Losses of others that multiply hidden states by slices of ``lm_head.weight``, over a head that lowbit has packed.
+"""Fused losses of other packages, which multiply hidden states by slices of ``lm_head.weight``, over a packed head.
 
 Such a loss is an autograd.Function ``apply(hidden, weight, bias, ...)``: it takes ``weight[start:stop]`` for a part of
-the vocabulary, and does so again in its backward. `ServedHead` has its ``apply``, and runs the very forward and
-backward of that Function with `DecodedRows` where it expects the weight. So rows are decoded as it asks for them, the
+the vocabulary, and does so again in its backward. `ServedHead` has the same ``apply`` and runs the forward and
+backward of that Function itself, with `DecodedRows` in place of the weight. Rows are therefore decoded on demand, the
 gradient of the hidden states is that of the decoded weight, and the packed weight, which is frozen, has none.
 """
 
@@ -47,7 +47,7 @@ class ServedHead:
 
     Args:
         function: the Function.
-        heads: by the position of a weight among the arguments of ``apply``, what finds the head whose weight it is.
+        heads: functions that find the head of a weight, by the position of the weight among the arguments of ``apply``.
     """
 
     def __init__(self, function: type[torch.autograd.Function], heads: Mapping[int, Callable[[], nn.Module]]) -> None:

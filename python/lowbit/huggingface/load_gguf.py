@@ -33,7 +33,7 @@ def load_gguf(
     Args:
         path: the file, or the first of one that was split.
         activations: "int8" rounds the inputs of linear layers on the fly, as llama.cpp does; "float" leaves them.
-        attn_implementation: as of transformers.
+        attn_implementation: the argument of transformers' ``from_pretrained``.
         fuse: make the pieces around the linear layers faster, as `lowbit.fuse` does.
 
     Raises:

@@ -40,7 +40,7 @@ class LowbitConfig(QuantizationConfigMixin):
     """Say to ``from_pretrained`` in which format each linear layer is stored, and each embedding if asked.
 
     Args:
-        config: of all layers that ``plan`` does not name: a configuration, its text such as
+        config: the configuration of all layers that ``plan`` does not name: a configuration, its text such as
             ``"int4_weight_only(group_size=32)"``, or a dict (``{"format": "int4_weight_only", "group_size": 32}``).
             None leaves them float. "gguf" takes the codes of the file that ``from_pretrained(..., gguf_file=...)``
             names as they are; it stands alone. "stored", also in ``plan`` and for ``head``, stands in the config.json
@@ -52,12 +52,13 @@ class LowbitConfig(QuantizationConfigMixin):
             ``modules_to_not_convert``. It may name embeddings.
         embeddings: configuration of every nn.Embedding that ``plan`` does not name; None leaves them float. Output
             heads that are tied to one are packed with it, and share its weight.
-        head: of the output head of a language model, and of the embedding that is tied to it, where neither ``plan``
-            nor ``modules_to_not_convert`` names them: "int8" gives it 8 bits where ``config`` has fewer. None: it has
-            no configuration of its own. Or a configuration.
-        activations: of "gguf": "int8" rounds the inputs of layers on the fly, as llama.cpp does, "float" leaves them.
+        head: the configuration of the output head of a language model, and of the embedding that is tied to it, where
+            neither ``plan`` nor ``modules_to_not_convert`` names them: "int8" gives it 8 bits where ``config`` has
+            fewer. None: it has no configuration of its own. Or a configuration.
+        activations: the activations for "gguf": "int8" rounds the inputs of layers on the fly, as llama.cpp does,
+            "float" leaves them.
         fuse: fuse the loaded model, as `lowbit.fuse` does.
-        version: of this entry in a config.json; 1.
+        version: the version of this entry in a config.json; 1.
 
     Raises:
         TypeError, ValueError: no format is named, a configuration is none, one is with GPTQ, which needs inputs of the

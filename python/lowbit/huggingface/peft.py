@@ -2,7 +2,7 @@
 """peft: adapters that read or train the float weight of a layer refuse a packed one by name.
 
 LoRA and other methods that add to what a layer computes serve any layer (quant/adapters.py has the merging of LoRA).
-Some take numbers from its weight, which would be packed bytes here: they failed somewhere inside of torch, or scaled by
+Some read numbers from its weight, which would be packed bytes here: they would fail somewhere inside torch, or scale by
 0. Two checks that peft makes itself before it changes a layer are extended, once, when peft is imported
 (when_imported.py); models without packed layers pass through unchanged.
 """

@@ -3,7 +3,7 @@
 
 The work is done in ``<out>.partial``, which becomes ``out`` at the end by one rename. Each shard is written under a
 temporary name, read back and compared by checksum, and then renamed; ``progress.json`` lists those that are done with
-their checksums, so that an interrupted run goes on where it was.
+their checksums, so that an interrupted run resumes where it stopped.
 """
 
 from __future__ import annotations
@@ -69,9 +69,9 @@ def quantize_checkpoint(
     Args:
         model: the folder, with ``config.json`` and safetensors files.
         out: the folder to make; there must be none.
-        config, modules_to_not_convert, embeddings, head: as of `lowbit.LowbitConfig`.
-        plan: as of `lowbit.LowbitConfig`, or a JSON file: one that a Plan of autoquant saved, or an object of names and
-            configurations of layers.
+        config, modules_to_not_convert, embeddings, head: the arguments of `lowbit.LowbitConfig`.
+        plan: the argument of `lowbit.LowbitConfig`, or a JSON file: one that a Plan of autoquant saved, or an object of
+            names and configurations of layers.
 
     Returns:
         A QuantizationReport.

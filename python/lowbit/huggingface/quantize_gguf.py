@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""quantize_to_file: a GGUF file, or a folder of transformers, quantized anew and written as a GGUF file."""
+"""quantize_to_file: a GGUF file, or a folder of transformers, quantized again and written as a GGUF file."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def quantize_to_file(
         config: a configuration whose codes a type of GGUF holds (`save`), or its text.
         like: a GGUF file of the same architecture and tokenizer; default: ``model``, if it is one.
         modules_to_not_convert: names of layers that stay float, as of `lowbit.LowbitConfig`.
-        head: of `quantize_`; a table that is tied to the head is packed with it under every configuration.
+        head: the argument of `quantize_`; a table that is tied to the head is packed with it under every configuration.
 
     Raises:
         ValueError: there is no ``like``, or no type holds the codes. Nothing is written.
@@ -67,5 +67,5 @@ def _quantize(model: nn.Module, config: FormatConfig, keep: list[str], head: Any
     left = {row.layer: row for row in quantizer.select(model)}
     layers = quantizer.selection.layers
     report = quantize_(model, config, lambda _, name: name in layers, head=of_head)
-    report.rows = [left.get(row.layer, row) for row in report.rows]  # with the reasons
+    report.rows = [left.get(row.layer, row) for row in report.rows]  # adds the reasons
     return report

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Functions of other packages that take the weight of every nn.Linear for a float one: called with a model that has
-packed layers, they refuse them by name. They are wrapped once, when their package is imported (when_imported.py);
-models without packed layers pass through unchanged."""
+packed layers, they raise an error that names these layers. They are wrapped once, when their package is imported
+(when_imported.py); models without packed layers pass through unchanged."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def refuse_packed_layers(home: ModuleType, function: str, reads: Reads, instead:
     Args:
         home: the module that defines it.
         function: its name.
-        reads: of which packed layers it reads the weight.
-        instead: what the error tells to do.
+        reads: the packed layers whose weight it reads.
+        instead: the advice in the error.
     """
     original = getattr(home, function)
     if hasattr(original, "_before_lowbit"):

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``resize_token_embeddings`` of transformers, which would take the shape of packed bytes for that of the table."""
+"""``resize_token_embeddings`` of transformers, which would mistake the shape of the packed bytes for that of the
+table."""
 
 from __future__ import annotations
 

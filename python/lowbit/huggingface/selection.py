@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Select the layers of a transformers model that a LowbitConfig packs, each with its configuration.
 
-Linear layers whose weight is tied to another stay float, but where that of an embedding is asked for: then all layers
-that share the weight are packed, and share the packed one.
+Linear layers with a tied weight stay float, unless the embedding that shares it is selected: then all layers that share
+the weight are packed, and share the packed one.
 """
 
 from __future__ import annotations

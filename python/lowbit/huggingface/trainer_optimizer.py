@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The names that transformers has for optimizers of bitsandbytes and torchao (``optim="adamw_8bit"``), served by ours.
 
-transformers has no registry of optimizers. Its Trainer takes a class and its arguments in the place of a name, and
+transformers has no registry of optimizers. Its Trainer takes a class and its arguments instead of a name, and
 `trainer_optimizer` returns these: nothing of transformers is changed, and the call says whose optimizer it is.
 """
 

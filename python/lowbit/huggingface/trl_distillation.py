@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """TRL's DistillationTrainer, whose loss reads slices of the weights of two heads, of the student and of the teacher.
 
-Its ``_compute_loss`` is wrapped once, when it is imported (when_imported.py). Where lowbit made neither head it runs as
-it is; else a copy of it runs that has `ServedHead` in the place of the Function behind the loss.
+Its ``_compute_loss`` is wrapped once, when it is imported (when_imported.py). Where lowbit made neither head, it runs
+unchanged; otherwise a copy of it runs that has `ServedHead` in place of the Function behind the loss.
 """
 
 from __future__ import annotations

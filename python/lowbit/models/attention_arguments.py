@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arguments of an attention function of transformers, by name: a model may hand on any keyword, and one that is dropped
-in silence may change the result."""
+"""Arguments of an attention function of transformers, by name: a model may pass any keyword, and one that is silently
+dropped may change the result."""
 
 from __future__ import annotations
 

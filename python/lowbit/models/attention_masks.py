@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The mask that a model of transformers gets with ``attn_implementation="lowbit"``.
 
-Our attention takes what torch's takes: a boolean mask, or none where all is causal. A model that was never written for
-it may count on the mask of eager attention, which is always there, and floating: DeepSeek-V4 pads it with 0 for keys
-that all see, which in a boolean mask hides them.
+Our attention takes what torch's takes: a boolean mask, or none where all is causal. A model that was not written for it
+may rely on the mask of eager attention, which is always present and floating: DeepSeek-V4 pads it with 0 for keys that
+every query sees, and 0 in a boolean mask hides them.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Changes of a model's weights that keep its results: checked by running it with them before any is made.
+"""Changes of a model's weights that preserve its results: checked by a run with them before any is made.
 
-In the run each module gets its own weights in float64 while it is called, changed or not. So the check sees no rounding
-of the model's dtype, and only the weights of one module are there twice.
+In that run each module gets its weights, changed or not, in float64 while it is called. The check therefore sees no
+rounding of the model's dtype, and only one module's weights are in memory twice.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ def make_checked(function: str, model: nn.Module, words: int, changes: Changes) 
     with the weights in their own dtype, over their size.
 
     Args:
-        function: for errors.
-        words: of the vocabulary.
+        function: the name of the public function, for errors.
+        words: the size of the vocabulary.
 
     Raises:
         ValueError: it has not, the model does not run, or a new value is not finite in the dtype of its parameter.

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A cache of float keys and values that grows in place: the layers of the DynamicCache that transformers makes by
-itself for a model with ``attn_implementation="lowbit"``.
+"""A cache of float keys and values that grows in place: the layers of the DynamicCache that transformers creates by
+default for a model with ``attn_implementation="lowbit"``.
 
 transformers concatenates, so that each token moves the whole cache, or the whole window of a layer that has one. Here a
-layer has room behind its last token, and a new one is written there.
+layer has spare capacity after its last token, and a new one is written there.
 """
 
 from __future__ import annotations

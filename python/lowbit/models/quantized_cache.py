@@ -2,7 +2,7 @@
 """QuantizedCache: a cache of transformers in int8 or int4, as ``past_key_values``.
 
 It works with every attention implementation (another one is given dequantized keys and values); with "lowbit" its codes
-are multiplied as they are.
+are multiplied directly.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""lowbit.rotate_: a decoder whose residual stream is turned, so that no channel stands out from the others.
+"""lowbit.rotate_: rotate a decoder's residual stream, so that no channel has outliers.
 
 With the gains g of each RMSNorm folded into the layers behind it, stream x -> x R for an orthogonal R changes nothing:
 R passes through the norm, a layer that reads has W diag(g) R, one that writes R^T W. In the same way values v -> v Q of
@@ -26,10 +26,10 @@ class RotationReport:
     Attributes:
         stream: R; ``stream.matrix()`` is float64 ``[hidden, hidden]``.
         heads: Q, or None.
-        layers: how many decoder layers.
-        untied: whether the embedding and the head shared a weight before, and do no more.
-        difference: of logits of random tokens, before and after, over their size; computed in float64, where that is
-            possible, with the weights in their dtype. It is the error of rounding them.
+        layers: the number of decoder layers.
+        untied: whether the embedding and the head shared a weight before and no longer do.
+        difference: the relative difference of the logits of random tokens, before and after; computed in float64, where
+            that is possible, with the weights in their dtype. It is the error of rounding them.
     """
 
     stream: Rotation
@@ -64,10 +64,10 @@ def rotate_(model: nn.Module, kind: str = "hadamard", *, seed: int = 0, heads: b
     ``config.tie_word_embeddings`` becomes False; they stay tied where these gains are all equal.
 
     Args:
-        model: in float32, bfloat16, float16 or float64 on the CPU, without adapters and hooks.
+        model: a model in float32, bfloat16, float16 or float64 on the CPU, without adapters and hooks.
         kind: "hadamard": random signs and a Hadamard matrix, where the width has one that can be made (as 576, 896 and
             4096 have); else the odd part of the width is a random orthogonal matrix. "orthogonal": a random one.
-        seed: of the random signs or matrix.
+        seed: the seed of the random signs or matrix.
         heads: turn the values of each head too, which o_proj takes back.
 
     Returns:

@@ -43,7 +43,7 @@ class SmoothedRow:
     Attributes:
         layer: name of the first of them.
         alpha: s is the root mean square of the input's channels to the power of this; 0 left them as they were.
-        gained_db: by how much the error of the outputs is smaller, in the format that was given.
+        gained_db: the reduction of the outputs' error in the given format, in dB.
     """
 
     layer: str
@@ -80,18 +80,18 @@ def smooth_(
     Models, checks and refusals are those of `rotate_`; the head stays as it is.
 
     Args:
-        model: in float on the CPU.
-        calibration: inputs that it is run on, or a result of ``lowbit.calibrate`` with ``hessian=True``; without, only the
-            mean of x^2 of each channel counts, which may choose scales that are worse than none.
-        config: the format that the errors are those of; None is
-            ``int8_dynamic_activation_int4_weight(group_size=32)``.
+        model: a float model on the CPU.
+        calibration: inputs to run it on, or a result of ``lowbit.calibrate`` with ``hessian=True``; without it, only
+            the mean of x^2 of each channel counts, which may choose scales that are worse than none.
+        config: the format whose errors are compared; None is ``int8_dynamic_activation_int4_weight(group_size=32)``.
 
     Returns:
-        A `SmoothingReport`; it prints a line for the layers of a kind.
+        A `SmoothingReport`; it prints one line per kind of layer.
 
     Raises:
-        TypeError: as `rotate_` and `calibrate` do; config is no configuration.
-        ValueError: as `rotate_` and `calibrate` do; the calibration has not seen a layer. Nothing was changed.
+        TypeError: `rotate_` or `calibrate` would raise it; or config is no configuration.
+        ValueError: `rotate_` or `calibrate` would raise it; or the calibration has not seen a layer. Nothing was
+            changed.
 
     Example:
         >>> config = lowbit.int4_weight_only(group_size=128)
@@ -119,7 +119,7 @@ class _Input:
     """An input of linear layers.
 
     Args:
-        layers: that read it.
+        layers: the layers that read it.
         heads: (n, d): n heads of d channels each have the same scales, as they read the same values; or (1, channels).
         move: adds the changes that divide it by scales ``[channels]``.
     """

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention by torch's own ops, from the whole matrix of scores: where a derivative is wanted that the kernels do
-not have. Its gradients can be differentiated again; the whole of it serves forward mode. Both know no programs and
-no block masks."""
+"""Attention by torch's own ops, from the whole matrix of scores, for derivatives that the kernels do not have. Its
+gradients can be differentiated again; the whole of it serves forward mode. Both know no programs and no block masks."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`lowbit::linear` in ``torch.autocast``: activations enter in autocast's dtype, the result has it, as nn.Linear's."""
+"""`lowbit::linear` in ``torch.autocast``: activations are cast to autocast's dtype, and the result has it, as in
+nn.Linear."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""y = x @ w.T + bias with a weight of which some square blocks are stored (torch's BSR), and its gradients.
+"""y = x @ w.T + bias with a block-sparse weight (torch's BSR), and its gradients.
 
 Gradients are dense products: of x by the weight with its zeros, of the weight cut into blocks.
 """

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Derivatives of our ops in torch's dispatcher: those that layers give, for calls that are not a layer's.
+"""Derivatives of our ops in torch's dispatcher, for calls that do not come from a layer.
 
 Such are the calls of an exported program, `torch.ops.lowbit.*` by hand, and what torch.compile and torch.func make of
 both. Each op has two entries. The first, ``lowbit::linear``, has a kernel in Python for autograd, which computes the
-derivative or says that there is none. It takes some 5 us. The second, ``lowbit::linear.detached``, is for callers who
-have looked already: layers in eager mode, and graphs behind AOTAutograd. Autograd does nothing there, and the kernel
+derivative or says that there is none. It takes some 5 us. The second, ``lowbit::linear.detached``, is for callers that
+have already checked: layers in eager mode, and graphs behind AOTAutograd. Autograd does nothing there, and the kernel
 itself refuses a tensor whose gradient would be lost.
 """
 

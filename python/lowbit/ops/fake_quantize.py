@@ -62,7 +62,7 @@ def fake_quantized_linear(
 
     Args:
         x: ``[..., k]``, of the dtype of weight, or of autocast's.
-        weight, format, scale, zero: as of `fake_quantize_weight`.
+        weight, format, scale, zero: the arguments of `fake_quantize_weight`.
         bias: ``[n]`` or None.
     """
     if _compiler._is_exporting_flag:
@@ -84,7 +84,7 @@ def fake_quantize_activations(x: Tensor, x_format: int, group_size: int) -> Tens
     Args:
         x: ``[..., k]`` float32, bfloat16 or float16.
         x_format: a number of ``_C.X_FORMATS``, not float.
-        group_size: of ``int8_group``; 0 is one scale per row.
+        group_size: the group size of ``int8_group``; 0 is one scale per row.
 
     Raises:
         ValueError: a number is another.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fake kernels: shape, dtype and strides of each op's result, for tracing without data.
 
-`registration` makes the checks of csrc/ops before. Results are always contiguous: Inductor asserts exact strides.
+`registration` runs the checks of csrc/ops first. Results are always contiguous: Inductor asserts exact strides.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 """Forward-mode derivatives (torch.func.jvp, jacfwd, torch.autograd.forward_ad) where we have no formula: an op of ours
 reads the numbers of a tensor alone, so that its tangent would be lost without an error.
 
-Such a derivative is computed inside of a level of torch's, which is kept in Python: ``forward_ad._current_level``, -1
-outside. The look there takes some nanoseconds.
+torch computes such a derivative inside a level, which it keeps in Python: ``forward_ad._current_level``, -1 outside.
+Reading it takes some nanoseconds.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ def linear(
     """`lowbit.linear` by numbers, as layers hold them: it costs a call of one token no look-up of names.
 
     Args:
-        op_args: as `LinearArgs`.
+        op_args: the arguments of the op, a `LinearArgs`.
         activation: a value of ``_C.ACTIVATIONS``.
         row: ``_C.row_number("linear", name)`` of the row that the call prefers; 0: the first that can serve it.
     """

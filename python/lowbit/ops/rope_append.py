@@ -40,7 +40,7 @@ def rope_append(
             are written.
         start: the place of the first new token in the cache.
         q_weight, k_weight: ``[E]``, any of the three dtypes, or None: heads are not normalized.
-        eps, offset: of the norms, as in `rms_norm`.
+        eps, offset: the parameters of the norms, as in `rms_norm`.
 
     Returns:
         Rotated queries ``[B, Hq, L, E]``, contiguous; computed in float32 and rounded once.

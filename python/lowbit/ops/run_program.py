@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A program (`lowbit.ops.program`) in one call: the calls of `linear`, `rms_norm`, `rope_append` and `attention` that
-its steps are, without the way back to Python between them; without a derivative."""
+its steps are, without a return to Python between them; without a derivative."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def run_program(
         program: integers, as `Program` writes them.
         constants, inputs: the tensors that steps read. An input of shape ``[0]`` is a mask that is not given.
         states: keys and values ``[B, Hkv, S, E]``: the new tokens are written to them.
-        starts: how many tokens the caches have, by the index that steps name.
+        starts: the number of tokens in each cache, by the index that steps name.
 
     Returns:
         The result of the last step.

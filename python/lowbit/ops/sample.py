@@ -36,10 +36,10 @@ def sample(
         logits: ``[B, V]`` float32, bfloat16 or float16, any strides.
         ids: int32 or int64 ``[B, L]``, the tokens so far, which ``repetition_penalty`` is for; -1 is no token.
         temperature: divides the logits. 0 is greedy: the first of the largest logits, and no draw.
-        top_k: only logits that are not smaller than the k-th largest; 0 for all.
-        top_p: of these, in falling order, only those before which there is less than ``top_p`` of the mass; one at
-            least. Of equal ones the last comes first.
-        min_p: of these only those with at least ``min_p`` of the largest probability.
+        top_k: the number of largest logits to keep, and those equal to the k-th; 0 keeps all.
+        top_p: the mass to keep of these: in descending order, a token stays while those before it hold less than
+            ``top_p``; at least one stays. Of equal ones the last comes first.
+        min_p: the min probability to keep of these, as a fraction of the largest one.
         repetition_penalty: positive logits of ``ids`` are divided by it and negative ones multiplied, first of all.
         seed: any int64.
         position: any int64.

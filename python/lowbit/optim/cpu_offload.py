@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Optimizer states and steps on the CPU, for parameters that lie on a device.
+"""Optimizer states and steps on the CPU, for parameters on a device.
 
 Each parameter has a copy on the CPU, which another optimizer, the base optimizer, steps. A step is: parameters and
 gradients to the CPU, the base optimizer's step there, parameters back. Parameters are copied at each step: changes in
@@ -38,7 +38,7 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
             A second backward before the step is refused then, and `clip_grad_norm_` has to be given the
             parameters of ``base_optimizer``.
         minimal_size: a parameter of fewer elements is stepped on its device, with its states.
-        options: of ``optimizer_class``, such as lr.
+        options: arguments of ``optimizer_class``, such as lr.
 
     Raises:
         TypeError, ValueError: an argument of another type, a DTensor on a device (`fully_shard` has CPUOffloadPolicy),

@@ -17,9 +17,9 @@ class Lion8bit(LowBitOptimizer):
     Args:
         params: float32, bfloat16 or float16 parameters on the CPU (DTensors too), or param groups.
         lr: learning rate, a float or a 0-dim tensor; a third to a tenth of AdamW's.
-        betas: of the step's direction, and of the moment, each in [0, 1).
+        betas: coefficients of the step's direction and of the moment, each in [0, 1).
         weight_decay: shrinks the parameter by lr * weight_decay.
-        block_size, bf16_stochastic_round, options: as of `AdamW8bit`.
+        block_size, bf16_stochastic_round, options: the same as for `AdamW8bit`.
 
     Raises:
         ValueError: an option out of range, or a parameter of another dtype or device.

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The moments in the state of one parameter: which a rule keeps, how they lie in memory, and how they are made and
-converted when parameter or options change."""
+"""The moments in the state of one parameter: which ones a rule keeps, their memory layout, and how they are created and
+converted when the parameter or options change."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def prepare(
         rule, options: they decide which moments are kept, and how.
         param: the parameter.
         state: its state, changed.
-        kept: how the moments in ``state`` lie; None: as they are to.
+        kept: the current storage of the moments in ``state``; None: the one that is wanted.
         owner: the name of the optimizer, for errors.
 
     Returns:

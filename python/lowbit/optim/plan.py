@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The plan of a step of one param group, made once: lists of the tensors themselves, by state format and device.
 
-A plan holds the very tensors of parameters and states, which the step reads anew each time: data that `.data =` puts
+A plan holds the tensors of parameters and states themselves, which the step reads each time: data that `.data =` puts
 into them counts. The exceptions are views of the local tensors of DTensors, whose addresses are compared. Everything
 else that a plan was made from is compared by `serves`; gradients are looked up at each step.
 """
@@ -35,7 +35,7 @@ class CallLists:
     is_sharded: bool  # one or more are DTensors
     params: list[Tensor]  # local
     gaps: dict[int, Layout]  # places of those that are not dense, or no floats: they are stepped in a dense copy
-    states: list[list[Tensor]]  # by moment
+    states: list[list[Tensor]]  # one list per moment
     scales: list[list[Tensor]]
     steps: list[Tensor]
 

@@ -51,7 +51,7 @@ class Entry:
     group: dict[str, Any]  # the group that it becomes
     param: Tensor
     state: dict[str, Any]
-    what: str  # for errors
+    what: str  # the name in errors
 
     def __post_init__(self) -> None:
         nested = self.state.get(_BITSANDBYTES_NESTED, {})

@@ -19,10 +19,10 @@ class SGD8bit(LowBitOptimizer):
         params: float32, bfloat16 or float16 parameters on the CPU (DTensors too), or param groups.
         lr: learning rate, a float or a 0-dim tensor.
         momentum: 0 keeps no state.
-        dampening: of the gradient in the momentum, from the second step on.
-        weight_decay: is added to the gradient.
+        dampening: the dampening of the gradient in the momentum, from the second step on.
+        weight_decay: the L2 penalty; the parameter times it is added to the gradient.
         nesterov: needs momentum and no dampening.
-        block_size, bf16_stochastic_round, options: as of `AdamW8bit`.
+        block_size, bf16_stochastic_round, options: the same as for `AdamW8bit`.
 
     Raises:
         ValueError: an option out of range, or a parameter of another dtype or device.

@@ -42,7 +42,7 @@ def from_bitsandbytes(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
     All other entries are the tensors that they were. `lowbit.load` takes it into the float model.
 
     Args:
-        state_dict: of a model with Linear4bit or Linear8bitLt layers, or read from its files.
+        state_dict: the state dict of a model with Linear4bit or Linear8bitLt layers, also as read from its files.
 
     Raises:
         ValueError: a part of a weight is missing, or its blocks are no groups of ours: fewer than 32 weights of a row
@@ -72,7 +72,7 @@ def to_bitsandbytes(
     """Return a state dict with the nf4 and fp4 weights of QuantLinear layers as bitsandbytes stores them.
 
     Args:
-        state_dict: of a model whose quantized layers are nf4 or fp4.
+        state_dict: the state dict of a model whose quantized layers are nf4 or fp4.
         dtype: the dtype that bitsandbytes decodes to.
         compress_statistics: quantize the scales again, to 8 bits.
 
@@ -183,7 +183,7 @@ def layer_of_blocks(
         packed: codes, two in a byte, first high; of any dtype that they were stored as (``quant_storage``).
         absmax: float32 ``[ceil(n * k / blocksize)]``.
         format: "nf4" or "fp4".
-        name: of the weight, for errors.
+        name: the name of the weight, for errors.
     """
     per_row = blocksize % k == 0
     group = k if per_row else min(math.gcd(k, blocksize), 256)

@@ -4,8 +4,8 @@
 peft gives a QuantLinear, which is an nn.Linear, its LoRA layer for float weights; that one trains, but its merge adds
 to the stored weight. `extend_dispatch` puts `QuantLoraLinear` into peft's dispatch for them when peft is imported
 (huggingface/peft_lora.py), before or after this package: merging decodes the weight, lets peft add to it, and packs
-the sum; unmerging brings back the very bytes that were there. A weight that was loaded in between counts as merged, as
-peft has it for float layers: unmerging takes the adapter off it.
+the sum; unmerging restores the original bytes. A weight that was loaded in between counts as merged, as peft treats
+float layers: unmerging subtracts the adapter from it.
 """
 
 from __future__ import annotations

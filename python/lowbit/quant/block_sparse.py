@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""BlockSparseLinear: an nn.Linear of whose weight those square blocks are stored that are not all 0; and how layers
-become it."""
+"""BlockSparseLinear: an nn.Linear that stores only the nonzero square blocks of its weight; and the conversion of
+layers to it."""
 
 from __future__ import annotations
 

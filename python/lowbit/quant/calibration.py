@@ -96,7 +96,7 @@ def calibrate(
     use are enough.
 
     Args:
-        model: in float; layers that are quantized are counted too.
+        model: a float model; layers that are already quantized are counted too.
         batches: an iterable of inputs: a tensor is the one argument, a tuple or list the positional ones, a mapping
             the keyword ones.
         filter_fn: called with (module, qualified name) of each linear layer and module of experts, True counts it; None

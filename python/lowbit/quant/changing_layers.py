@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tell other rooms when layers of a model have been packed, or are float again, by whatever function did it."""
+"""Notify other packages when any function has packed layers of a model or made them float again."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""dequantize_: turn the QuantLinear layers of a model back into the float layers that they were, in place."""
+"""dequantize_: turn the QuantLinear layers of a model back into float layers, in place."""
 
 from __future__ import annotations
 
@@ -30,8 +30,9 @@ def dequantize_(model: nn.Module, dtype: torch.dtype | None = None) -> LayerName
 
     Args:
         model: any module, also a QuantLinear by itself.
-        dtype: of the weights, and of the biases of their layers. None: that of the bias, without one that of the first
-            float parameter of the model, or float32; of an embedding that of its results, of blocks their own.
+        dtype: the dtype of the weights, and of the biases of their layers. None: that of the bias, without one that of
+            the first float parameter of the model, or float32; of an embedding that of its results, of blocks their
+            own.
 
     Returns:
         Names of the layers, in the order of ``named_modules``, a list; empty where there is none. It prints one line
@@ -56,7 +57,7 @@ def _become_float(model: nn.Module, dtype: torch.dtype | None) -> Iterator[str]:
     others = next((parameter.dtype for parameter in model.parameters() if parameter.dtype in FLOATS), torch.float32)
     decoded: dict[
         tuple[int, bool], tuple[nn.Parameter, nn.Parameter]
-    ] = {}  # with the packed weight, whose id stays its own as long as it lives
+    ] = {}  # holds the packed weight too: its id is unique while it lives
     for name, module in model.named_modules():
         is_sparse = isinstance(module, BlockSparseLinear)
         if not is_sparse and not is_packed(module):

@@ -127,7 +127,7 @@ def experts(
         activation: "silu", "gelu", "gelu_tanh", "relu", "relu_squared" or "none".
         gated: False: there is no up, and f(gate) goes into the second product.
         interleaved: rows of gate_up are gate, up, gate, up and so on, as gpt-oss has them.
-        alpha, limit, up_offset: as above; alpha with silu alone, limit None for none.
+        alpha, limit, up_offset: the parameters of the activation above; alpha with silu alone, limit None for none.
         gate_up_bias: ``[E, 2 I]``, any of the three float dtypes.
         down_bias: ``[E, n]``, the same; each result of an expert has it before its weight.
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""RMSNorm in one call (torch takes six): Llama's, Gemma's with its weight around 0, torch's own."""
+"""RMSNorm in one call (torch takes six): Llama's, Gemma's with its weight centered at 0, torch's own."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GPTQ (Frantar et al., arXiv 2210.17323): codes whose error in the layer's output is small, not in its weight.
+"""GPTQ (Frantar et al., arXiv 2210.17323): codes that minimize the error of the layer's output, not of its weight.
 
 Input channels are rounded one after the other. The error of one, divided by its diagonal entry of U (the Cholesky
 factor of the inverse of H, the mean of x x^T), is spread over the channels that follow by U's row:
@@ -30,10 +30,10 @@ def gptq(
     Args:
         weight: float32 ``[n, k]``; not changed.
         hessian: float32 ``[k, k]``, mean of x x^T.
-        group_size: of the scales, 0: one group.
+        group_size: the group size of the scales; 0: one group.
         code_max: the largest code.
         options: order and damping.
-        scales: how they are chosen.
+        scales: the way that they are chosen.
     """
     n, k = weight.shape
     importance = hessian.diagonal().clone()

@@ -22,7 +22,7 @@ def hqq(weight: Tensor, group_size: int, code_max: int, options: HQQ) -> tuple[T
 
     Args:
         weight: float32 ``[n, k]``.
-        group_size: of the scales, 0: one group.
+        group_size: the group size of the scales; 0: one group.
         code_max: the largest code.
         options: iterations and penalty.
     """

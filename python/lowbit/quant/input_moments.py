@@ -19,7 +19,7 @@ class InputMoments:
     """Sums over the rows that a layer was given.
 
     Args:
-        rows: how many.
+        rows: the number of rows.
         squares: float64 ``[k]``, the sum of x^2.
         products: float32 ``[k, k]``, the sum of x x^T; None where it was not asked for.
     """

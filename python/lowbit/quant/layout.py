@@ -63,7 +63,7 @@ def repack(state_dict: Mapping[str, Any], layout: str = "row-major") -> dict[str
     a weight into that of its kernels.
 
     Args:
-        state_dict: of a model with `QuantLinear` layers, in any layouts.
+        state_dict: the state dict of a model with `QuantLinear` layers, in any layouts.
         layout: "row-major", for exchange, or "x86-panel-16x64".
 
     Raises:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Guards of packed layers against code that takes them for float ones, once layers of a model have changed.
+"""Guards of packed layers against code that takes them for float ones.
 
 A state dict is checked as a whole before load_state_dict copies the first tensor, so that a refused one leaves the
 model as it was. In inference nn.TransformerEncoderLayer hands linear1.weight and linear2.weight to one fused float op,

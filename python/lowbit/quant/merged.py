@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several QuantLinear that get the same input, multiplied as one: x is read and rounded once, in one parallel region.
+"""Several QuantLinear layers with the same input, multiplied as one: x is read and rounded once, in one parallel
+region.
 
-Their packed weights lie behind one another in one tensor, of which each layer's weight becomes a view. So names, state
-dict and memory stay as they are, and each layer can still be called alone.
+Their packed weights are concatenated in one tensor, and each layer's weight becomes a view of it. Names, state dict and
+memory therefore stay the same, and each layer can still be called alone.
 """
 
 from __future__ import annotations

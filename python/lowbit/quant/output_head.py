@@ -40,10 +40,10 @@ def head_config(function: str, head: Any, config: FormatConfig | None) -> Format
     """Return the configuration of the output head, or None where it is a layer like any other.
 
     Args:
-        function: of which ``head`` is an argument, for errors.
+        function: the name of the function that has the argument ``head``, for errors.
         head: "int8" takes 8 bits, and the groups and activations of ``config``, where that has fewer bits or leaves
             weights out; None takes the head as any layer; anything else goes to `config_of`.
-        config: of all other layers, None for float.
+        config: the configuration of all other layers; None for float.
     """
     if head is None or (head == INT8 and config is None):
         return None

@@ -33,12 +33,12 @@ class Selected:
     """A weight to pack, and how.
 
     Args:
-        name: of the layer, as ``named_modules`` has it.
+        name: the layer's name in ``named_modules``.
         module: the layer, of a `Kind`.
-        weight: which of its weights.
-        spec: how it is stored.
+        weight: the selected weight of the layer.
+        spec: its storage.
         kernel: the row that will serve it.
-        note: for the report.
+        note: a remark for the report.
     """
 
     name: str
@@ -95,7 +95,7 @@ def pack_group(
         group: the layers; a line that is not the first says that it shares the weight of the first.
         make: packs the weight in a layout.
         before: bytes of the float weight.
-        layout: of the packed weight; None: that of all layers in the group.
+        layout: the layout of the packed weight; None: that of all layers in the group.
         restore: makes a layer in training the float one that it was.
         hold: False leaves the layers as they are.
     """

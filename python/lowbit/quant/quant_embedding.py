@@ -31,11 +31,11 @@ class QuantEmbedding(PackedModule, nn.Embedding):
     about its gradient, say nothing here.
 
     Args:
-        num_embeddings, embedding_dim, padding_idx: as in nn.Embedding.
-        device: of the unset weight; "meta" allocates nothing (then ``load_state_dict(..., assign=True)``).
-        dtype: of the result; ``model.to(dtype)`` changes it.
-        spec: how the weight is stored.
-        layout: where its parts lie, "row-major" or that of the kernels.
+        num_embeddings, embedding_dim, padding_idx: the arguments of nn.Embedding.
+        device: the device of the unset weight; "meta" allocates nothing (then ``load_state_dict(..., assign=True)``).
+        dtype: the dtype of the result; ``model.to(dtype)`` changes it.
+        spec: the storage of the weight.
+        layout: the layout of its parts, "row-major" or that of the kernels.
     """
 
     layout: Tensor
@@ -139,7 +139,7 @@ class _EmbeddingKind(Kind):
     def hold(self, module: Any, key: str, packed: nn.Parameter, stored: StoredWeight, dtype: Any = None) -> None:
         """The object stays the same."""
         twin = twin_of(module, QuantEmbedding)
-        if is_scaled_embedding(module) and module.embed_scale.is_meta:  # in no file
+        if is_scaled_embedding(module) and module.embed_scale.is_meta:  # no file holds it
             twin.embed_scale = torch.tensor(module.scalar_embed_scale)
         twin._hold(packed, stored.spec, stored.layout, dtype or module.weight.dtype)
         become_packed(module, twin)

@@ -36,10 +36,10 @@ class QuantLinear(PackedModule, nn.Linear):
     makes an unset layer, to load a state dict into.
 
     Args:
-        in_features, out_features, bias: as in nn.Linear.
-        device: of the unset weight; "meta" allocates nothing (then ``load_state_dict(..., assign=True)``).
-        dtype: of the bias.
-        spec: how the weight is stored and activations are taken.
+        in_features, out_features, bias: the arguments of nn.Linear.
+        device: the device of the unset weight; "meta" allocates nothing (then ``load_state_dict(..., assign=True)``).
+        dtype: the dtype of the bias.
+        spec: the storage of the weight and the format of activations.
     """
 
     op_args: LinearArgs

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""quantize_: turn the linear layers of a model into QuantLinear, one after the other, in place."""
+"""quantize_: turn the linear layers of a model into QuantLinear, one by one, in place."""
 
 from __future__ import annotations
 
@@ -61,12 +61,13 @@ def quantize_(
             left out, with reasons. Adapters of peft stay float.
         device: moves weights there, layer by layer, "cpu" or a device with kernels; None wants them there already.
         strict: raise where the default filter would skip a linear layer, or when nothing is selected.
-        calibration: of ``lowbit.calibrate``, or an iterable of batches, which is given to it: errors then count
-            as the inputs of each layer say. For configurations whose scales are searched for (int4 by default),
+        calibration: a result of ``lowbit.calibrate``, or an iterable of batches, which is given to it: errors then
+            count as the inputs of each layer say. For configurations whose scales are searched for (int4 by default),
             and for `GPTQ`.
-        head: of the output head of a language model (``model.get_output_embeddings()``), and of a table of tokens that
-            is tied to it: "int8" gives it 8 bits where ``config`` has fewer or is 2:4, and both one packed weight. None
-            stores the head as config says, and leaves the table float. A configuration is taken as it is.
+        head: the configuration of the output head of a language model (``model.get_output_embeddings()``), and of a
+            table of tokens that is tied to it: "int8" gives it 8 bits where ``config`` has fewer or is 2:4, and both
+            one packed weight. None stores the head as config says, and leaves the table float. A configuration is taken
+            as it is.
 
     Returns:
         A QuantizationReport: print it, show it in a notebook, or take ``to_dict()``.

@@ -95,8 +95,8 @@ def unpickled(path: str | os.PathLike[str], wanted: str, *, mmap: bool = False) 
 
     Args:
         path: the file.
-        wanted: how the error begins; what the file is follows.
-        mmap: as torch.load has it.
+        wanted: the beginning of the error; a description of the file follows it.
+        mmap: the argument of torch.load.
 
     Raises:
         ValueError: it is another file, damaged, or holds other objects.

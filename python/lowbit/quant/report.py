@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""QuantizationReport: the result of quantize_ for every linear layer, as text, HTML and a dictionary. Its errors are
-sums of squares, and their ratio in dB."""
+"""QuantizationReport: the result of quantize_ for every linear layer, as text, HTML and a dictionary. Errors are
+sums of squares and their ratio in dB."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class ReportRow:
         layer: qualified name in the model.
         format: short name of the format; empty when the layer was skipped.
         shape: (n, k), the weight's rows and columns; of several matrices their number before.
-        bytes_before, bytes_after: of the weight; 0 where another row already counts a shared one.
+        bytes_before, bytes_after: the bytes of the weight; 0 where another row already counts a shared one.
         error_db: 10 log10(sum of w^2 / sum of (w - dequantized)^2); larger is better, inf is exact, nan unknown (meta
             device). With a calibration each square counts as much as the mean square of its input; with GPTQ it is that
             of the layer's outputs.
@@ -115,9 +115,9 @@ class FloatWeight:
     """A weight of two or more dimensions in no linear layer, which stays float: an embedding, a convolution, a router.
 
     Args:
-        name: of the parameter.
+        name: the name of the parameter.
         kind: class of the module that holds it.
-        shape, bytes: as it is.
+        shape, bytes: its shape and bytes.
     """
 
     name: str

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Orthogonal matrices R [d, d] that spread the values of single channels over all of them.
 
-A Hadamard matrix has entries of +-1 / sqrt(d) alone, so each channel of x R is made of all channels of x in equal
+All entries of a Hadamard matrix are +-1 / sqrt(d), so each channel of x R is made of all channels of x in equal
 parts. It is a Kronecker product of small ones and is applied factor by factor: d * (the sum of their orders) products
 for a row, not d^2. There is one of order d = 2^s * odd where Paley's constructions have one of order 2^t * odd, t <= s:
 
     order q + 1,    q a prime, q % 4 == 3
     order 2(q + 1), q a prime, q % 4 == 1
 
-which is so for every width of a usual model (576 = 16 * 36, 896 = 32 * 28, 3584 = 128 * 28). For other widths the odd
-part is a random orthogonal matrix. Signs of the channels are random (QuaRot, Ashkboos et al. 2024, arXiv:2404.00456).
-"""
+which holds for the width of every common model (576 = 16 * 36, 896 = 32 * 28, 3584 = 128 * 28). For other widths the
+odd part is a random orthogonal matrix. Signs of the channels are random (QuaRot, Ashkboos et al. 2024,
+arXiv:2404.00456). """
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Rotation:
     """x -> x R with R = diag(signs) (F1 x F2 x ...), a Kronecker product.
 
     Args:
-        name: of the rotation, for reports.
+        name: the name of the rotation, for reports.
         signs: float64 ``[d]``, of +-1.
         factors: orthogonal matrices, float64, whose orders multiply to d.
     """
@@ -57,7 +57,7 @@ def rotation(kind: str, width: int, generator: torch.Generator) -> Rotation:
 
     Args:
         kind: "hadamard", or "orthogonal" for one of all orthogonal matrices (QR of normal numbers).
-        generator: of torch, on the CPU.
+        generator: a generator of torch on the CPU.
     """
     if kind == "orthogonal":
         signs = torch.ones(width, dtype=torch.float64, device="cpu")

@@ -54,7 +54,7 @@ def select(
     """Return the weights to quantize and the layers that are left, or raise; changes nothing.
 
     Args:
-        kinds: of the layers that may be selected.
+        kinds: the kinds of layers that may be selected.
         head: configuration of the output head of a language model, and of the table that is tied to it; None: the
             head is a layer like any other.
     """

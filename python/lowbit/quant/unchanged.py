@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The entries in dictionaries of modules that a kept result depends on, and the check that they are as they were."""
+"""The entries in dictionaries of modules that a kept result depends on, and the check that they have not changed."""
 
 from __future__ import annotations
 

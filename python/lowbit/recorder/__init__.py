@@ -68,7 +68,7 @@ def start(*, records: int | None = None, folder: str | os.PathLike[str] | None =
     Forked children record as well, each from its own first call on.
 
     Args:
-        records: how many calls are kept, 1 to 1048576, rounded up to a power of two and at least 16; None: what
+        records: the number of calls to keep, 1 to 1048576, rounded up to a power of two and at least 16; None: what
             LOWBIT_RECORD says, else 2048.
         folder: folder of the file, made if it is not there; None: LOWBIT_RECORD_DIR, else one of this user alone.
 

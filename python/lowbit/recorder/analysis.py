@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Analyse a folder of recordings: where every rank is, where ranks first differ, and which of them is to blame.
+"""Analyse a folder of recordings: where every rank is, where ranks first differ, and which of them caused it.
 
 Ranks of one program make the same calls in the same order, so records are compared by their sequence number, and
 collectives by their number in the process group; clocks play no part. Blame: the ranks outside of the largest set that

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""torch.distributed's collectives of CPU tensors in the ring, by kernels in front of those of c10d's ops.
+"""torch.distributed's collectives of CPU tensors in the ring, recorded by kernels in front of those of c10d's ops.
 
 Every collective goes through an op of c10d, from torch.distributed, DDP, FSDP and DTensor alike. Ours stands at
 the key AutogradCPU, opens a record, and redispatches; the record is closed by the future of the work. Other devices

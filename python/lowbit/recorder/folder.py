@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Everything of a folder that a recorder wrote: rings, dumps, dumps of torch's recorder."""
+"""Everything that recorders wrote to a folder: rings, dumps, dumps of torch's recorder."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ class profile:
 
     Attributes:
         records: the calls, in order (`lowbit.recorder.Record`).
-        seconds: how long the block took.
+        seconds: the wall time of the block.
         torch_ops: with ``torch_ops=True``, the ops of torch, the longest first; those of lowbit are ``lowbit::...``,
             with their rows.
 

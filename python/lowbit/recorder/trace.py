@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The timeline of recordings as torch.profiler writes traces: events of Chrome's format, which Perfetto opens."""
+"""The timeline of recordings in torch.profiler's format: Chrome trace events, which Perfetto opens."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ everything that the code can reach is of a kind whose every reading is seen here
 - code whose opcodes read names, attributes by their names, and elements (bytecode.py);
 - closure cells, defaults, the globals that the code names;
 - numbers, strings, lists, tuples, dicts; functions of torch and math;
-- modules and plain objects: the attributes that any code in reach names are followed, properties and methods too.
+- modules and plain objects: the attributes that any reachable code names are followed, properties and methods too.
 
 Three kinds make the key None, and such a mod is traced at every call: objects that run code of their own when they are
 read (`__getitem__`, `__getattr__`, `__len__`, descriptors, caches), functions that can read anything (`getattr`), and

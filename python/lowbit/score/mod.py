@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mods that can be drawn: the base of `lowbit.attention.masks` and `lowbit.attention.mods`. Plain functions
-work everywhere too."""
+"""The base class of the mods in `lowbit.attention.masks` and `lowbit.attention.mods`, which can be drawn. Plain
+functions work everywhere too."""
 
 from __future__ import annotations
 

@@ -124,7 +124,7 @@ class Tracer:
         self._values: list[Value] = []
         self._numbers: dict[int, int] = {}
         self._constants: dict[int, Outside] = {}
-        self._metas = {number: _empty(tensor) for number, tensor in enumerate(captured)}  # by tensor or step
+        self._metas = {number: _empty(tensor) for number, tensor in enumerate(captured)}  # keyed by tensor or step
         self.proxies = {id(tensor): Proxy(self, Outside(i), self._metas[i], True) for i, tensor in enumerate(captured)}
 
     def argument(self, name: str, dtype: torch.dtype) -> Proxy:

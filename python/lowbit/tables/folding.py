@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layers of one kind as one line: ``model.layers.*.mlp.up_proj x 30``.
 
-Layers are of one kind if their names differ in numbers alone. Those of a kind that are also alike in all cells share a
+Layers are of one kind if their names differ only in numbers. Those of a kind that are also alike in all cells share a
 line. Where a kind has others too, it says so: ``model.layers.*.mlp.up_proj x 28 of 30``.
 """
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""matplotlib, where something is to be drawn."""
+"""matplotlib, imported when something is drawn."""
 
 from __future__ import annotations
 

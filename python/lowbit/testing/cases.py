@@ -75,7 +75,7 @@ def budget(dtype: str, k: int, *, magnitude: Tensor, linear_result: Tensor, post
     reference takes the same codes) need no term of their own.
 
     Args:
-        dtype: of the result.
+        dtype: the dtype of the result.
         k: length of the sum.
         magnitude: float64 ``[m, n]``.
         linear_result: x @ w.T + bias in float64, before the post-ops.

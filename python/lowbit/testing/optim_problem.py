@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One step of an optimizer, in the middle of a training, with the result of float64."""
+"""One step of an optimizer, in the middle of training, with its float64 result."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The end of quantization-aware training: prepared layers become quantized ones, or float ones again."""
+"""The end of quantization-aware training: prepared layers become quantized layers, or float layers again."""
 
 from __future__ import annotations
 

@@ -31,9 +31,9 @@ def convert_to_float8_training(
     nn.MultiheadAttention, and weights that are computed from others.
 
     Args:
-        model: with nn.Linear layers of float32, bfloat16 or float16, of any size; or such a layer.
-        module_filter_fn: is asked about every nn.Linear, with its name; True converts it.
-        config: of `Float8LinearConfig`, also torchao's own; None: the recipe "tensorwise".
+        model: a module with nn.Linear layers of float32, bfloat16 or float16, of any size; or such a layer.
+        module_filter_fn: a function that is called with every nn.Linear and its name; True converts the layer.
+        config: a `Float8LinearConfig`, or torchao's own; None: the recipe "tensorwise".
 
     Returns:
         ``model``.

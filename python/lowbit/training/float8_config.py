@@ -86,7 +86,7 @@ class Float8GemmConfig:
     """How one product is computed.
 
     Args:
-        use_fast_accum: on CUDA, sums of fewer bits; products on a CPU always sum in float32.
+        use_fast_accum: accumulators of fewer bits, on CUDA; products on a CPU always sum in float32.
     """
 
     use_fast_accum: bool = False

@@ -100,7 +100,7 @@ class Int8Weight(torch.Tensor):
         plain, named = pytree.tree_map_only(cls, cls.dequantize, (args, kwargs))
         if not (written and isinstance(first, cls)):
             return func(*plain, **named)
-        first.store(func(first.values(), *plain[1:], **named))  # in float32: bfloat16 would lose small changes
+        first.store(func(first.values(), *plain[1:], **named))  # computed in float32: bfloat16 would lose small changes
         return first
 
 

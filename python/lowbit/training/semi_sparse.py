@@ -57,7 +57,7 @@ def _best(tiles: Tensor, patterns: Tensor) -> Tensor:
     """The pattern of each tile ``[count, 16]`` that keeps most of it."""
     largest = tiles.amax(1, keepdim=True)
     kept = (tiles / torch.where(largest > 0, largest, 1)).square() @ patterns.T
-    return patterns.bool()[kept.max(1).indices]  # in half of the time of argmax
+    return patterns.bool()[kept.max(1).indices]  # takes half the time of argmax
 
 
 def semi_sparse(matrix: Tensor) -> Tensor:

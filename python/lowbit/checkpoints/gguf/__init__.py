@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GGUF: a model and its tokenizer from one file of llama.cpp, its codes packed as they are."""
+"""GGUF: a model and its tokenizer from one file of llama.cpp, with its codes packed unchanged."""
 
 from __future__ import annotations
 

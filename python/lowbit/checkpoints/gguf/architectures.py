@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The meaning of each architecture's keys to transformers' model of it. Names, defaults and rules are llama.cpp's
-(src/llama-model.cpp, src/models/), but where it leaves out what the model has: docs/gguf.md says where."""
+"""The meaning of each architecture's keys for its model in transformers. Names, defaults and rules are llama.cpp's
+(src/llama-model.cpp, src/models/), except where it omits a part of the model: docs/gguf.md says where."""
 
 from __future__ import annotations
 

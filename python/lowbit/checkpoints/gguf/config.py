@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The configuration of transformers that the metadata of a GGUF file says, every key of which is read or known."""
+"""The transformers configuration for the metadata of a GGUF file, whose keys are all either read or known."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """check_counts: the numbers of a file's header against its tensors, before a model is made of them. A flipped bit in
-the number of layers would make layers for ever, or a smaller model without a word."""
+the number of layers would create layers forever, or silently make a smaller model."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def check_counts(
     """Refuse a file whose numbers of layers, features or heads are not those of its tensors.
 
     Args:
-        path: of the file, for errors.
-        architecture: the beginning of its keys.
+        path: the path of the file, for errors.
+        architecture: the prefix of its keys.
         metadata: values by key; one that is not there is not compared.
-        shapes: of the tensors by name, rows first.
+        shapes: the shapes of the tensors by name, rows first.
 
     Raises:
         ValueError: names the file and the key.

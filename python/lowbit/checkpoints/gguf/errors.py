@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""errors_of: whatever a damaged file makes transformers and others raise becomes a ValueError with the file's name."""
+"""errors_of: any error that a damaged file makes other code raise becomes a ValueError with the file's name."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def errors_of(path: str | Path, what: str) -> Iterator[None]:
         yield
     except (MemoryError, ImportError):
         raise
-    except Exception as error:  # keys of any type and size go through code of others: KeyError, IndexError ...
+    except Exception as error:  # keys of any type and size go through third-party code: KeyError, IndexError ...
         if isinstance(error, (ValueError, OSError)) and Path(path).name in str(error):
             raise
         told = str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The header of a GGUF file, checked as a whole before a weight is read: metadata, and where each tensor lies.
+"""The header of a GGUF file, checked as a whole before a weight is read: metadata, and the position of each tensor.
 
 The ``gguf`` package's reader makes a numpy view of every word of a vocabulary (3 to 6 s for 49,152 words on two cores);
 here the words are decoded when they are asked for, and the claims of a damaged file are compared with its size first.

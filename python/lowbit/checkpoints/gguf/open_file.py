@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""OpenFile: a file whose bytes are read by their place. A mapped one that becomes shorter would end the process."""
+"""OpenFile: a file whose bytes are read by offset. A mapped file that is truncated would end the process."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def save(model: nn.Module, path: str | Path, like: str | Path) -> None:
     activations is no part of a file.
 
     Args:
-        model: of transformers.
+        model: a model of transformers.
         path: the file to write.
         like: a GGUF file of the same architecture and tokenizer, such as the one that the model was read from: its
             metadata and the names of its tensors are taken. A head that is tied there may be one of its own here.

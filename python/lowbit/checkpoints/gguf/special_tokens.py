@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The special words of a GGUF file as numbers: where a text begins, and all that end an answer."""
+"""The ids of a GGUF file's special tokens: the one that begins a text, and all that end an answer."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def special_tokens(keys: Metadata, words: int) -> dict[str, Any]:
     several words end an answer, the end of the text first.
 
     Args:
-        keys: of the file.
-        words: how many the model has.
+        keys: the metadata of the file.
+        words: the size of the model's vocabulary.
 
     Raises:
         ValueError: a number is that of no word.

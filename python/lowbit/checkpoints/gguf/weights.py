@@ -32,7 +32,7 @@ class StateReader:
     """Reads the state dict of ``model`` out of a file.
 
     Args:
-        model: on the meta device, made by the configuration of the file.
+        model: a model on the meta device, made from the configuration in the file.
         activations: "int8" rounds those of layers whose codes are integers, "float" none.
 
     Raises:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Autocast: matrix products and attention in the low dtype, sums of many terms in float32, the rest as it comes."""
+"""Autocast: matrix products and attention in the low dtype, sums of many terms in float32, other ops unchanged."""
 
 from __future__ import annotations
 

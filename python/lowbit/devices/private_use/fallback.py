@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every torch op that has no kernel of its own here: run by the CPU's kernel, in one run, over the device's own memory.
+"""Every torch op that has no kernel of its own here: run by the CPU's kernel, in one run, on the device's own memory.
 
 Inputs become CPU tensors at the same address (nothing is copied), so writes in place reach the device tensor. Results
 are new device tensors, or the device tensor whose memory they are. An `out=` tensor may be resized by the op: it is a

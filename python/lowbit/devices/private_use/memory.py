@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Device memory as tensors: each is a block of the C++ core, comes to torch as a DLPack capsule of device type 12."""
+"""Device memory as tensors: each is a block of the C++ core, which torch gets as a DLPack capsule of device type 12."""
 
 from __future__ import annotations
 

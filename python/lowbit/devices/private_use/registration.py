@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Make torch know the device: memory, allocator and guard, name and module, kernels, the fallback, lowbit's own ops."""
+"""Register the device with torch: memory, allocator, guard, name, module, kernels, fallback, lowbit's own ops."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def register(name: str, module: DeviceModule, start: Callable[[], None], asked_b
     """Register everything; once per process.
 
     Args:
-        name: of the device.
+        name: the name of the device.
         module: becomes ``torch.<name>``.
         start: lets the C++ core have the device, whose memory is `_C.private_use` from then on.
         asked_by: the function that errors name.

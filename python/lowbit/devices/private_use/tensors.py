@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ops that a device must bring itself: views, storage, size, copies, the value of one element.
+"""The ops that a device must implement itself: views, storage, size, copies, the value of one element.
 
-Views read no memory, so torch's CPU kernels make them for any device; they are called on our tensors as they are.
+Views read no memory, so torch's CPU kernels make them for any device; they are called on our tensors directly.
 """
 
 from __future__ import annotations

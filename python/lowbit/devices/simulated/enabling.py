@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one switch."""
+"""enable: the one switch of the simulated devices."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def enable(devices: int = 2, memory: int = 1 << 34) -> None:
     builds 150 lines of C++ (some seconds). ``LOWBIT_SIM=1`` in the environment calls it when lowbit is imported.
 
     Args:
-        devices: how many, 1 to 8.
+        devices: the number of devices, 1 to 8.
         memory: bytes of each, at least 1 MiB. Address space only: pages that are used take memory.
 
     Raises:

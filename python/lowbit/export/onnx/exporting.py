@@ -36,12 +36,13 @@ def export(
     embedding looks its rows up and decodes them. Attention is exported as torch's own.
 
     Args:
-        model: with `QuantLinear` and `QuantEmbedding` layers; fused pieces are exported unfused. It stays as it is.
+        model: a module with `QuantLinear` and `QuantEmbedding` layers; fused pieces are exported unfused. It stays as
+            it is.
         args, kwargs: example inputs of its forward; a tensor stands for itself alone.
         f: the file to write; None: only return the program.
-        dynamic_shapes: as torch.onnx.export takes them, such as ``{"x": {0: "batch", 1: "length"}}``.
+        dynamic_shapes: the argument of torch.onnx.export, such as ``{"x": {0: "batch", 1: "length"}}``.
         opset_version: 21 to 23.
-        options: of torch.onnx.export, such as ``external_data``, ``input_names``, ``output_names``.
+        options: further arguments of torch.onnx.export, such as ``external_data``, ``input_names``, ``output_names``.
 
     Returns:
         The program; ``program.save(path)`` writes it too.

@@ -39,8 +39,9 @@ def from_torchao(state_dict: Mapping[str, Tensor] | str | os.PathLike[str]) -> d
     as they are).
 
     Args:
-        state_dict: of a model that torchao quantized; or a safetensors file of torchao (``flatten_tensor_state_dict``),
-            or a folder of them that ``save_pretrained`` of transformers wrote. torchao need not be installed for files.
+        state_dict: the state dict of a model that torchao quantized; or a safetensors file of torchao
+            (``flatten_tensor_state_dict``), or a folder of them that ``save_pretrained`` of transformers wrote. torchao
+            need not be installed for files.
 
     Raises:
         FileNotFoundError: there is no such file.
