@@ -67,7 +67,9 @@ def _opened(path: str | Path, activations: str) -> tuple[GgufFile, PreTrainedCon
         return file, config_of(file)
 
 
-def _model(file: GgufFile, config: PreTrainedConfig, activations: str, attn_implementation: str, fuse: bool) -> nn.Module:
+def _model(
+    file: GgufFile, config: PreTrainedConfig, activations: str, attn_implementation: str, fuse: bool
+) -> nn.Module:
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
