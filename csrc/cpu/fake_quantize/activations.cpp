@@ -15,7 +15,8 @@ namespace {
 
 // Row `row` of x, padded with zeros to a whole vector.
 void round_activations(const FakeQuantizeActivationsArgs& args, int64_t row, float* buffer) {
-  const auto& [place, x_format, group_size, x, out] = args;
+  const auto& [place, x_format, group_size, x, y] = args;
+  const TensorView& out = y;  // clang 15 captures no structured binding
   const int64_t k = x.size(-1), padded = round_up(k, 16);
   for (int64_t i = 0; i < k; i += 16) store(buffer + i, load_as_float(x.data, x.dtype, row * k + i, k - i));
   auto put = [&](int64_t i, f32x16 value) { store_from_float(out.data, out.dtype, row * k + i, k - i, value); };
