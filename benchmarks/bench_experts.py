@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from lowbit import _C
-from lowbit.ops.experts import experts
+from lowbit.ops.experts import experts, gate_of
 from lowbit.ops.gather_linear import gather_linear
 from lowbit.ops.linear import linear
 
@@ -51,7 +51,7 @@ class Packed:
         self.op_args = [(n, k, _C.FORMATS[format], group_size, False, _C.X_FORMATS[x_format]) for n, k in sizes]
 
     def op(self, x: Tensor, route: Route) -> Tensor:
-        return experts(x, *self.weights, *route, *self.op_args)
+        return experts(x, *self.weights, *route, *self.op_args, gate_of())
 
     def by_gather_linear(self, x: Tensor, route: Route) -> Tensor:
         index, weights = route

@@ -19,7 +19,7 @@ from torch.nn import functional
 
 import lowbit
 from lowbit import _C, reference, testing
-from lowbit.ops.experts import ACTIVATIONS, experts
+from lowbit.ops.experts import ACTIVATIONS, experts, gate_of
 from lowbit.testing import LinearCase, assert_within
 
 op = torch.ops.lowbit.experts
@@ -258,9 +258,10 @@ def test_gradients_are_autograds(form: Form) -> None:
     x, index, weights = routed("few tokens, expert 0 without any, pairs of no expert", "float32")
     leaves = [tensor.clone().requires_grad_() for tensor in (x, weights, mine.gate_up_bias, mine.down_bias)]
     grad = torch.randn(len(x), OUT)
-    y = experts(leaves[0], mine.gate_up, mine.down, index, leaves[1], *mine.args, form.activation, gated=form.gated,
-                interleaved=form.interleaved, alpha=form.alpha, limit=form.limit or None, up_offset=form.up_offset,
-                gate_up_bias=leaves[2], down_bias=leaves[3])  # fmt: skip
+    y = experts(leaves[0], mine.gate_up, mine.down, index, leaves[1], *mine.args,
+                gate_of(form.activation, gated=form.gated, interleaved=form.interleaved, alpha=form.alpha,
+                        limit=form.limit or None, up_offset=form.up_offset),
+                leaves[2], leaves[3])  # fmt: skip
     y.backward(grad)
     dense = [torch.stack([torch.ops.lowbit.dequantize(one, *args[:4], bool(args[4])) for one in packed]).double()
              for packed, args in zip((mine.gate_up, mine.down), mine.args, strict=True)]  # fmt: skip
@@ -282,7 +283,7 @@ def test_a_gradient_for_one_of_the_arguments_alone() -> None:
     for which in range(4):
         leaves = [x, weights, mine.gate_up_bias, mine.down_bias]
         leaves[which] = leaves[which].clone().requires_grad_()
-        experts(leaves[0], mine.gate_up, mine.down, index, leaves[1], *mine.args, gate_up_bias=leaves[2], down_bias=leaves[3]).sum().backward()  # fmt: skip
+        experts(leaves[0], mine.gate_up, mine.down, index, leaves[1], *mine.args, gate_of(), leaves[2], leaves[3]).sum().backward()  # fmt: skip
         assert leaves[which].grad.dtype == leaves[which].dtype and leaves[which].grad.isfinite().all()
 
 
@@ -290,10 +291,10 @@ def test_autocast_takes_its_dtype_and_forward_mode_is_refused() -> None:
     mine = case(("int8", 0, "symmetric", "float"), True)
     x, index, weights = routed("one token", "float32")
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        y = experts(x, mine.gate_up, mine.down, index, weights, *mine.args)
-    assert y.equal(experts(x.bfloat16(), mine.gate_up, mine.down, index, weights, *mine.args))
+        y = experts(x, mine.gate_up, mine.down, index, weights, *mine.args, gate_of())
+    assert y.equal(experts(x.bfloat16(), mine.gate_up, mine.down, index, weights, *mine.args, gate_of()))
     with pytest.raises(NotImplementedError, match="experts"):
-        torch.func.jvp(lambda x: experts(x, mine.gate_up, mine.down, index, weights, *mine.args), (x,), (x,))
+        torch.func.jvp(lambda x: experts(x, mine.gate_up, mine.down, index, weights, *mine.args, gate_of()), (x,), (x,))
 
 
 def test_any_strides() -> None:
@@ -317,7 +318,7 @@ def test_two_formats_in_one_call() -> None:
 def test_a_layer_without_biases_is_one_call_under_compile() -> None:
     mine = case(("int4", 32, "symmetric", "int8_group"), True)
     x, index, weights = routed("many tokens", "float32")
-    run = lambda x: experts(x, mine.gate_up, mine.down, index, weights, *mine.args, limit=7.0, alpha=1.702, up_offset=1.0)  # noqa: E731
+    run = lambda x: experts(x, mine.gate_up, mine.down, index, weights, *mine.args, gate_of(limit=7.0, alpha=1.702, up_offset=1.0))  # noqa: E731
     assert torch.compile(run, fullgraph=True, backend="eager")(x).equal(run(x))
     with torch.no_grad():
         assert functional.relu(run(x)).equal(run(x).relu())
@@ -380,9 +381,9 @@ def test_names_and_limits_are_refused_by_the_function() -> None:
     arguments = *routed("one token", "float32"), *mine.args
     x, index, weights, *args = arguments
     with pytest.raises(ValueError, match="experts: activation must be one of none, relu, .* got 'tanh'"):
-        experts(x, mine.gate_up, mine.down, index, weights, *args, "tanh")
+        experts(x, mine.gate_up, mine.down, index, weights, *args, gate_of("tanh"))
     with pytest.raises(ValueError, match="experts: limit must be positive, or None for none, got 0"):
-        experts(x, mine.gate_up, mine.down, index, weights, *args, limit=0)
+        experts(x, mine.gate_up, mine.down, index, weights, *args, gate_of(limit=0))
 
 
 def test_torchs_checks_of_the_registration() -> None:

@@ -15,6 +15,7 @@ import lowbit.ops.optim  # noqa: F401  registers its op
 import lowbit.training.int8_product  # noqa: F401  registers its op
 from lowbit import _C, testing
 from lowbit.ops.experts import experts as experts_of_numbers
+from lowbit.ops.experts import gate_of
 from lowbit.ops.gather_linear import gather_linear as gather_linear_of_numbers
 from lowbit.ops.linear import linear as linear_of_numbers
 
@@ -68,7 +69,7 @@ def with_a_gradient() -> dict[str, tuple[list[Any], list[Tensor], Callable[[], A
     return {
         "linear": ([x, packed, *numbers, bias, 2, mul, add], [x, bias, mul, add], lambda: linear_of_numbers(x, packed, numbers, bias, 2, mul, add)),
         "gather_linear": ([x, experts, index, *numbers, biases], [x, biases], lambda: gather_linear_of_numbers(x, experts, index, numbers, biases)),
-        "experts": ([x, experts, down, index, router, *pair, 4, True, False, 1.0, 0.0, 0.0, biases], [x, router, biases], lambda: experts_of_numbers(x, experts, down, index, router, *pair, gate_up_bias=biases)),
+        "experts": ([x, experts, down, index, router, *pair, 4, True, False, 1.0, 0.0, 0.0, biases], [x, router, biases], lambda: experts_of_numbers(x, experts, down, index, router, *pair, gate_of(), biases)),
         "route": (
             [x, *softmax, *groups, True, 0.1, 0.0, 2.5, experts_scale],
             [x, experts_scale],

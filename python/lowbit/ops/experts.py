@@ -26,7 +26,7 @@ ACTIVATIONS = ("none", "relu", "gelu", "gelu_tanh", "silu", "relu_squared")
 
 
 class Gate(NamedTuple):
-    """The step between the two products: the arguments of `experts` of these names, the activation by its number."""
+    """The step between the two products, the activation by its number; a limit of 0 is none."""
 
     activation: int
     gated: bool
@@ -34,6 +34,23 @@ class Gate(NamedTuple):
     alpha: float
     limit: float
     up_offset: float
+
+
+def gate_of(
+    activation: str = "silu",
+    *,
+    gated: bool = True,
+    interleaved: bool = False,
+    alpha: float = 1.0,
+    limit: float | None = None,
+    up_offset: float = 0.0,
+) -> Gate:
+    """Return the step that these arguments of `lowbit.experts` name."""
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"experts: activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
+    if limit is not None and not limit > 0:
+        raise ValueError(f"experts: limit must be positive, or None for none, got {limit}")
+    return Gate(ACTIVATIONS.index(activation), gated, interleaved, alpha, limit or 0.0, up_offset)
 
 
 def experts(
@@ -44,22 +61,11 @@ def experts(
     weights: Tensor,
     gate_up_args: LinearArgs,
     down_args: LinearArgs,
-    activation: str = "silu",
-    *,
-    gated: bool = True,
-    interleaved: bool = False,
-    alpha: float = 1.0,
-    limit: float | None = None,
-    up_offset: float = 0.0,
+    gate: Gate,
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
 ) -> Tensor:
-    """`lowbit.experts` by the numbers that layers hold; the activation by its name."""
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"experts: activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
-    if limit is not None and not limit > 0:
-        raise ValueError(f"experts: limit must be positive, or None for none, got {limit}")
-    gate = Gate(ACTIVATIONS.index(activation), gated, interleaved, alpha, limit or 0.0, up_offset)
+    """`lowbit.experts` by the numbers that layers hold."""
     if torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
     given = (x, weights, gate_up_bias, down_bias)

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from lowbit.ops import derivatives
 from lowbit.ops.forward_mode import refuse_tangents
 from lowbit.ops.input_gradient import input_gradient
 from lowbit.ops.linear import LinearArgs
-from lowbit.ops.registration import function_of, keep, register
+from lowbit.ops.registration import define, function_of, register
+from lowbit.ops.tracing import is_traced
 
 register()
 _call = function_of("gather_linear")
@@ -76,7 +76,7 @@ def grad_of_rows(grad_out: Tensor, weight: Tensor, index: Tensor, op_args: Linea
     """Return ``grad_out`` [T, J, n] times the weight of each row, float32 [T, J, k]: weight by weight, for all
     of its rows. In a graph it is one op, since how many rows a weight has is in the numbers of ``index``."""
     numbers = [int(number) for number in op_args]
-    if torch.compiler.is_compiling():
+    if is_traced():
         return torch.ops.lowbit.gather_linear_grad(grad_out, weight, index, numbers)
     return _grad_of_rows(grad_out, weight, index, numbers)
 
@@ -96,13 +96,11 @@ def _fake_grad(grad_out: Tensor, weight: Tensor, index: Tensor, op_args: list[in
     return grad_out.new_empty((*index.shape, op_args[1]), dtype=torch.float32)
 
 
-if not torch._C._dispatch_has_kernel("lowbit::gather_linear_grad"):  # another copy of the package may have been first
-    _library = keep(torch.library.Library("lowbit", "FRAGMENT"))
-    _library.define("gather_linear_grad(Tensor grad_out, Tensor weight, Tensor index, int[] op_args) -> Tensor")
-    for _key in ("CPU", "CUDA", "XPU", "PrivateUse1"):
-        _library.impl("gather_linear_grad", _grad_of_rows, _key)
-    torch.library.register_fake("lowbit::gather_linear_grad", _fake_grad, lib=_library)
-    derivatives.register("gather_linear_grad", _library)
+define(
+    "gather_linear_grad(Tensor grad_out, Tensor weight, Tensor index, int[] op_args) -> Tensor",
+    _grad_of_rows,
+    _fake_grad,
+)
 
 
 def fake(x: Tensor, index: Tensor, n: int, **_: Any) -> Tensor:

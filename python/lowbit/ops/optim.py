@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from lowbit import _C
-from lowbit.ops import derivatives
-from lowbit.ops.registration import keep
+from lowbit.ops.registration import define
 from lowbit.ops.tracing import is_traced
 
 SCHEMA = (
@@ -125,10 +124,4 @@ def _split(tensors: Sequence[Tensor], count: int) -> list[Sequence[Tensor]]:
     return [tensors[start : start + count] for start in range(0, len(tensors), count)] if count else []
 
 
-if not torch._C._dispatch_has_kernel("lowbit::optim_step_"):  # another copy of the package may have been there first
-    _library = keep(torch.library.Library("lowbit", "FRAGMENT"))
-    _library.define(SCHEMA)
-    for _key in ("CPU", "CUDA", "XPU", "PrivateUse1"):
-        _library.impl("optim_step_", _op, _key)
-    torch.library.register_fake("lowbit::optim_step_", lambda *arguments, **options: None, lib=_library)
-    derivatives.register("optim_step_", _library)
+define(SCHEMA, _op, lambda *arguments, **options: None)

@@ -51,6 +51,20 @@ def register() -> None:
             register_key("XPU")
 
 
+def define(schema: str, function: Callable[..., Any], fake: Callable[..., Any]) -> None:
+    """Register an op that is written in Python, with its fake kernel, unless another copy of the package has been
+    there first."""
+    name = schema.partition("(")[0]
+    if torch._C._dispatch_has_kernel(f"lowbit::{name}"):
+        return
+    library = keep(torch.library.Library("lowbit", "FRAGMENT"))
+    library.define(schema)
+    for key in ("CPU", "CUDA", "XPU", "PrivateUse1"):
+        library.impl(name, function, key)
+    torch.library.register_fake(f"lowbit::{name}", fake, lib=library)
+    derivatives.register(name, library)
+
+
 def register_key(key: str) -> None:
     """Register every op for one more dispatch key of torch (``"PrivateUse1"``), with the kernels that the CPU has."""
     _C.register_torch_key(key)

@@ -9,6 +9,7 @@ from torch import Tensor
 from lowbit import _C
 from lowbit.formats.spec import StoredWeight
 from lowbit.ops.experts import experts as _experts
+from lowbit.ops.experts import gate_of
 from lowbit.ops.gather_linear import gather_linear as _gather_linear
 from lowbit.ops.linear import LinearArgs
 from lowbit.ops.linear import linear as _linear
@@ -139,23 +140,10 @@ def experts(
         TypeError: a dtype is not one of the above.
         NotImplementedError: no kernel row serves the call, or a derivative in forward mode is wanted.
     """
-    return _experts(
-        x,
-        gate_up,
-        down,
-        index,
-        weights,
-        _op_args("experts", "gate_up_stored", gate_up_stored),
-        _op_args("experts", "down_stored", down_stored),
-        activation,
-        gated=gated,
-        interleaved=interleaved,
-        alpha=alpha,
-        limit=limit,
-        up_offset=up_offset,
-        gate_up_bias=gate_up_bias,
-        down_bias=down_bias,
-    )
+    gate_up_args = _op_args("experts", "gate_up_stored", gate_up_stored)
+    down_args = _op_args("experts", "down_stored", down_stored)
+    gate = gate_of(activation, gated=gated, interleaved=interleaved, alpha=alpha, limit=limit, up_offset=up_offset)
+    return _experts(x, gate_up, down, index, weights, gate_up_args, down_args, gate, gate_up_bias, down_bias)
 
 
 def _op_args(op: str, name: str, stored: StoredWeight) -> LinearArgs:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lowbit import _C, devices
 from lowbit.formats.spec import LinearSpec, StoredWeight
-from lowbit.ops.experts import ACTIVATIONS, Gate, experts
+from lowbit.ops.experts import Gate, experts
 from lowbit.ops.fakes import FLOATS
 from lowbit.ops.gather_linear import gather_linear
 from lowbit.ops.linear import LinearArgs
@@ -135,14 +135,9 @@ def _in_one_call(inside: dict[str, Any], gate: Gate, x: Tensor, index: Tensor, w
         weights if weights.dtype in FLOATS else weights.float(),
         op_args[form.first],
         op_args[DOWN],
-        ACTIVATIONS[gate.activation],
-        gated=gate.gated,
-        interleaved=gate.interleaved,
-        alpha=gate.alpha,
-        limit=gate.limit or None,
-        up_offset=gate.up_offset,
-        gate_up_bias=bias,
-        down_bias=parameters.get(f"{DOWN}_bias"),
+        gate,
+        bias,
+        parameters.get(f"{DOWN}_bias"),
     )
     return y.to(x.dtype)  # under autocast too
 
