@@ -8,7 +8,7 @@ say little. The model "turned at random" has the same function and no grid: gain
 turned by a random orthogonal matrix (lowbit.rotate_(model, "orthogonal", heads=False)). Others are made of it.
 
 Perplexity is that of English pages of this repository in windows of 512 tokens. Calibration is on --calibration windows
-of its other pages, or on as many tokens that the model itself wrote ("own text"). The head and the embedding have 8
+of its other pages, or on text that the model writes itself (calibration="self"). The head and the embedding have 8
 bits. llama.cpp quantizes the turned model, written as a GGUF file of floats, with the same calibration as importance
 matrix: --llama-python is an interpreter with llama-cpp-python.
 """
@@ -39,7 +39,7 @@ from lowbit.checkpoints.gguf.weights import StateReader
 
 W4A8 = lowbit.int8_dynamic_activation_int4_weight
 W4 = lowbit.int4_weight_only
-OWN = 128
+ASYMMETRIC = lowbit.MappingType.ASYMMETRIC
 TURNED = "turned at random"
 COLUMNS = ("model", "format", "MB", "perplexity", "answer, tokens/s", "seconds to make")
 
@@ -55,7 +55,7 @@ def hadamard(model: nn.Module) -> nn.Module:
 
 
 MODELS: dict[str, tuple[Callable[[nn.Module], nn.Module], str]] = {  # and the formats that say something there
-    "as in the file": (lambda model: model, "float32|W8A8|W4A8 g32$|calibrated|GPTQ$"),
+    "as in the file": (lambda model: model, "float32|W8A8|W4A8 g32$|asymmetric$|HQQ|self|calibrated|GPTQ$"),
     "file, rotate_": (hadamard, "float32|W8A8|W4A8 g32$"),
     TURNED: (turned, "."),
     "turned, rotate_": (lambda model: hadamard(turned(model)), "float32|W8A8|W4A8 g32$|calibrated|A8 g32, GPTQ$"),
@@ -66,10 +66,13 @@ CONFIGS: dict[str, tuple[Any, str]] = {
     "W8A8": (lowbit.int8_dynamic_activation_int8_weight(), ""),
     "W4A8 g32": (W4A8(32), ""),
     "W4A8 g32, calibrated": (W4A8(32), "text"),
-    "W4A8 g32, GPTQ, own text": (W4A8(32, algorithm=lowbit.GPTQ()), "own text"),
+    "W4A8 g32 asymmetric": (W4A8(32, mapping_type=ASYMMETRIC), ""),
+    "W4A8 g32, HQQ": (W4A8(32, algorithm=lowbit.HQQ()), ""),
+    'W4A8 g32, "self"': (W4A8(32), "self"),
+    'W4A8 g32 asymmetric, "self"': (W4A8(32, mapping_type=ASYMMETRIC), "self"),
     "W4A8 g32, GPTQ": (W4A8(32, algorithm=lowbit.GPTQ()), "text"),
     "W4 g32, GPTQ": (W4(32, algorithm=lowbit.GPTQ()), "text"),
-    "W4 g32 asymmetric, GPTQ": (W4(32, mapping_type=lowbit.MappingType.ASYMMETRIC, algorithm=lowbit.GPTQ()), "text"),
+    "W4 g32 asymmetric, GPTQ": (W4(32, mapping_type=ASYMMETRIC, algorithm=lowbit.GPTQ()), "text"),
     "W4A8 g32, GPTQ in the order of activations": (W4A8(32, algorithm=lowbit.GPTQ(act_order=True)), "text"),
     "W4A8 g32, smooth_, calibrated": (W4A8(32), "smooth"),  # the last: it changes the model
 }
@@ -118,20 +121,11 @@ def loaded(path: Path) -> nn.Module:
     ).eval()
 
 
-def own_text(model: nn.Module, windows: int) -> list[Tensor]:
-    """As many tokens as the windows have, which the model wrote from nothing, in texts of 128."""
-    torch.manual_seed(0)
-    texts = WINDOW // OWN
-    begin = torch.full((texts * windows, 1), model.config.bos_token_id)
-    options = dict(do_sample=True, top_k=0, temperature=1.0, min_new_tokens=OWN, max_new_tokens=OWN, pad_token_id=0)
-    return list(model.generate(begin, attention_mask=torch.ones_like(begin), **options).view(windows, texts, OWN + 1))
-
-
 def calibrated(model: nn.Module, kind: str, batches: list[Tensor]) -> Any:
     if kind == "smooth":
         lowbit.smooth_(model, batches)
-    if kind == "own text":
-        batches = own_text(model, len(batches))
+    if kind == "self":  # quantize_ does the rest
+        return kind
     return lowbit.calibrate(model, batches, hessian=True) if kind else None
 
 

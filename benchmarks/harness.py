@@ -15,7 +15,6 @@ import json
 import os
 import platform
 import random
-import resource
 import statistics
 import subprocess
 import sys
@@ -135,30 +134,6 @@ def _sample(call: Call, repeats: int, finish: Call) -> float:
     return (time.perf_counter() - start) / repeats
 
 
-class Foreign:
-    """Share of the machine's CPU time that other processes used since this object was made; high values spoil a run."""
-
-    def __init__(self) -> None:
-        self.start = self._read()
-
-    def share(self) -> float | None:
-        if self.start is None:
-            return None
-        (busy, total), (busy_0, total_0) = self._read(), self.start
-        return max(0.0, busy - busy_0) / max(total - total_0, 1e-9)
-
-    @staticmethod
-    def _read() -> tuple[float, float] | None:
-        try:
-            jiffies = [int(word) for word in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
-        except (OSError, ValueError):
-            return None
-        tick = os.sysconf("SC_CLK_TCK")
-        own = resource.getrusage(resource.RUSAGE_SELF)
-        idle = jiffies[3] + jiffies[4]
-        return (sum(jiffies) - idle) / tick - own.ru_utime - own.ru_stime, sum(jiffies) / tick
-
-
 def machine() -> dict[str, Any]:
     """CPU, flags that matter to kernels, caches, memory."""
     facts: dict[str, Any] = {"system": platform.platform(), "cpus": len(os.sched_getaffinity(0))}
@@ -245,9 +220,11 @@ class Run:
     """One run of a benchmark: its header, printed, and other processes' time while it lasts."""
 
     def __init__(self) -> None:
+        from lowbit.autotune.timing import OtherPrograms
+
         self.head = header()
         print(describe(self.head))
-        self._foreign = Foreign()
+        self._foreign = OtherPrograms()
 
     def end(self, out: Path | None, results: Any, **more: Any) -> None:
         """Print the time of other processes, and write the result file, if one is wanted."""

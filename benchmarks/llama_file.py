@@ -1,69 +1,141 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write a GGUF file of the Llama-3.2-1B shape with random Q4_0 weights (Q8_0 in the tied table), and the tokenizer of
-another file.
+"""Write a GGUF file with the shape of a known model and random Q4_0 weights (Q8_0 in the output head), and the tokenizer
+of another file.
 
-    python benchmarks/llama_file.py SmolLM2-135M-Instruct.Q4_1.gguf llama-1b.gguf        # 830 MB
+    python benchmarks/llama_file.py SmolLM2-135M-Instruct.Q4_1.gguf llama-1b.gguf                              # 830 MB
+    python benchmarks/llama_file.py SmolLM2-135M-Instruct.Q4_1.gguf a3b.gguf --shape qwen3-30b-a3b --layers 16  # 6.1 GB
+
+Tensors are made and written one by one, so that a file may be larger than memory.
 """
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 
 import gguf
 import numpy as np
-from gguf import GGMLQuantizationType, TokenType
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, TokenType
 
-LAYERS, HIDDEN, INNER, HEADS, KV_HEADS, WORDS, CONTEXT = 16, 2048, 8192, 32, 8, 128256, 8192
 WEIGHT = 0.02  # their root mean square
 _BLOCK = 32  # weights, behind one float16 scale
 
 
-def write(path: Path, tokenizer_of: Path) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """The sizes of a model."""
+
+    architecture: str
+    layers: int
+    hidden: int
+    inner: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    words: int
+    context: int
+    base: float
+    epsilon: float
+    tied: bool
+    head_norms: bool = False
+    """Whether queries and keys have a norm."""
+    experts: int = 0
+    used_experts: int = 0
+    expert_inner: int = 0
+
+
+SHAPES = {
+    "llama-3.2-1b": Shape(
+        architecture="llama",
+        layers=16,
+        hidden=2048,
+        inner=8192,
+        heads=32,
+        kv_heads=8,
+        head_dim=64,
+        words=128256,
+        context=8192,
+        base=5e5,
+        epsilon=1e-5,
+        tied=True,
+    ),
+    "qwen3-30b-a3b": Shape(
+        architecture="qwen3moe",
+        layers=48,
+        hidden=2048,
+        inner=6144,
+        heads=32,
+        kv_heads=4,
+        head_dim=128,
+        words=151936,
+        context=40960,
+        base=1e6,
+        epsilon=1e-6,
+        tied=False,
+        head_norms=True,
+        experts=128,
+        used_experts=8,
+        expert_inner=768,
+    ),
+}
+
+
+def write(path: Path, tokenizer_of: Path, shape: Shape) -> None:
     """Write the file; words beyond those of ``tokenizer_of`` are padding."""
-    fields = gguf.GGUFReader(tokenizer_of).fields
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_block_count(LAYERS)
-    writer.add_context_length(CONTEXT)
-    writer.add_embedding_length(HIDDEN)
-    writer.add_feed_forward_length(INNER)
-    writer.add_head_count(HEADS)
-    writer.add_head_count_kv(KV_HEADS)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_rope_freq_base(5e5)
-    writer.add_rope_dimension_count(HIDDEN // HEADS)
-    writer.add_vocab_size(WORDS)
-    for name, field in fields.items():
-        if name.startswith("tokenizer.ggml.") and name not in ("tokenizer.ggml.tokens", "tokenizer.ggml.token_type"):
-            kind, *sub = field.types
-            writer.add_key_value(name, field.contents(), kind, sub_type=sub[-1] if sub else None)
-    words, types = fields["tokenizer.ggml.tokens"].contents(), fields["tokenizer.ggml.token_type"].contents()
-    missing = range(len(words), WORDS)
-    writer.add_token_list([*words, *(f"[PAD{i}]" for i in missing)])
-    writer.add_token_types([*types, *([int(TokenType.UNUSED)] * len(missing))])
-
-    random = np.random.default_rng(0)
-    columns = HIDDEN // HEADS * KV_HEADS
-    matrices = {
-        "attn_q": (HIDDEN, HIDDEN), "attn_k": (columns, HIDDEN), "attn_v": (columns, HIDDEN),
-        "attn_output": (HIDDEN, HIDDEN), "ffn_gate": (INNER, HIDDEN), "ffn_up": (INNER, HIDDEN),
-        "ffn_down": (HIDDEN, INNER),
-    }  # fmt: skip
-
-    def add(name: str, n: int, k: int, type: str) -> None:
-        writer.add_tensor(f"{name}.weight", blocks(random, n, k, type), raw_dtype=GGMLQuantizationType[type])
-
-    add("token_embd", WORDS, HIDDEN, "Q8_0")
-    for i in range(LAYERS):
-        for name, (n, k) in matrices.items():
-            add(f"blk.{i}.{name}", n, k, "Q4_0")
-        for name in ("attn_norm", "ffn_norm"):
-            writer.add_tensor(f"blk.{i}.{name}.weight", np.ones(HIDDEN, np.float32))
-    writer.add_tensor("output_norm.weight", np.ones(HIDDEN, np.float32))
+    writer = gguf.GGUFWriter(path, shape.architecture)
+    _write_sizes(writer, shape)
+    _write_tokenizer(writer, tokenizer_of, shape.words)
+    tensors = [*tensors_of(shape)]
+    for name, sizes, type in tensors:
+        elements, size = GGML_QUANT_SIZES[GGMLQuantizationType[type]]
+        nbytes = prod(sizes) // elements * size
+        writer.add_tensor_info(name, sizes, np.dtype(np.float32), nbytes, GGMLQuantizationType[type])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
+    writer.write_ti_data_to_file()
+    random = np.random.default_rng(0)
+    for name, sizes, type in tensors:
+        if type != "F32":
+            values = blocks(random, prod(sizes[:-1]), sizes[-1], type)
+        elif "norm" in name:
+            values = np.ones(sizes, np.float32)
+        else:
+            values = random.normal(0, WEIGHT, sizes).astype(np.float32)
+        writer.write_tensor_data(values)
     writer.close()
+
+
+def tensors_of(shape: Shape) -> Iterator[tuple[str, tuple[int, ...], str]]:
+    """Yield the name, the shape and the type of each tensor."""
+    hidden, columns, kv_columns = shape.hidden, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    yield "token_embd.weight", (shape.words, hidden), "Q8_0" if shape.tied else "Q4_0"
+    for layer in range(shape.layers):
+        for name, sizes in {
+            "attn_q": (columns, hidden), "attn_k": (kv_columns, hidden), "attn_v": (kv_columns, hidden),
+            "attn_output": (hidden, columns), **_mlp(shape),
+        }.items():  # fmt: skip
+            yield f"blk.{layer}.{name}.weight", sizes, "Q4_0"
+        if shape.experts:
+            yield f"blk.{layer}.ffn_gate_inp.weight", (shape.experts, hidden), "F32"
+        for name in ("attn_norm", "ffn_norm"):
+            yield f"blk.{layer}.{name}.weight", (hidden,), "F32"
+        for name in ("attn_q_norm", "attn_k_norm") if shape.head_norms else ():
+            yield f"blk.{layer}.{name}.weight", (shape.head_dim,), "F32"
+    yield "output_norm.weight", (hidden,), "F32"
+    if not shape.tied:
+        yield "output.weight", (shape.words, hidden), "Q8_0"
+
+
+def _mlp(shape: Shape) -> dict[str, tuple[int, ...]]:
+    if not shape.experts:
+        inner, hidden = shape.inner, shape.hidden
+        return {"ffn_gate": (inner, hidden), "ffn_up": (inner, hidden), "ffn_down": (hidden, inner)}
+    first, down = (shape.expert_inner, shape.hidden), (shape.hidden, shape.expert_inner)
+    names = {"ffn_gate_exps": first, "ffn_up_exps": first, "ffn_down_exps": down}
+    return {name: (shape.experts, *sizes) for name, sizes in names.items()}
 
 
 def blocks(random: np.random.Generator, n: int, k: int, type: str) -> np.ndarray:
@@ -75,9 +147,43 @@ def blocks(random: np.random.Generator, n: int, k: int, type: str) -> np.ndarray
     return raw.reshape(n, -1)
 
 
+def _write_sizes(writer: gguf.GGUFWriter, shape: Shape) -> None:
+    writer.add_block_count(shape.layers)
+    writer.add_context_length(shape.context)
+    writer.add_embedding_length(shape.hidden)
+    writer.add_feed_forward_length(shape.inner)
+    writer.add_head_count(shape.heads)
+    writer.add_head_count_kv(shape.kv_heads)
+    writer.add_key_length(shape.head_dim)
+    writer.add_value_length(shape.head_dim)
+    writer.add_layer_norm_rms_eps(shape.epsilon)
+    writer.add_rope_freq_base(shape.base)
+    writer.add_rope_dimension_count(shape.head_dim)
+    writer.add_vocab_size(shape.words)
+    if shape.experts:
+        writer.add_expert_count(shape.experts)
+        writer.add_expert_used_count(shape.used_experts)
+        writer.add_expert_feed_forward_length(shape.expert_inner)
+
+
+def _write_tokenizer(writer: gguf.GGUFWriter, tokenizer_of: Path, count: int) -> None:
+    fields = gguf.GGUFReader(tokenizer_of).fields
+    for name, field in fields.items():
+        if name.startswith("tokenizer.ggml.") and name not in ("tokenizer.ggml.tokens", "tokenizer.ggml.token_type"):
+            kind, *sub = field.types
+            writer.add_key_value(name, field.contents(), kind, sub_type=sub[-1] if sub else None)
+    words, types = fields["tokenizer.ggml.tokens"].contents(), fields["tokenizer.ggml.token_type"].contents()
+    missing = range(len(words), count)
+    writer.add_token_list([*words, *(f"[PAD{i}]" for i in missing)])
+    writer.add_token_types([*types, *([int(TokenType.UNUSED)] * len(missing))])
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("tokenizer_of", type=Path)
     parser.add_argument("path", type=Path)
+    parser.add_argument("--shape", choices=SHAPES, default="llama-3.2-1b")
+    parser.add_argument("--layers", type=int, help="the number of layers, instead of that of the model")
     options = parser.parse_args()
-    write(options.path, options.tokenizer_of)
+    chosen = SHAPES[options.shape]
+    write(options.path, options.tokenizer_of, replace(chosen, layers=options.layers or chosen.layers))

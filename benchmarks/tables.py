@@ -61,7 +61,7 @@ def source(runs: Runs) -> str:
     told.append(f"other processes took {100 * others:.0f} % of the CPU time")
     text = ", ".join(told) + "."
     if len(runs) > 1:
-        text += " AVX2: the same machine, held to it by benchmarks/measure.py, and without what cannot be."
+        text += " AVX2: the same machine, limited to AVX2 by benchmarks/measure.py; what it cannot limit is left out."
     return text
 
 

@@ -23,8 +23,8 @@ format](choose_a_format.md).
 """
 SECTIONS = {
     "Quantizing models": "lowbit: quantize_ sparsify_ calibrate Calibration rotate_ smooth_ dequantize_ load fuse "
-    "fuse_gated_mlps QuantLinear QuantEmbedding QuantExperts BlockSparseLinear QuantizationReport linear "
-    "gather_linear experts route sample",
+    "fuse_gated_mlps QuantLinear QuantEmbedding QuantExperts BlockSparseLinear QuantizationReport merging MergeReport "
+    "linear gather_linear experts route sample gated_delta_rule ssd causal_conv1d gated_rms_norm",
     "Choosing formats by measuring": "lowbit: autoquant Plan",
     "Choosing formats by measuring: what manual=True returns": "lowbit.autotune: Recording",
     "Configurations": "lowbit: int8_dynamic_activation_int4_weight int8_dynamic_activation_int8_weight "
@@ -54,7 +54,7 @@ SECTIONS = {
     "Attention: ready-made score functions": "lowbit.attention.mods: *",
     "torch.compile": "lowbit: compile_options compile_blocks c_shim_options",
     "Optimizers": "lowbit.optim: *",
-    "Checkpoints of transformers": "lowbit: LowbitConfig load_gguf quantize_checkpoint compare_checkpoints Comparison",
+    "Checkpoints of transformers": "lowbit: LowbitConfig load_gguf quantize_checkpoint save compare_checkpoints Comparison",
     "transformers": "lowbit: QuantizedCache",
     "transformers: optimizers of the Trainer": "lowbit: trainer_optimizer",
     "Weights of bitsandbytes": "lowbit.peers.bitsandbytes: from_bitsandbytes to_bitsandbytes replace_linear4bit "

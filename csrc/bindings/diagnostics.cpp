@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <map>
+#include <optional>
 
 #include "bindings/register.hpp"
 #include "core/bandwidth.hpp"
@@ -50,6 +51,12 @@ py::dict threads() {
   result["source"] = threads_source();
   return result;
 }
+
+struct CrowdedGuard {
+  std::optional<OnCallerIfCrowded> held;
+  void enter() { held.emplace(); }
+  void exit(const py::args&) { held.reset(); }
+};
 
 py::list kernels(std::string_view op) {
   py::list rows;
@@ -109,6 +116,12 @@ void register_diagnostics(py::module_& m) {
       "Return the instruction set levels compiled in, detected and chosen, and why the chosen one is lower, or empty.");
   m.def("threads", threads, "Return how many threads a kernel may use now, and whose they are.");
   m.def("opened_regions", opened_regions, "Return how many parallel regions this thread has opened so far.");
+  py::class_<CrowdedGuard>(m, "OnCallerIfCrowded",
+                           "A context in which torch's ops run on this thread alone while other processes occupy the "
+                           "cores. OpenMP's regions would wait for threads that have none.")
+      .def(py::init<>())
+      .def("__enter__", &CrowdedGuard::enter)
+      .def("__exit__", &CrowdedGuard::exit);
   m.def("look_in", look_in, py::arg("folders"),
         "Folders of Python packages beside which libraries are searched; before the first call that opens a library.");
   m.def("register_torch", register_torch,

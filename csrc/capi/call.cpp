@@ -125,10 +125,14 @@ PackedWeight packed_weight(std::string_view op, std::string_view name, const low
 
 PackedWeight kernel_weight(std::string_view op, std::string_view name, const lowbit_packed_weight* given) {
   const PackedWeight weight = packed_weight(op, name, given);
-  check(weight.layout == kKernelLayout, value, op, ": ", name, " must be in the layout ",
-        kLayoutNames[static_cast<int>(kKernelLayout)], " (lowbit_repack), got ",
-        kLayoutNames[static_cast<int>(weight.layout)]);
+  check_kernel_layout(op, name, weight.layout);
   return weight;
+}
+
+void check_kernel_layout(std::string_view op, std::string_view name, Layout layout) {
+  check(layout == kKernelLayout, value, op, ": ", name, " must be in the layout ",
+        kLayoutNames[static_cast<int>(kKernelLayout)], " (lowbit_repack), got ",
+        kLayoutNames[static_cast<int>(layout)]);
 }
 
 extern "C" {

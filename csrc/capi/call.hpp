@@ -55,5 +55,6 @@ PackedWeight described_weight(std::string_view op, std::string_view name, const 
 PackedWeight packed_weight(std::string_view op, std::string_view name, const lowbit_packed_weight* given);
 // The weight, which must be in the layout of the kernels.
 PackedWeight kernel_weight(std::string_view op, std::string_view name, const lowbit_packed_weight* given);
+void check_kernel_layout(std::string_view op, std::string_view name, Layout layout);
 
 }  // namespace lowbit::capi

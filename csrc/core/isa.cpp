@@ -160,17 +160,6 @@ bool reads_in_streams() {
 #endif
 }
 
-bool reads_through_l2() {
-#if defined(__x86_64__)
-  static std::atomic<const bool*> kept{nullptr};
-  return made_once(kept, [] {
-    constexpr uint32_t kZen5 = 0x1a;
-    uint32_t eax, ebx, ecx, edx;
-    return detected().of_amd && __get_cpuid(1, &eax, &ebx, &ecx, &edx) && (eax >> 8 & 15) + (eax >> 20 & 255) < kZen5;
-  });
-#else
-  return false;
-#endif
-}
+bool reads_through_l2() { return detected().of_amd; }
 
 }  // namespace lowbit

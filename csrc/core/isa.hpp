@@ -19,8 +19,8 @@ LOWBIT_API std::string isa_reason();         // why the chosen set is not the de
 // Whether cores read memory faster as several concurrent streams than as one. Intel's do: each of their prefetchers
 // follows reads within 4 KiB (figures: csrc/cpu/panel.hpp).
 LOWBIT_API bool reads_in_streams();
-// Whether one stream that is prefetched into L2 is faster than four into L1, where both keep up with memory: AMD's
-// processors before Zen 5, which reads as fast in four. (Measured on Zen 4 and 5: csrc/cpu/panel.hpp.)
+// Whether one stream that is prefetched into L2 is faster than four into L1: AMD's processors (measured on Zen 4 and 5,
+// csrc/cpu/panel.hpp).
 LOWBIT_API bool reads_through_l2();
 
 LOWBIT_API std::string isa_unavailable(std::string_view isa);  // why code for this set cannot run, or ""

@@ -6,6 +6,8 @@
 #include <pthread.h>
 #include <sched.h>
 
+#include <algorithm>
+#include <cmath>
 #include <condition_variable>
 #include <cstdlib>
 #include <exception>
@@ -14,6 +16,7 @@
 #include <thread>
 #include <vector>
 
+#include "core/cpu_quota.hpp"
 #include "core/fork.hpp"
 #include "core/once.hpp"
 #include "core/team.hpp"
@@ -38,6 +41,9 @@ namespace {
 struct TorchThreads {
   int32_t (*parallel_for)(int64_t, int64_t, int64_t, void (*)(int64_t, int64_t, void*), void*) = nullptr;
   int32_t (*get_num_threads)(uint32_t*) = nullptr;
+  // OpenMP's, of the calling thread; null where torch has other threads.
+  int (*openmp_threads)() = nullptr;
+  void (*set_openmp_threads)(int) = nullptr;
   bool found() const { return parallel_for && get_num_threads; }
 };
 
@@ -48,6 +54,10 @@ TorchThreads look_up(bool& loaded) {
   TorchThreads torch;
   torch.parallel_for = reinterpret_cast<decltype(torch.parallel_for)>(dlsym(scope, "torch_parallel_for"));
   torch.get_num_threads = reinterpret_cast<decltype(torch.get_num_threads)>(dlsym(scope, "torch_get_num_threads"));
+  if (library) {
+    torch.openmp_threads = reinterpret_cast<int (*)()>(dlsym(library, "omp_get_max_threads"));
+    torch.set_openmp_threads = reinterpret_cast<void (*)(int)>(dlsym(library, "omp_set_num_threads"));
+  }
   return torch;
 }
 
@@ -68,6 +78,11 @@ class Pool;
 std::atomic<const Pool*> pool{nullptr};  // never destroyed: workers may outlive static destructors
 std::atomic<int> threads_set{0};         // set by set_num_threads; a forked child's pool uses it too
 thread_local int64_t opened = 0;         // number of regions that this thread has opened
+thread_local bool teamless = false;      // this thread's regions would be a team's if cores were free
+struct Teamless {
+  Teamless() { teamless = true; }
+  ~Teamless() { teamless = false; }
+};
 [[gnu::constructor]] void watch_fork() {
   pthread_atfork(nullptr, nullptr, [] { forked = true, pool = nullptr; });  // the child has no workers and starts over
 }
@@ -167,16 +182,26 @@ class Pool {
   int threads_ = 0, next_ = 0, unfinished_ = 0;
 };
 
+// By the setting of torch, or of our own pool.
+int threads_given() {
+  uint32_t count = 1;
+  if (const TorchThreads* torch = torch_threads(); torch && torch->get_num_threads(&count) == 0)
+    return static_cast<int>(count);
+  return Pool::instance().size();
+}
+
+// By the quota of CPU time; half a CPU allows one.
+int threads_allowed() {
+  return static_cast<int>(std::clamp(std::ceil(cpu_quota()), 1.0, static_cast<double>(kMaxThreads)));
+}
+
 }  // namespace
 
 bool was_forked() { return forked; }
 
 int num_threads() {
   if (const Team* team = Team::current()) return team->threads();
-  uint32_t count = 1;
-  if (const TorchThreads* torch = torch_threads(); torch && torch->get_num_threads(&count) == 0)
-    return static_cast<int>(count);
-  return Pool::instance().size();
+  return std::min(threads_given(), threads_allowed());
 }
 
 void set_num_threads(int threads) {
@@ -188,31 +213,39 @@ void set_num_threads(int threads) {
 }
 
 int threads_worth(int64_t products) {
-  return products < (Team::current() ? kSerialProducts / 8 : kSerialProducts) ? 1 : num_threads();
+  const int64_t least = Team::current()                  ? kSerialProducts / 8
+                        : CrowdedCores::instance().now() ? kCrowdedProducts
+                                                         : kSerialProducts;
+  return products < least ? 1 : num_threads();
 }
 
 std::string threads_source() {
+  if (threads_allowed() < threads_given()) return concat("the quota of this process's control group, ", cpu_quota(), " CPUs");
   if (torch_threads()) return forked ? "own pool (this process was forked)" : "torch_parallel_for";
   return loaded_torch() ? "own pool (this torch has no torch_parallel_for: it came with 2.10)"
                         : "own pool (torch is not loaded)";
 }
 
+void forget_crowded_cores() { CrowdedCores::instance().forget(); }
+
 int64_t opened_regions() { return opened; }
 
 void parallel_region(int threads, void (*body)(void*, int), void* context) {
   Region region{body, context};
-  if (!Team::current()) opened++;
+  if (!Team::current() && !teamless) opened++;
   if (Team* team = Team::current()) {
     team->run(threads, region);
-  } else if (const TorchThreads* torch = torch_threads(); torch && !forked) {
+  } else if (const TorchThreads* torch = torch_threads(); torch && !forked && !CrowdedCores::instance().now()) {
     auto range = [](int64_t begin, int64_t end, void* r) {
       LOWBIT_HAPPENS_AFTER(r);
       for (int64_t thread = begin; thread < end; thread++) static_cast<Region*>(r)->run(static_cast<int>(thread));
+      if (begin == 0) static_cast<Region*>(r)->caller_done = ticks();
       LOWBIT_HAPPENS_BEFORE(r);
     };
     LOWBIT_HAPPENS_BEFORE(&region);
     const int32_t status = torch->parallel_for(0, threads, 1, range, &region);
     LOWBIT_HAPPENS_AFTER(&region);
+    if (region.caller_done) CrowdedCores::instance().waited(ticks() - region.caller_done);
     check(status == 0 || region.failed, ErrorKind::runtime, "torch_parallel_for failed with status ", status,
           ": not every part of the work ran");
   } else {
@@ -223,7 +256,12 @@ void parallel_region(int threads, void (*body)(void*, int), void* context) {
 
 void as_team(void (*body)(void*), void* context) {
   const int threads = num_threads();
-  if (threads <= 1 || Team::current()) return body(context);
+  if (threads <= 1 || Team::current() || teamless) return body(context);
+  if (CrowdedCores::instance().now()) {
+    opened++;
+    const Teamless each_region_for_itself;
+    return body(context);
+  }
   Team team(threads);
   parallel(threads, [&](int thread) {
     if (thread) return team.follow();
@@ -234,6 +272,17 @@ void as_team(void (*body)(void*), void* context) {
     } leading(team);
     body(context);
   });
+}
+
+OnCallerIfCrowded::OnCallerIfCrowded() {
+  const TorchThreads* torch = CrowdedCores::instance().now() ? torch_threads() : nullptr;
+  if (!torch || !torch->openmp_threads || !torch->set_openmp_threads) return;
+  before_ = torch->openmp_threads();
+  torch->set_openmp_threads(1);
+}
+
+OnCallerIfCrowded::~OnCallerIfCrowded() {
+  if (before_) torch_threads()->set_openmp_threads(before_);
 }
 
 }  // namespace lowbit

@@ -16,12 +16,27 @@ LOWBIT_API int num_threads();             // max threads of a parallel region at
 // How many threads this many products justify. A parallel region costs 2 to 5 us on Zen 5 (20 if busy), as much as
 // kSerialProducts on one AVX2 core; a region of a team (as_team) costs an eighth of that.
 constexpr int64_t kSerialProducts = 1 << 18;
+// Where other processes occupy the cores (crowded_cores.hpp), a thread is without one for 4 to 10 ms at a time, and what
+// its caller does alone in that time is done sooner alone.
+constexpr int64_t kCrowdedProducts = 1 << 30;
 LOWBIT_API int threads_worth(int64_t products);
 LOWBIT_API std::string threads_source();  // "torch_parallel_for", or "own pool (why)"
 
 // Calls body(context, thread) for thread = 0..threads-1, each on its own thread if there are enough, and returns when
 // all are done. The first exception is rethrown on the caller's thread.
 LOWBIT_API void parallel_region(int threads, void (*body)(void* context, int thread), void* context);
+
+// While cores are crowded (crowded_cores.hpp), torch's ops run on this thread alone until the object goes: most of them
+// take less than a time slice, for which OpenMP's region may wait. For torch's ops between ours.
+class OnCallerIfCrowded {
+ public:
+  LOWBIT_API OnCallerIfCrowded();
+  LOWBIT_API ~OnCallerIfCrowded();
+  OnCallerIfCrowded(const OnCallerIfCrowded&) = delete;
+
+ private:
+  int before_ = 0;  // threads of OpenMP for regions of this thread; 0: not changed
+};
 
 // Calls body(context) with a team of threads that wait between its parallel regions. For many short regions: one of
 // torch's costs as much as a small product.

@@ -2,11 +2,16 @@
 // Parallel regions, and threads that serve many of them in a row (parallel.cpp).
 #pragma once
 
+#include <linux/futex.h>
 #include <sched.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 #include <atomic>
 #include <cstdint>
 #include <exception>
+
+#include "core/crowded_cores.hpp"
 
 namespace lowbit {
 namespace {
@@ -17,6 +22,7 @@ struct Region {
   void* context;
   std::atomic<bool> failed{false};
   std::exception_ptr error{};
+  int64_t caller_done = 0;  // when the caller had no part left, in ticks; 0: not measured
 
   void run(int thread) noexcept {
     try {
@@ -50,17 +56,19 @@ class Team {
     region.run(0);
     int left = threads - 1;  // parts for the others
     while (const int part = take()) region.run(part), left--;
-    for (Patience patience; finished_.load(std::memory_order_acquire) < left;) patience.wait();
+    for (Patience patience; finished_.load(std::memory_order_acquire) < left;)
+      if (!patience.spin(kCallerLooks)) return sleep_until(left);
   }
 
   void follow() {
     for (Patience patience; !over_.load(std::memory_order_acquire);) {
       if (const int part = take()) {
         region_->run(part);
-        finished_.fetch_add(1, std::memory_order_release);
+        finished_.fetch_add(1);
+        if (sleeps_.load()) wake(finished_);
         patience = {};
-      } else {
-        patience.wait();
+      } else if (!patience.spin(kLooks)) {
+        sched_yield();
       }
     }
   }
@@ -68,14 +76,32 @@ class Team {
   void end() { over_.store(true, std::memory_order_release); }
 
  private:
-  // Spins for 0.1 ms, longer than the gap between two regions of a team, then yields the core.
+  // A thread spins for 0.1 ms, longer than the gap between two regions of a team, then yields its core. The leader spins
+  // for 0.4 ms and then sleeps: the thread that it waits for has no core, and if the leader yielded, other processes would
+  // get a time slice before each look.
+  static constexpr int kLooks = 2500, kCallerLooks = 10000;
   struct Patience {
     int looks = 0;
-    void wait() {
-      if (looks < 2500) looks++, __builtin_ia32_pause();
-      else sched_yield();
+    bool spin(int max) {
+      if (looks >= max) return false;
+      looks++, __builtin_ia32_pause();
+      return true;
     }
   };
+
+  void sleep_until(int left) {
+    const int64_t begin = ticks();
+    sleeps_.store(true);
+    for (int finished; (finished = finished_.load()) < left;) sleep_while(finished_, finished);
+    sleeps_.store(false);
+    CrowdedCores::instance().waited(ticks() - begin);
+  }
+
+  // The futex of Linux, on which the standard's atomic wait() stands too; that one would need a newer libstdc++.
+  static void sleep_while(std::atomic<int>& word, int value) {
+    syscall(SYS_futex, &word, FUTEX_WAIT_PRIVATE, value, nullptr, nullptr, 0);
+  }
+  static void wake(std::atomic<int>& word) { syscall(SYS_futex, &word, FUTEX_WAKE_PRIVATE, 1, nullptr, nullptr, 0); }
 
   // Takes a part of the region; 0 if none is left. The region's number is in the same word, so that a thread that looks
   // at one region cannot take a part of the next.
@@ -92,6 +118,7 @@ class Team {
   alignas(64) std::atomic<uint64_t> next_{0};  // number of the region; the highest part left, 0 for none
   std::atomic<bool> over_{false};
   alignas(64) std::atomic<int> finished_{0};  // parts that the others have finished
+  std::atomic<bool> sleeps_{false};           // the leader, until more of them are
 };
 
 }  // namespace

@@ -61,13 +61,24 @@ void check_lists(std::string_view op, const AttentionForwardArgs& args) {
         ", got ", rows, " blocks of ", lists.q_block);
 }
 
+// The row reads and checks the lengths.
+void check_sequences(std::string_view op, const AttentionForwardArgs& args) {
+  check_cu_seqlens(op, args.cu_seqlens, "query", args.q, "[1, Hq, T, E]");
+  check(args.q_length() == args.kv_length(), value, op, ": query and key must have the same tokens with cu_seqlens, got ",
+        args.q_length(), " and ", args.kv_length());
+  const int64_t room = args.mask && args.mask.rank == 4 ? args.mask.size(2) : 0;
+  check_mask(op, args.mask, {1, args.heads(), room, room});
+  check(!args.lse && !args.max_scores && args.dropout_p == 0 && !args.lists.kv_num_blocks, value, op,
+        ": lse, max_scores, dropout and a block mask must not be given with cu_seqlens");
+}
+
 void check_forward(std::string_view op, AttentionForwardArgs& args) {
   args.place = place_of(op, {{"query", args.q}, {"key", args.k}, {"value", args.v}, {"out", args.out},
                              {"lse", args.lse}, {"max_scores", args.max_scores}, {"mask", args.mask},
                              {"sink", args.sink}, {"seed", args.seed}, {"kv_num_blocks", args.lists.kv_num_blocks},
                              {"kv_indices", args.lists.kv_indices},
                              {"full_kv_num_blocks", args.lists.full_kv_num_blocks},
-                             {"full_kv_indices", args.lists.full_kv_indices}});
+                             {"full_kv_indices", args.lists.full_kv_indices}, {"cu_seqlens", args.cu_seqlens}});
   check_on(args.place, op, "score_captured", args.score_mod);
   check_on(args.place, op, "mask_captured", args.mask_mod);
   const TensorView &q = args.q, &k = args.k, &v = args.v, &out = args.out;
@@ -89,7 +100,8 @@ void check_forward(std::string_view op, AttentionForwardArgs& args) {
   check_statistic(op, "lse", args.lse, real, {batch, heads, length});
   check_statistic(op, "max_scores", args.max_scores, real, {batch, heads, length});
   check_statistic(op, "sink", args.sink, real, {heads});
-  check_mask(op, args.mask, {batch, heads, length, kv_length});
+  if (args.cu_seqlens) check_sequences(op, args);
+  else check_mask(op, args.mask, {batch, heads, length, kv_length});
   check_lists(op, args);
   const TensorView& seed = args.seed;
   check(!seed || (seed.dtype == DType::int64 && seed.numel() == 1), type, op, ": seed must be one int64, got ",
@@ -125,6 +137,11 @@ TensorView stretched(TensorView mask, const TensorView& q, const TensorView& k) 
   const int64_t full[] = {q.shape[0], q.shape[1], q.shape[2], k.shape[2]};
   for (int i = 0; mask.rank == 4 && i < 4; i++)
     if (mask.shape[i] == 1 && full[i] != 1) mask.shape[i] = full[i], mask.stride[i] = 0;
+  return mask;
+}
+
+TensorView stretched(TensorView mask, int64_t heads) {
+  if (mask.rank == 4 && mask.shape[1] == 1 && heads != 1) mask.shape[1] = heads, mask.stride[1] = 0;
   return mask;
 }
 

@@ -6,6 +6,7 @@
 #pragma once
 
 #include <span>
+#include <string_view>
 
 #include "core/tensor_view.hpp"
 #include "ops/kernel.hpp"
@@ -15,6 +16,9 @@ namespace lowbit {
 
 // The dtype of accumulators and statistics: float64 for float64 tensors, else float32.
 LOWBIT_INLINE DType real_of(DType dtype) { return dtype == DType::float64 ? DType::float64 : DType::float32; }
+
+// The reason of rows that do not serve cu_seqlens.
+inline constexpr std::string_view kPackedSequences = "packed sequences (cu_seqlens)";
 
 struct ScoreCall;  // score/program.hpp: a program with its captured tensors
 
@@ -44,6 +48,10 @@ struct AttentionForwardArgs {
   const ScoreCall* score_mod = nullptr;
   const ScoreCall* mask_mod = nullptr;
   BlockLists lists{};
+  // [N + 1] int32 or int64, contiguous: sequence n is tokens cu_seqlens[n] to cu_seqlens[n + 1] - 1 of q, k and v, whose
+  // B is 1, and sees itself alone; or none. A mask is then [1, Hq, M, M], of which each sequence takes as many rows and
+  // columns as it has tokens. There is no lse, no dropout and no block mask.
+  TensorView cu_seqlens{};
 
   int64_t batch() const { return q.size(0); }
   int64_t heads() const { return q.size(1); }
@@ -76,6 +84,8 @@ struct AttentionBackwardArgs : AttentionGradients {
 
 // A mask whose dimensions of 1 are expanded to [B, Hq, L, S] by strides of 0; the checks refuse other sizes.
 LOWBIT_API TensorView stretched(TensorView mask, const TensorView& q, const TensorView& k);
+// Likewise the heads alone, of the mask of packed sequences.
+LOWBIT_API TensorView stretched(TensorView mask, int64_t heads);
 
 // Runs every check and finds the place; results may lack data.
 LOWBIT_API void check_args(AttentionForwardArgs& args);

@@ -52,6 +52,25 @@ void check_tensor(std::string_view op, std::string_view name, const TensorView& 
   check_contiguous(op, name, tensor);
 }
 
+void check_tokens(std::string_view op, std::string_view name, const TensorView& tensor,
+                  std::initializer_list<int64_t> shape) {
+  check_activation(op, name, tensor);
+  check_shape(op, name, tensor, shape);
+  check_dense_rows(op, name, tensor);
+}
+
+void check_cu_seqlens(std::string_view op, const TensorView& cu_seqlens, std::string_view name,
+                      const TensorView& tokens, std::string_view wanted) {
+  if (!cu_seqlens) return;
+  check(cu_seqlens.dtype == DType::int32 || cu_seqlens.dtype == DType::int64, type, op,
+        ": cu_seqlens must be int32 or int64, got ", name_of(cu_seqlens.dtype));
+  check(cu_seqlens.rank == 1 && cu_seqlens.size(0) >= 1, value, op, ": cu_seqlens must have shape [N + 1], got ",
+        shape_text(cu_seqlens));
+  check_contiguous(op, "cu_seqlens", cu_seqlens);
+  check(tokens.size(0) == 1, value, op, ": ", name, " must have shape ", wanted, " with cu_seqlens, got ",
+        shape_text(tokens));
+}
+
 int64_t check_number(std::string_view op, std::string_view name, int64_t number, std::size_t count) {
   check(number >= 0 && number < static_cast<int64_t>(count), value, op, ": ", name, " must be 0..", count - 1, ", got ",
         name, "=", number);

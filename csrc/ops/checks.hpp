@@ -20,6 +20,13 @@ void check_dense_rows(std::string_view op, std::string_view name, const TensorVi
 // Checks dtype, shape and contiguity.
 void check_tensor(std::string_view op, std::string_view name, const TensorView& tensor, DType dtype,
                   std::initializer_list<int64_t> shape);
+// Checks that it is one of three floats, shape and dense rows.
+void check_tokens(std::string_view op, std::string_view name, const TensorView& tensor,
+                  std::initializer_list<int64_t> shape);
+// Checks dtype, rank and contiguity of the ends of packed sequences, and that `name`, a tensor of tokens, has B = 1;
+// `wanted` is its shape in errors.
+void check_cu_seqlens(std::string_view op, const TensorView& cu_seqlens, std::string_view name,
+                      const TensorView& tokens, std::string_view wanted);
 // Checks that the number is one of `count` enumerators, and returns it.
 int64_t check_number(std::string_view op, std::string_view name, int64_t number, std::size_t count);
 // Checks the head counts of query and key: each key head serves a group of query heads.

@@ -55,7 +55,7 @@ void check_keys_and_values(std::string_view op, const DecodeArgs& args) {
   check_rows(op, "key", k, {batch, kv_heads, length, e});
   check_rows(op, "value", v, {batch, kv_heads, length, ev});
   check(!args.k_scale && !args.v_scale && !args.rotated, value, op,
-        ": float keys and values have no scales and no rotation");
+        ": k_scale, v_scale and rotated must be left out for keys and values of floats");
 }
 
 // The call that converts rows of keys or values to codes, or codes to rows.

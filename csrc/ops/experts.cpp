@@ -37,7 +37,7 @@ void check_gate(const Gate& gate) {
   check(gate.limit >= 0.0f, value, kOp, ": limit must be positive, or 0 for none, got ", gate.limit);
   check(std::isfinite(gate.up_offset), value, kOp, ": up_offset must be finite, got ", gate.up_offset);
   check(gate.gated || !(gate.interleaved || gate.limit != 0.0f || gate.up_offset != 0.0f), value, kOp,
-        ": experts without a gate (gated=False) have no interleaved, limit or up_offset");
+        ": interleaved, limit and up_offset must be left out for experts without a gate (gated=False)");
 }
 
 }  // namespace

@@ -19,9 +19,9 @@ WeightSpec coded_spec(std::string_view op, const TensorView& weight, int64_t for
   check(weight.rank == 2, value, op, ": weight must have shape [n, k], got ", shape_text(weight));
   check_contiguous(op, "weight", weight);
   const WeightSpec spec = weight_spec(op, weight.size(0), weight.size(1), format, group_size, asymmetric);
-  check(!is_float(spec.format), value, op, ": a ", kFormatNames[format], " weight has no codes");
-  check(!is_semi_sparse(spec.format), value, op, ": a ", kFormatNames[format],
-        " weight has no rule for training, which would change what is 0");
+  check(!is_float(spec.format), value, op, ": format must have codes, got ", kFormatNames[format]);
+  check(!is_semi_sparse(spec.format), value, op, ": format must not be 2:4, got ", kFormatNames[format],
+        ": training would change which weights are 0");
   return spec;
 }
 
@@ -35,8 +35,9 @@ FakeQuantizeArgs fake_quantize_args(const TensorView& weight, int64_t format, in
   const bool asymmetric = mapping == Mapping::asymmetric;
   const WeightSpec spec = coded_spec("fake_quantize", weight, format, group_size, asymmetric);
   if (scale) check_tensor("fake_quantize", "scale", scale, DType::float32, {spec.n, spec.groups()});
-  check(bool(zero) == (bool(scale) && asymmetric), value, "fake_quantize: zero must be given with the scale of an ",
-        "asymmetric weight and else not, got ", zero ? "one" : "none", " with mapping ", kMappingNames[mapping_]);
+  check(bool(zero) == (bool(scale) && asymmetric), value,
+        "fake_quantize: zero must be given if scale is given and mapping is asymmetric, and otherwise None, got ",
+        zero ? "a tensor" : "None", " with mapping ", kMappingNames[mapping_]);
   if (zero) check_tensor("fake_quantize", "zero", zero, DType::float32, {spec.n, spec.groups()});
   return {.place = place, .spec = spec, .mapping = mapping, .weight = weight, .given_scale = scale,
           .given_zero = zero};

@@ -35,7 +35,7 @@ struct FakeQuantizeBackwardArgs {
   Place place{};
   WeightSpec spec;
   TensorView grad, weight;  // [n, k] of one dtype, contiguous; grad becomes grad_weight, in place
-  TensorView scale, zero;   // as written by fake_quantize
+  TensorView scale, zero;   // what fake_quantize wrote
   TensorView grad_scale{};  // float32 [n, groups]: written; or none
 };
 

@@ -48,7 +48,16 @@ namespace lowbit {
   X(rms_norm, RmsNormArgs) \
   X(rope_append, RopeAppendArgs) \
   X(route, RouteArgs) \
-  X(sample, SampleArgs)
+  X(sample, SampleArgs) \
+  X(layer_norm, LayerNormArgs) \
+  X(pointwise, PointwiseArgs) \
+  X(gated_delta_rule, GatedDeltaRuleArgs) \
+  X(gated_delta_rule_backward, GatedDeltaRuleBackwardArgs) \
+  X(gated_rms_norm, GatedRmsNormArgs) \
+  X(causal_conv1d, CausalConv1dArgs) \
+  X(causal_conv1d_backward, CausalConv1dBackwardArgs) \
+  X(ssd, SsdArgs) \
+  X(ssd_backward, SsdBackwardArgs)
 
 #define LOWBIT_OP(op, Args) struct Args;
 LOWBIT_OPS(LOWBIT_OP)

@@ -19,11 +19,12 @@ WeightSpec weight_spec(std::string_view op, int64_t n, int64_t k, int64_t format
         value, op, ": group_size must be ", sixteen ? "16, " : "",
         "32, 64, 128, 256 or 0 (per channel), got group_size=", group_size);
   const WeightSpec spec{static_cast<Format>(format), n, k, group_size, asymmetric};
-  check(!is_float(spec.format) || (group_size == 0 && !asymmetric), value, op, ": a ", kFormatNames[format],
-        " weight has no groups and no zero point, got group_size=", group_size, " asymmetric=", asymmetric);
+  check(!is_float(spec.format) || (group_size == 0 && !asymmetric), value, op,
+        ": group_size must be 0 and asymmetric false for a ", kFormatNames[format],
+        " weight, got group_size=", group_size, " asymmetric=", asymmetric);
   const bool has_zeros = kind_of(spec.format) != CodecKind::lookup && !is_semi_sparse(spec.format);
-  check(has_zeros || !asymmetric, value, op, ": a ", kFormatNames[format],
-        " weight has no zero point, got asymmetric=", asymmetric);
+  check(has_zeros || !asymmetric, value, op, ": asymmetric must be false for a ", kFormatNames[format],
+        " weight, which has no zero point, got asymmetric=", asymmetric);
   check(!is_semi_sparse(spec.format) || k % 4 == 0, value, op, ": k must be a multiple of 4 for a ",
         kFormatNames[format], " weight, of which two of each four are 0, got k=", k);
   return spec;

@@ -41,16 +41,17 @@ class Reader {
     check(next_ == end_, value, kRunProgram, ": step ", program_.steps.size() - 1, " of program must have ",
           static_cast<int64_t>(next_) - static_cast<int64_t>(end_) + count, " fields at the most, got ", count,
           ": a newer version of lowbit made it");
-    const bool own = std::visit([](const auto& step) { return has_result(step); }, program_.steps.back());
-    if (own) program_.last_use.push_back(at());
+    const int own = std::visit([](const auto& step) { return count_results(step); }, program_.steps.back());
+    program_.last_use.insert(program_.last_use.end(), static_cast<std::size_t>(own), at());
     results_ += own;
     program_.result_of.push_back(results_ - 1);
   }
 
-  static bool has_result(const ScoreModStep&) { return false; }
-  static bool has_result(const LinearStep& step) { return !step.into; }
+  static int count_results(const ScoreModStep&) { return 0; }
+  static int count_results(const LinearStep& step) { return step.into ? 0 : 1; }
+  static int count_results(const RouteStep&) { return 2; }
   template <class Step>
-  static bool has_result(const Step&) { return true; }
+  static int count_results(const Step&) { return 1; }
 
   ProgramStep made(int64_t kind) {
     switch (static_cast<StepKind>(kind)) {
@@ -60,6 +61,12 @@ class Reader {
       case StepKind::linear: return linear();
       case StepKind::rope_append: return rope_append();
       case StepKind::attention: return attention();
+      case StepKind::route: return route();
+      case StepKind::experts: return experts();
+      case StepKind::scaled_add: return scaled_add();
+      case StepKind::layer_norm: return layer_norm();
+      case StepKind::pointwise: return pointwise();
+      case StepKind::self_attention: return self_attention();
     }
     check(false, value, kRunProgram, ": the kind of step ", at(), " of program must be known, got ", kind);
     return ScoreModStep{};
@@ -80,11 +87,24 @@ class Reader {
     return step;
   }
 
+  LayerNormStep layer_norm() {
+    LayerNormStep step;
+    step.x = shaping("x"), step.weight = optional_constant("weight"), step.bias = optional_constant("bias");
+    step.eps = real(), step.offset = real(0), step.add = optional_operand("add");
+    return step;
+  }
+
+  PointwiseStep pointwise() {
+    PointwiseStep step;
+    step.x = shaping("x"), step.function = number(0), step.scale = real(1), step.add = optional_operand("add");
+    step.positive = real(0), step.negative = real(0), step.linear = real(0);
+    return step;
+  }
+
   LinearStep linear() {
     LinearStep step;
     step.x = shaping("x"), step.weight = constant("weight");
-    const int64_t n = number(), k = number(), format = number(), group_size = number(), asymmetric = number();
-    step.spec = weight_spec(kRunProgram, n, k, format, group_size, asymmetric != 0);
+    step.spec = spec();
     step.x_format = number();
     step.bias = optional_constant("bias");
     step.activation = number(0);
@@ -98,11 +118,14 @@ class Reader {
 
   RopeAppendStep rope_append() {
     RopeAppendStep step;
-    step.qkv = shaping("qkv"), step.cos = operand("cos"), step.sin = operand("sin");
+    step.qkv = shaping("qkv"), step.cos = optional_operand("cos"), step.sin = optional_operand("sin");
+    check(static_cast<bool>(step.cos) == static_cast<bool>(step.sin), value, kRunProgram, ": cos and sin of step ",
+          at(), " of program must both be given, or none");
     step.keys = state("keys"), step.values = state("values");
     step.start = start();
     step.q_weight = optional_constant("q_weight"), step.k_weight = optional_constant("k_weight");
     step.eps = real(0), step.offset = real(0);
+    step.rotation = number(0), step.grouped = number(0) != 0, step.norm_behind = number(0) != 0;
     return step;
   }
 
@@ -115,9 +138,60 @@ class Reader {
     step.causal = number(0) != 0;
     step.score = number(-1);
     step.sink = optional_constant("sink");
+    step.cu_seqlens = optional_operand("cu_seqlens");
     check(step.score >= -1 && step.score < static_cast<int64_t>(program_.scores.size()), value, kRunProgram,
           ": score of step ", at(), " of program must be that of a step before, got ", step.score);
     return step;
+  }
+
+  SelfAttentionStep self_attention() {
+    SelfAttentionStep step;
+    step.qkv = shaping("qkv"), step.kv_heads = at_least("kv_heads", 1), step.e = at_least("e", 1);
+    step.scale = real();
+    step.mask = optional_operand("mask"), step.cu_seqlens = optional_operand("cu_seqlens");
+    return step;
+  }
+
+  RouteStep route() {
+    RouteStep step;
+    RouteArgs& numbers = step.numbers;
+    step.x = shaping("x");
+    numbers.k = number(), step.scoring = number();
+    step.weight = optional_constant("weight"), step.bias = optional_constant("bias");
+    step.rounds = number(0) != 0;
+    step.correction = optional_constant("correction");
+    numbers.groups = number(1), numbers.groups_kept = number(1), numbers.group_top = number(1);
+    numbers.zero_outside = number(0) != 0, numbers.normalize = number(0) != 0;
+    numbers.eps = real(0), numbers.least = real(0), numbers.scale = real(1);
+    step.expert_scale = optional_constant("expert_scale");
+    return step;
+  }
+
+  ExpertsStep experts() {
+    ExpertsStep step;
+    step.x = shaping("x"), step.gate_up = constant("gate_up"), step.down = constant("down");
+    step.index = shaping("index"), step.weights = shaping("weights");
+    step.gate_up_spec = spec(), step.gate_up_x_format = number();
+    step.down_spec = spec(), step.down_x_format = number();
+    step.activation = number();
+    step.gate.gated = number() != 0, step.gate.interleaved = number() != 0;
+    step.gate.alpha = static_cast<float>(real()), step.gate.limit = static_cast<float>(real());
+    step.gate.up_offset = static_cast<float>(real());
+    step.gate_up_bias = optional_constant("gate_up_bias"), step.down_bias = optional_constant("down_bias");
+    return step;
+  }
+
+  PointwiseStep scaled_add() {
+    PointwiseStep step;
+    step.op = "scaled_add";
+    step.x = shaping("x"), step.add = optional_operand("add"), step.gate = optional_operand("gate");
+    step.scale = real(1);
+    return step;
+  }
+
+  WeightSpec spec() {
+    const int64_t n = number(), k = number(), format = number(), group_size = number(), asymmetric = number();
+    return weight_spec(kRunProgram, n, k, format, group_size, asymmetric != 0);
   }
 
   int32_t at() const { return static_cast<int32_t>(program_.steps.size()); }  // result index; for use inside made()

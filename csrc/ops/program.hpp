@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// run_program: a sequence of model steps, each a call of another op (rms_norm, linear, rope_append, attention), in one
-// call. Calling them from Python costs as much time as the kernels take, since one token's weights evict Python from
-// the caches: 4.4 ms beside 4.6 ms for 30 layers of 576 columns on a Xeon.
+// run_program: a sequence of model steps, each a call of another op (linear, attention, experts,
+// a norm ..), in one call. Calling them from Python costs as much time as the kernels take, since one token's weights
+// evict Python from the caches: 4.4 ms beside 4.6 ms for 30 layers of 576 columns on a Xeon.
 //
 // A program is a list of integers: its version, then for each step its kind, the number of fields, and the fields
 // (program_code.hpp). A later version may append fields to a step, each with a default, so that old programs stay
@@ -21,9 +21,13 @@
 #include <vector>
 
 #include "ops/attention.hpp"
+#include "ops/experts.hpp"
+#include "ops/layer_norm.hpp"
 #include "ops/linear.hpp"
+#include "ops/pointwise.hpp"
 #include "ops/rms_norm.hpp"
 #include "ops/rope_append.hpp"
+#include "ops/route.hpp"
 
 namespace lowbit {
 
@@ -37,7 +41,8 @@ struct Operand {
   explicit operator bool() const { return kind != Kind::none; }
 };
 
-// Each step except ScoreModStep has one result; a LinearStep with `into` writes to the result of another step.
+// Each step except ScoreModStep has one result, and a RouteStep has two; a LinearStep with `into` writes to the result
+// of another step.
 struct ScoreModStep {  // a score_mod for attention
   std::shared_ptr<const AttentionMods> mods;
 };
@@ -48,6 +53,16 @@ struct ColumnsStep {  // a result [..., columns] with the rows of x, written by 
 struct RmsNormStep {
   Operand x, weight, add;
   double eps = 0, offset = 0;
+};
+struct LayerNormStep {
+  Operand x, weight, bias, add;
+  double eps = 0, offset = 0;
+};
+struct PointwiseStep {
+  Operand x, add, gate;
+  int64_t function = 0;
+  double scale = 1, positive = 0, negative = 0, linear = 0;
+  std::string_view op = "pointwise";  // for errors; scaled_add is a step of another kind, with a gate and no function
 };
 struct LinearStep {
   Operand x, weight, bias, mul, add;
@@ -62,6 +77,8 @@ struct RopeAppendStep {
   Operand keys, values;       // states [B, Hkv, S, E]
   int64_t start = 0;          // index into ProgramTensors::starts
   double eps = 0, offset = 0;
+  int64_t rotation = 0;
+  bool grouped = false, norm_behind = false;
 };
 struct AttentionStep {        // attends to the tokens in the cache and the new ones; result [B, L, Hq Ev]
   Operand q, keys, values, mask, sink;
@@ -69,22 +86,41 @@ struct AttentionStep {        // attends to the tokens in the cache and the new 
   double scale = 1;
   bool causal = false;        // if no mask is given
   int64_t score = -1;         // index among the ScoreModSteps, or -1
+  Operand cu_seqlens;         // ends of packed sequences (ops/attention.hpp); may be absent, like a mask
 };
-using ProgramStep = std::variant<ScoreModStep, ColumnsStep, RmsNormStep, LinearStep, RopeAppendStep, AttentionStep>;
+struct SelfAttentionStep {    // without a cache or a rotary embedding; result [B, L, Hq E]
+  Operand qkv, mask, cu_seqlens;  // qkv [B, L, (Hq + 2 Hkv) E]
+  int64_t kv_heads = 0, e = 0;
+  double scale = 1;
+};
+struct RouteStep {            // the results are weights and index [T, k], T being all rows of x
+  Operand x, weight, bias, correction, expert_scale;  // without a weight, x are the logits
+  bool rounds = false;
+  int64_t scoring = 0;
+  RouteArgs numbers;          // without tensors
+};
+struct ExpertsStep {          // the result has the leading dimensions of x
+  Operand x, gate_up, down, index, weights, gate_up_bias, down_bias;
+  WeightSpec gate_up_spec, down_spec;
+  int64_t gate_up_x_format = 0, down_x_format = 0, activation = 0;
+  Gate gate;
+};
+using ProgramStep = std::variant<ScoreModStep, ColumnsStep, RmsNormStep, LayerNormStep, PointwiseStep, LinearStep,
+                                 RopeAppendStep, AttentionStep, SelfAttentionStep, RouteStep, ExpertsStep>;
 
 class Program {
  public:
   LOWBIT_API explicit Program(std::span<const int64_t> code);
 
   std::vector<ProgramStep> steps;
-  std::vector<int32_t> result_of;           // step -> its result, or the latest one if it has none
+  std::vector<int32_t> result_of;           // step -> its (last) result, or the latest one if it has none
   std::vector<int32_t> last_use;            // result -> the last step that reads or writes it
   std::vector<const AttentionMods*> scores;
   std::vector<int32_t> shaping_inputs;      // inputs whose shapes determine those of results
   int32_t constants = 0, states = 0, inputs = 0, starts = 0;  // number of each that the steps name
 };
 
-// The tensors of a call. An input of shape [0] counts as absent; only a mask may be.
+// The tensors of a call. An input of shape [0] counts as absent; only a mask or cu_seqlens may be.
 struct ProgramTensors {
   std::span<const TensorView> constants, states, inputs;
   std::span<const int64_t> starts;  // number of tokens in each kind of cache
@@ -113,7 +149,9 @@ class ProgramPlan {
   std::shared_ptr<const Program> program_;
   std::vector<Result> results_;
   // Arguments of steps that change between runs in addresses alone.
-  std::vector<std::variant<std::monostate, RmsNormArgs, LinearArgs>> fixed_;
+  using Fixed =
+      std::variant<std::monostate, RmsNormArgs, LayerNormArgs, PointwiseArgs, LinearArgs, RouteArgs, ExpertsArgs>;
+  std::vector<Fixed> fixed_;
   std::vector<TensorView> constants_, inputs_;  // without data
   Place place_;
   int64_t bytes_ = 0;

@@ -8,8 +8,19 @@
 //   rms_norm     x, weight, eps, offset, add = none
 //   linear       x, weight, n, k, format, group_size, asymmetric, x_format, bias = none, activation = 0, mul = none,
 //                add = none, row = 0, into = none, first_column = 0
-//   rope_append  qkv, cos, sin, keys, values, start, q_weight = none, k_weight = none, eps = 0, offset = 0
-//   attention    q, keys, values, start, scale, mask = none, causal = 0, score = none, sink = none
+//   rope_append  qkv, cos or none, sin or none, keys, values, start, q_weight = none, k_weight = none, eps = 0,
+//                offset = 0, rotation = 0, grouped = 0, norm_behind = 0; without cos and sin nothing is rotated
+//   attention    q, keys, values, start, scale, mask = none, causal = 0, score = none, sink = none,
+//                cu_seqlens = none
+//   route        x, k, scoring, weight = none, bias = none, rounds = 0, correction = none, groups = 1, groups_kept = 1,
+//                group_top = 1, zero_outside = 0, normalize = 0, eps = 0, least = 0, scale = 1, expert_scale = none;
+//                two results, the weights and then the index; without a weight, x are the logits
+//   experts      x, gate_up, down, index, weights, n, k, format, group_size, asymmetric, x_format of gate_up, the same
+//                of down, activation, gated, interleaved, alpha, limit, up_offset, gate_up_bias = none, down_bias = none
+//   scaled_add   x, add = none, gate = none, scale = 1
+//   layer_norm   x, weight or none, bias or none, eps, offset = 0, add = none
+//   pointwise    x, function = 0, scale = 1, add = none, positive = 0, negative = 0, linear = 0
+//   self_attention  qkv, kv_heads, e, scale, mask = none, cu_seqlens = none
 //
 // An operand is 4 * index + 0 for a constant, 1 for a state, 2 for an input, 3 for a result; -1 is none. A real number
 // is stored as the integer with its bits.
@@ -23,6 +34,10 @@ namespace lowbit {
 inline constexpr std::string_view kRunProgram = "run_program";
 inline constexpr int64_t kProgramVersion = 1;
 
-enum class StepKind : int64_t { score = 1, columns = 2, rms_norm = 3, linear = 4, rope_append = 5, attention = 6 };
+enum class StepKind : int64_t {
+  score = 1, columns = 2, rms_norm = 3, linear = 4, rope_append = 5, attention = 6, route = 7, experts = 8,
+  scaled_add = 9,
+  layer_norm = 16, pointwise = 17, self_attention = 18
+};
 
 }  // namespace lowbit

@@ -35,6 +35,13 @@ TensorView with_columns(const TensorView& x, int64_t columns) {  // [..., column
   return view;
 }
 
+TensorView as_rows(const TensorView& x) {  // [T, n]
+  const int64_t n = x.rank >= 1 ? x.size(-1) : 0;
+  check(n > 0, value, "x must have shape [..., n], got ", shape_text(x));
+  check_contiguous(kRunProgram, "x", x);
+  return shaped(x, {x.numel() / n, n});
+}
+
 bool alike(const TensorView& a, const TensorView& b) {  // equal but for the address
   return a.dtype == b.dtype && a.device == b.device && a.rank == b.rank &&
          std::equal(a.shape.begin(), a.shape.begin() + a.rank, b.shape.begin()) &&
@@ -108,12 +115,51 @@ class ProgramRun {
     return args;
   }
 
+  LayerNormArgs args(const LayerNormStep& step) const {
+    LayerNormArgs args =
+        layer_norm_args(view(step.x), view(step.weight), view(step.bias), step.eps, step.offset, view(step.add));
+    args.y = with_columns(args.x, args.x.size(-1));
+    return args;
+  }
+
+  PointwiseArgs args(const PointwiseStep& step) const {
+    const TensorView x = view(step.x);
+    check(x.rank >= 1, value, step.op, ": x must have shape [..., n], got ", shape_text(x));
+    PointwiseArgs args = pointwise_args(x, step.function, step.scale, view(step.add), step.positive, step.negative,
+                                        step.linear, view(step.gate), step.op);
+    args.y = with_columns(args.x, args.x.size(-1));
+    return args;
+  }
+
   LinearArgs args(const LinearStep& step) const {
     const TensorView x = view(step.x), y = with_columns(x, step.spec.n);
     check(x.rank >= 1, value, "linear: x must have shape [..., k], got ", shape_text(x));
     if (step.into) check_part(step, x);
     return linear_args({x, view(step.weight), view(step.bias), view(step.mul), view(step.add), y}, step.spec,
                        step.x_format, step.activation);
+  }
+
+  RouteArgs args(const RouteStep& step) const {
+    RouteArgs args = step.numbers;
+    const TensorView x = as_rows(view(step.x));
+    if (step.weight) args.router = {x, view(step.weight), view(step.bias), step.rounds};
+    else args.logits = x;
+    args.correction = view(step.correction), args.expert_scale = view(step.expert_scale);
+    args = route_args(args, step.scoring);
+    args.weights = shaped({.dtype = DType::float32, .device = x.device}, {args.tokens(), args.k});
+    args.index = shaped({.dtype = DType::int64, .device = x.device}, {args.tokens(), args.k});
+    return args;
+  }
+
+  ExpertsArgs args(const ExpertsStep& step) const {
+    ExpertsArgs args{.x = as_rows(view(step.x)),
+                     .gate_up = {.spec = step.gate_up_spec, .packed = view(step.gate_up),
+                                 .bias = view(step.gate_up_bias)},
+                     .down = {.spec = step.down_spec, .packed = view(step.down), .bias = view(step.down_bias)},
+                     .index = view(step.index), .weights = view(step.weights), .gate = step.gate};
+    args = experts_args(args, step.gate_up_x_format, step.down_x_format, step.activation);
+    args.y = shaped({.dtype = args.x.dtype, .device = args.x.device}, {args.tokens(), args.down.spec.n});
+    return args;
   }
 
   void check_part(const LinearStep& step, const TensorView& x) const {
@@ -136,10 +182,12 @@ class ProgramRun {
           " outputs and keys of shape ", shape_text(keys));
     check_contiguous("rope_append", "qkv", qkv);
     RopeAppendArgs args{.qkv = shaped(qkv, {qkv.size(0), qkv.size(1), qkv.size(2) / e, e}),
-                        .cos = view(step.cos), .sin = view(step.sin),
+                        .cos = step.cos ? view(step.cos) : shaped(qkv, {1, qkv.size(1), 0}),
+                        .sin = step.sin ? view(step.sin) : shaped(qkv, {1, qkv.size(1), 0}),
                         .q_weight = view(step.q_weight), .k_weight = view(step.k_weight),
                         .eps = step.eps, .offset = step.offset, .start = start(step.start),
-                        .keys = keys, .values = view(step.values), .rotated = {}};
+                        .keys = keys, .values = view(step.values), .rotated = {},
+                        .rotation = step.rotation, .grouped = step.grouped, .norm_behind = step.norm_behind};
     check_args(args);
     TensorView rotated = shaped(qkv, {args.batch(), args.heads(), args.tokens(), e});
     rotated.data = nullptr;
@@ -157,14 +205,8 @@ class ProgramRun {
     check(before >= 0 && seen <= args.k.size(2) && seen <= args.v.size(2), value, "keys must have room for tokens ",
           before, " to ", seen, ", got ", std::min(args.k.size(2), args.v.size(2)));
     args.k.shape[2] = args.v.shape[2] = seen;
-    args.out = shaped(args.q, {args.q.size(0), tokens, args.q.size(1), args.v.size(3)});
-    args.out.data = nullptr;
-    std::swap(args.out.shape[1], args.out.shape[2]);  // [B, Hq, L, Ev], in the memory order that the next product reads
-    std::swap(args.out.stride[1], args.out.stride[2]);
-    const TensorView mask = view(step.mask);
-    if (mask && !not_given(mask)) {
-      args.mask = stretched(mask, args.q, args.k);
-    } else if (step.causal && tokens > 1) {
+    args.out = heads_behind_tokens(args.q, args.v.size(3));
+    if (!set_mask(args, step.mask, step.cu_seqlens) && step.causal && tokens > 1) {
       check(before == 0, value, "a mask must be given for more than one token behind others, got ", tokens,
             " tokens behind ", before);
       args.causal = true;
@@ -174,6 +216,49 @@ class ProgramRun {
     args.score_mod = step.score < 0 ? nullptr : program_.scores[static_cast<std::size_t>(step.score)]->score_mod();
     check_args(args);
     return args;
+  }
+
+  // Checks the arguments too.
+  AttentionForwardArgs args(const SelfAttentionStep& step) const {
+    const TensorView qkv = view(step.qkv);
+    check(qkv.rank == 3, value, "qkv must have shape [B, L, (Hq + 2 Hkv) E], got ", shape_text(qkv));
+    const int64_t batch = qkv.size(0), tokens = qkv.size(1), columns = qkv.size(2), kv = step.kv_heads * step.e;
+    check(columns % step.e == 0 && columns > 2 * kv, value, "qkv must have columns for ", step.kv_heads,
+          " heads of keys and values of ", step.e, ", and queries, got ", columns);
+    check_contiguous("attention", "qkv", qkv);
+    const auto heads_from = [&](int64_t column, int64_t heads) {
+      TensorView part = shaped(qkv, {batch, heads, tokens, step.e});
+      part.stride = {tokens * columns, step.e, columns, 1};
+      if (part.data) part.data = part.as<char>() + column * static_cast<int64_t>(size_of(qkv.dtype));
+      return part;
+    };
+    const int64_t heads = columns / step.e - 2 * step.kv_heads;
+    AttentionForwardArgs args{.q = heads_from(0, heads), .k = heads_from(heads * step.e, step.kv_heads),
+                              .v = heads_from(heads * step.e + kv, step.kv_heads)};
+    args.out = heads_behind_tokens(args.q, step.e);
+    set_mask(args, step.mask, step.cu_seqlens);
+    args.scale = step.scale;
+    check_args(args);
+    return args;
+  }
+
+  // [B, Hq, L, Ev] without data, in the memory order that the next product reads.
+  static TensorView heads_behind_tokens(const TensorView& q, int64_t ev) {
+    TensorView out = shaped(q, {q.size(0), q.size(2), q.size(1), ev});
+    out.data = nullptr;
+    std::swap(out.shape[1], out.shape[2]);
+    std::swap(out.stride[1], out.stride[2]);
+    return out;
+  }
+
+  // Sets mask and cu_seqlens where they are given; returns whether a mask is.
+  bool set_mask(AttentionForwardArgs& args, const Operand& mask_operand, const Operand& sequences_operand) const {
+    if (const TensorView sequences = view(sequences_operand); sequences && !not_given(sequences))
+      args.cu_seqlens = sequences;
+    const TensorView mask = view(mask_operand);
+    if (!mask || not_given(mask)) return false;
+    args.mask = args.cu_seqlens ? stretched(mask, args.heads()) : stretched(mask, args.q, args.k);
+    return true;
   }
 
   static TensorView result_of(const RopeAppendArgs& args) { return args.rotated; }
@@ -187,6 +272,19 @@ class ProgramRun {
     lowbit::run(args);
   }
 
+  void run(const LayerNormStep& step, LayerNormArgs args, int32_t y) const {
+    args.x.data = address(step.x), args.add.data = address(step.add);
+    args.weight.data = address(step.weight), args.bias.data = address(step.bias);
+    args.y.data = result(y);
+    lowbit::run(args);
+  }
+
+  void run(const PointwiseStep& step, PointwiseArgs args, int32_t y) const {
+    args.x.data = address(step.x), args.add.data = address(step.add), args.gate.data = address(step.gate);
+    args.y.data = result(y);
+    lowbit::run(args);
+  }
+
   void run(const LinearStep& step, LinearArgs args, int32_t y) const {
     args.x = address(step.x), args.weight = static_cast<const uint8_t*>(address(step.weight));
     args.bias = address(step.bias), args.mul = address(step.mul), args.add = address(step.add);
@@ -196,13 +294,31 @@ class ProgramRun {
     lowbit::run(args, step.row);
   }
 
+  void run(const RouteStep& step, RouteArgs args, int32_t y) const {
+    (step.weight ? args.router.x : args.logits).data = address(step.x);
+    args.router.weight.data = address(step.weight), args.router.bias.data = address(step.bias);
+    args.correction.data = address(step.correction), args.expert_scale.data = address(step.expert_scale);
+    args.weights.data = result(y - 1), args.index.data = result(y);
+    lowbit::run(args);
+  }
+
+  void run(const ExpertsStep& step, ExpertsArgs args, int32_t y) const {
+    args.x.data = address(step.x), args.index.data = address(step.index), args.weights.data = address(step.weights);
+    args.gate_up.packed.data = address(step.gate_up), args.gate_up.bias.data = address(step.gate_up_bias);
+    args.down.packed.data = address(step.down), args.down.bias.data = address(step.down_bias);
+    args.y.data = result(y);
+    lowbit::run(args);
+  }
+
   void run(const RopeAppendStep& step, int32_t y) const {
     RopeAppendArgs call = args(step);
     call.rotated.data = result(y);
     lowbit::run(call);
   }
 
-  void run(const AttentionStep& step, int32_t y) const {
+  template <class Step>
+    requires std::is_same_v<Step, AttentionStep> || std::is_same_v<Step, SelfAttentionStep>
+  void run(const Step& step, int32_t y) const {
     AttentionForwardArgs call = args(step);
     call.out.data = result(y);
     lowbit::run(call);
@@ -217,6 +333,14 @@ class ProgramRun {
 };
 
 namespace {
+
+// Steps whose arguments depend on the number of tokens in the caches, or on masks, so that each run makes them.
+template <class Step>
+constexpr bool kGrows = std::is_same_v<Step, RopeAppendStep> || std::is_same_v<Step, AttentionStep> ||
+                        std::is_same_v<Step, SelfAttentionStep>;
+// Steps that call a kernel row.
+template <class Step>
+constexpr bool kComputes = !std::is_same_v<Step, ScoreModStep> && !std::is_same_v<Step, ColumnsStep>;
 
 template <class Body>
 auto of_step(std::size_t step, Body body) {  // adds the step's number to errors
@@ -242,13 +366,15 @@ ProgramPlan::ProgramPlan(std::shared_ptr<const Program> program, const ProgramTe
       const auto plan = [&]<class Step>(const Step& step) {
         if constexpr (std::is_same_v<Step, ColumnsStep>) {
           add(with_columns(run.view(step.x), step.columns));
-        } else if constexpr (std::is_same_v<Step, RmsNormStep>) {
-          add(std::get<RmsNormArgs>(fixed_[i] = run.args(step)).y);
-        } else if constexpr (std::is_same_v<Step, LinearStep>) {
-          fixed_[i] = run.args(step);
-          if (!step.into) add(with_columns(run.view(step.x), step.spec.n));
-        } else if constexpr (!std::is_same_v<Step, ScoreModStep>) {
+        } else if constexpr (kGrows<Step>) {
           add(ProgramRun::result_of(run.args(step)));
+        } else if constexpr (kComputes<Step>) {
+          const auto args = run.args(step);
+          fixed_[i] = args;
+          if constexpr (std::is_same_v<Step, RouteStep>) add(args.weights), add(args.index);
+          else if constexpr (std::is_same_v<Step, ExpertsStep>) add(with_columns(run.view(step.x), step.down_spec.n));
+          else if constexpr (!std::is_same_v<Step, LinearStep>) add(args.y);
+          else if (!step.into) add(with_columns(run.view(step.x), step.spec.n));
         }
       };
       std::visit(plan, program_->steps[i]);
@@ -265,7 +391,7 @@ void ProgramPlan::place_results() {
   };
   std::vector<Held> held;  // ordered by begin
   for (std::size_t i = 0, step = 0; i + 1 < results_.size(); i++) {  // the last one belongs to the caller
-    while (program_->result_of[step] != static_cast<int32_t>(i)) step++;
+    while (program_->result_of[step] < static_cast<int32_t>(i)) step++;
     std::erase_if(held, [&](const Held& other) { return other.last_use < static_cast<int32_t>(step); });
     const TensorView& view = results_[i].view;
     const int64_t size = round_up(view.numel() * static_cast<int64_t>(size_of(view.dtype)), 64);
@@ -289,7 +415,7 @@ bool ProgramPlan::serves(const ProgramTensors& tensors) const {
   const ProgramRun run(*program_, tensors, results_);
   for (std::size_t i = 0; i < program_->steps.size(); i++) {
     const auto same = [&]<class Step>(const Step& step) {
-      if constexpr (std::is_same_v<Step, RopeAppendStep> || std::is_same_v<Step, AttentionStep>) {
+      if constexpr (kGrows<Step>) {
         const Result& result = results_[static_cast<std::size_t>(program_->result_of[i])];
         return alike(ProgramRun::result_of(run.args(step)), result.view);
       } else {
@@ -307,10 +433,8 @@ void ProgramPlan::run(const ProgramTensors& tensors, char* memory, void* y) cons
     for (std::size_t i = 0; i < program_->steps.size(); i++) {
       const int32_t result = program_->result_of[i];
       const auto call = [&]<class Step>(const Step& step) {
-        if constexpr (std::is_same_v<Step, RmsNormStep>) run.run(step, std::get<RmsNormArgs>(fixed_[i]), result);
-        else if constexpr (std::is_same_v<Step, LinearStep>) run.run(step, std::get<LinearArgs>(fixed_[i]), result);
-        else if constexpr (std::is_same_v<Step, RopeAppendStep> || std::is_same_v<Step, AttentionStep>)
-          run.run(step, result);
+        if constexpr (kGrows<Step>) run.run(step, result);
+        else if constexpr (kComputes<Step>) run.run(step, std::get<decltype(run.args(step))>(fixed_[i]), result);
       };
       std::visit(call, program_->steps[i]);
     }

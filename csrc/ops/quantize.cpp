@@ -17,14 +17,16 @@ Distortion quantize(const TensorView& weight, const TensorView& packed, const We
   check_weight("quantize", packed, spec);
   check_number("quantize", "mapping", mapping, std::size(kMappingNames));
   check(is_float(spec.format) || (static_cast<Mapping>(mapping) == Mapping::asymmetric) == spec.asymmetric, value,
-        "quantize: mapping ", kMappingNames[mapping], " does not go with asymmetric=", spec.asymmetric);
+        "quantize: mapping must be ", spec.asymmetric ? "asymmetric" : "symmetric or symmetric_no_clipping_err",
+        " with asymmetric=", spec.asymmetric, ", got ", kMappingNames[mapping]);
   const auto choice = static_cast<ScaleChoice>(check_number("quantize", "scale", scale, std::size(kScaleChoiceNames)));
-  check(choice == ScaleChoice::absmax || !is_float(spec.format), value, "quantize: a ",
-        kFormatNames[static_cast<int>(spec.format)], " weight has no scales to search for");
+  check(choice == ScaleChoice::absmax || !is_float(spec.format), value, "quantize: scale must be absmax for a ",
+        kFormatNames[static_cast<int>(spec.format)], " weight, which has no scales to search for");
   check(choice == ScaleChoice::absmax || static_cast<Mapping>(mapping) != Mapping::symmetric_no_clipping_err, value,
-        "quantize: mapping symmetric_no_clipping_err needs scale absmax: a searched scale may clip");
+        "quantize: scale must be absmax with mapping symmetric_no_clipping_err, got search: a searched scale may clip");
   if (importance) {
-    check(choice == ScaleChoice::search, value, "quantize: importance needs scale search, got absmax");
+    check(choice == ScaleChoice::search, value,
+          "quantize: importance must be None unless scale is search, got scale absmax");
     check_tensor("quantize", "importance", importance, DType::float32, {spec.k});
     check(all_finite(importance), value, "quantize: importance must be finite, got inf or nan");
   }
@@ -89,7 +91,7 @@ void embedding(DequantizeArgs args) {
   int64_t outside = -1;
   args.outside = &outside;
   run(args);
-  check(outside < 0, index, "embedding: indices must be 0..", args.spec.n - 1, ", got another one at place ", outside,
+  check(outside < 0, index, "embedding: indices must be 0..", args.spec.n - 1, ", got another one at index ", outside,
         " of ", shape_text(args.indices));
 }
 

@@ -6,6 +6,10 @@
 //   rotated(k)[i]       = k'[i] * cos[i] - k'[i + R/2] * sin[i]              for i in 0..R/2
 //   rotated(k)[i + R/2] = k'[i + R/2] * cos[i + R/2] + k'[i] * sin[i + R/2]
 //   rotated(k)[i]       = k'[i]                                              for i in R..E
+// With rotation `neighbours` the pairs are 2i and 2i + 1 instead of i and i + R/2. With `neighbours_of_halves` they also
+// read cos[i] and sin[i] for both. With norm_behind, heads are normalized after they are rotated. A weight of all
+// heads, [Hq E] or [Hkv E], normalizes them as one row.
+// With grouped, the heads of qkv are Hkv groups of Hq / Hkv queries, a key and a value.
 //   keys[:, :, start + t] = rotated(k)[:, t];  values[:, :, start + t] = v[:, t];  result = rotated(q)
 // Computed in float32 and rounded once.
 #pragma once
@@ -15,17 +19,22 @@
 
 namespace lowbit {
 
+enum class Rotation : int64_t { halves = 0, neighbours = 1, neighbours_of_halves = 2 };
+inline constexpr int64_t kRotations = 3;
+
 struct RopeAppendArgs {
   Place place{};
   // [B, L, Hq + 2 Hkv, E], as the projections leave it; float32, bfloat16 or float16; last dimension dense
   TensorView qkv;
   TensorView cos, sin;            // [B or 1, L, R], R even and at most E; any of the three dtypes, last dimension dense
-  TensorView q_weight, k_weight;  // [E], any of the three dtypes, contiguous, or empty
+  TensorView q_weight, k_weight;  // [E], or [Hq E] and [Hkv E]; any of the three dtypes, contiguous, or empty
   double eps = 0, offset = 0;     // eps and offset of the norms
   int64_t start = 0;
   // [B, Hkv, S, E], S >= start + L, dtype of qkv; last dimension dense, any other strides: written
   TensorView keys, values;
   TensorView rotated;             // [B, Hq, L, E], dtype of qkv, contiguous: written
+  int64_t rotation = 0;           // a Rotation
+  bool grouped = false, norm_behind = false;
 
   int64_t batch() const { return qkv.size(0); }
   int64_t tokens() const { return qkv.size(1); }

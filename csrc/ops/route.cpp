@@ -2,6 +2,7 @@
 #include "ops/route.hpp"
 
 #include <cmath>
+#include <utility>
 
 #include "ops/checks.hpp"
 #include "ops/place.hpp"
@@ -24,13 +25,31 @@ void check_range(std::string_view name, int64_t number, int64_t most, std::strin
   check(number >= 1 && number <= most, value, kRoute, ": ", name, " must be 1 to ", most, " (", of, "), got ", number);
 }
 
+TensorView logits_of(const Router& router) {
+  const auto& [x, weight, bias, rounds] = router;
+  check_activation(kRoute, "x", x);
+  check(x.rank == 2, value, kRoute, ": x must have shape [T, H], got ", shape_text(x));
+  check_contiguous(kRoute, "x", x);
+  check_activation(kRoute, "weight", weight);
+  check(weight.rank == 2 && weight.size(0) >= 1 && weight.size(1) == x.size(1), value, kRoute,
+        ": weight must have shape [E, H], E at least 1 and H=", x.size(1), ", got ", shape_text(weight));
+  check_contiguous(kRoute, "weight", weight);
+  check_of_experts("bias", bias, weight.size(0));
+  TensorView logits{.dtype = DType::float32, .device = x.device, .rank = 2};
+  logits.shape[0] = x.size(0), logits.shape[1] = logits.stride[0] = weight.size(0), logits.stride[1] = 1;
+  return logits;
+}
+
 }  // namespace
 
 RouteArgs route_args(const RouteArgs& given, int64_t scoring) {
   RouteArgs args = given;
+  const Router& router = args.router;
+  if (router.weight) args.logits = logits_of(router);
   const TensorView& logits = args.logits;
-  args.place = place_of(
-      kRoute, {{"logits", logits}, {"correction", args.correction}, {"expert_scale", args.expert_scale}});
+  args.place = place_of(kRoute, {{"logits", router.weight ? router.x : logits}, {"weight", router.weight},
+                                 {"bias", router.bias}, {"correction", args.correction},
+                                 {"expert_scale", args.expert_scale}});
   check_activation(kRoute, "logits", logits);
   check(logits.rank == 2 && logits.size(1) >= 1, value, kRoute, ": logits must have shape [T, E], E at least 1, got ",
         shape_text(logits));
@@ -56,9 +75,12 @@ RouteArgs route_args(const RouteArgs& given, int64_t scoring) {
 }
 
 Call describe(const RouteArgs& args) {
-  return Call{.read = bytes_of(args.logits) + bytes_of(args.correction) + bytes_of(args.expert_scale),
-              .written = bytes_of(args.weights) + bytes_of(args.index)}
-      .with(args.logits, args.weights, args.index);
+  const auto& [x, weight, bias, rounds] = args.router;
+  const int64_t given = weight ? bytes_of(x) + bytes_of(weight) + bytes_of(bias) : bytes_of(args.logits);
+  Call call{.read = given + bytes_of(args.correction) + bytes_of(args.expert_scale),
+            .written = bytes_of(args.weights) + bytes_of(args.index)};
+  if (weight) call.operations = 2 * weight.numel() * x.size(0);
+  return std::move(call).with(weight ? x : args.logits, args.weights, args.index);
 }
 
 }  // namespace lowbit

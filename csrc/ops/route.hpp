@@ -8,6 +8,9 @@
 //   weight = score[index];  normalized: weight /= max(sum(weight) + eps, least);  weight *= scale * expert_scale[index]
 //
 // A token with a choice of nan gets nan weights and the indices 0 to k - 1. Scores below exp(-87) are 0.
+//
+// In a program the logits may be those of a router, x @ weight.T + bias. The product is one of float32 numbers, since
+// two experts may be close.
 #pragma once
 
 #include <string_view>
@@ -21,9 +24,17 @@ enum class Scoring : uint8_t { softmax, sigmoid, sqrt_softplus, softmax_of_chose
 inline constexpr std::string_view kScoringNames[] = {"softmax", "sigmoid", "sqrt_softplus", "softmax_of_chosen",
                                                      "sigmoid_of_chosen"};
 
+struct Router {
+  TensorView x;         // [T, H] of the three dtypes, contiguous; or none: the logits are given
+  TensorView weight;    // [E, H] of the three dtypes, contiguous
+  TensorView bias;      // [E] of the three dtypes, contiguous; or none
+  bool rounds = false;  // logits are rounded to the dtype of x, as a router does that computes in it
+};
+
 struct RouteArgs {
   Place place{};
-  TensorView logits;      // [T, E] float32, bfloat16 or float16, contiguous
+  TensorView logits;      // [T, E] float32, bfloat16 or float16, contiguous; without data if there is a router
+  Router router{};
   TensorView correction;  // [E] of the three dtypes, contiguous; or none
   int64_t k = 1;
   Scoring scoring = Scoring::softmax;
@@ -40,7 +51,7 @@ struct RouteArgs {
   int64_t experts() const { return logits.size(1); }
 };
 
-// Checks all arguments but the results.
+// Checks all arguments but the results. With a router, the logits get their shape here.
 LOWBIT_API RouteArgs route_args(const RouteArgs& given, int64_t scoring);
 LOWBIT_API Call describe(const RouteArgs& args);
 

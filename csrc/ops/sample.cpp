@@ -33,8 +33,8 @@ SampleArgs sample_args(const SampleArgs& given) {
   check(args.min_p >= 0 && args.min_p <= 1, value, op, ": min_p must be 0 to 1, got ", args.min_p);
   check(std::isfinite(args.repetition_penalty) && args.repetition_penalty > 0, value, op,
         ": repetition_penalty must be finite and positive, got ", args.repetition_penalty);
-  check(args.repetition_penalty == 1 || ids, value, op, ": repetition_penalty needs ids, got ", args.repetition_penalty,
-        " and none");
+  check(args.repetition_penalty == 1 || ids, value, op, ": ids must be given with repetition_penalty=",
+        args.repetition_penalty, ", got None");
   return args;
 }
 

@@ -60,7 +60,9 @@ class Mods {
 TensorView ordered_view(DType dtype, const int64_t* shape, const TensorView& like) {
   int order[] = {0, 1, 2};
   const bool broadcast = std::any_of(order, order + 3, [&](int i) { return like.stride[i] == 0; });
-  if (!broadcast) std::stable_sort(order, order + 3, [&](int a, int b) { return like.stride[a] > like.stride[b]; });
+  // Equal strides keep their order. Not by std::stable_sort, which allocates memory for three numbers.
+  const auto key = [&](int i) { return std::pair(-like.stride[i], i); };
+  if (!broadcast) std::sort(order, order + 3, [&](int a, int b) { return key(a) < key(b); });
   const int64_t permuted[] = {shape[order[0]], shape[order[1]], shape[order[2]], shape[3]};
   const TensorView dense = contiguous_view(like.device, dtype, 4, permuted);
   TensorView view = dense;

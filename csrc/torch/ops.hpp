@@ -43,7 +43,17 @@ struct RegisteredOp {
   X(rope_append) \
   X(run_program) \
   X(route) \
-  X(sample)
+  X(sample) \
+  X(layer_norm) \
+  X(pointwise) \
+  X(gated_delta_rule) \
+  X(gated_delta_rule_backward) \
+  X(gated_rms_norm) \
+  X(causal_conv1d) \
+  X(causal_conv1d_backward) \
+  X(ssd) \
+  X(ssd_in_place) \
+  X(ssd_backward)
 
 #define LOWBIT_OP(op) extern const RegisteredOp op##_op;
 LOWBIT_TORCH_OPS(LOWBIT_OP)

@@ -76,12 +76,13 @@ def __getattr__(name: str) -> Any:
 
 
 def _instead(name: str) -> str:
-    """The error's advice for a name of torchao or bitsandbytes that is not here."""
+    """The error's advice for a name that is not here: what replaces a name of torchao or bitsandbytes, or the nearest."""
     if name.startswith("_") or _torch is None:  # asked for by inspect, pickle and others
         return ""
+    from lowbit.formats.nearest import nearest
     from lowbit.formats.torchao import INSTEAD
 
-    return f"; use {INSTEAD[name]}" if name in INSTEAD else ""
+    return f"; use {INSTEAD[name]}" if name in INSTEAD else nearest(name, _home())
 
 
 def __dir__() -> list[str]:

@@ -90,16 +90,22 @@ from lowbit.formats import (
 from lowbit.huggingface.load_gguf import load_gguf as load_gguf
 from lowbit.huggingface.lowbit_config import LowbitConfig as LowbitConfig
 from lowbit.huggingface.quantize_checkpoint import quantize_checkpoint as quantize_checkpoint
+from lowbit.huggingface.save import save as save
 from lowbit.huggingface.trainer_optimizer import trainer_optimizer as trainer_optimizer
 from lowbit.models.fuse import fuse as fuse
 from lowbit.models.quantized_cache import QuantizedCache as QuantizedCache
 from lowbit.models.rotate import rotate_ as rotate_
 from lowbit.models.smooth import smooth_ as smooth_
+from lowbit.ops.causal_conv1d import causal_conv1d as causal_conv1d
+from lowbit.ops.gated_delta_rule import gated_delta_rule as gated_delta_rule
+from lowbit.ops.gated_rms_norm import gated_rms_norm as gated_rms_norm
 from lowbit.ops.route import route as route
 from lowbit.ops.sample import sample as sample
+from lowbit.ops.ssd import ssd as ssd
 from lowbit.quant import (
     BlockSparseLinear as BlockSparseLinear,
     Calibration as Calibration,
+    MergeReport as MergeReport,
     QuantEmbedding as QuantEmbedding,
     QuantExperts as QuantExperts,
     QuantizationReport as QuantizationReport,
@@ -108,6 +114,7 @@ from lowbit.quant import (
     dequantize_ as dequantize_,
     fuse_gated_mlps as fuse_gated_mlps,
     load as load,
+    merging as merging,
     quantize_ as quantize_,
     sparsify_ as sparsify_,
 )

@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Command line, also `python -m lowbit`: `lowbit info` (machine, ops, threads, fallbacks),
-`lowbit kernels [op]`, `lowbit prebuild --arch sm_90a`, `lowbit quantize MODEL OUT`, `lowbit chat FILE.gguf`,
-`lowbit compare A B`, `lowbit recorder DIR`, `lowbit cmake-dir`, `lowbit --version`."""
+"""The command line, `lowbit` or `python -m lowbit`.
+
+`lowbit info` (machine, ops, threads, fallbacks), `lowbit kernels [op]`, `lowbit prebuild --arch sm_90a`, `lowbit
+quantize MODEL OUT`, `lowbit chat FILE.gguf`, `lowbit compare A B`, `lowbit recorder DIR`, `lowbit cmake-dir`, `lowbit
+--version`.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +21,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser = _parser()
     options, others = parser.parse_known_args(arguments)
     if others and options.command == "chat" and not any(word.startswith("-") for word in others):
-        options.prompt += others  # prompts behind an option, which argparse leaves over
+        options.prompt += others  # argparse does not assign prompts that follow an option
     elif others:
         parser.error(f"unrecognized arguments: {' '.join(others)}")
     try:
         print(options.run(options), file=sys.stderr if options.command == "chat" else sys.stdout, flush=True)
-    except BrokenPipeError:  # the reader of our output has ended, as head does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python writes what is left, and fails
+    except BrokenPipeError:  # a pipe such as head has closed
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python would flush at exit and fail
         return 141
     except (
         ImportError,
@@ -32,11 +35,12 @@ def main(arguments: list[str] | None = None) -> int:
         RuntimeError,
         TypeError,
         ValueError,
-    ) as error:  # no torch, an unknown op, a wrong LOWBIT_ISA, no file
+    ) as error:  # no torch, an unknown op, an invalid LOWBIT_ISA, no file
         print(f"lowbit: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("lowbit: interrupted; the same command goes on where it was", file=sys.stderr)
+        goes_on = "; the same command goes on where it was" if options.command == "quantize" else ""
+        print(f"lowbit: interrupted{goes_on}", file=sys.stderr)
         return 130
     return 0
 
@@ -63,21 +67,25 @@ def _parser() -> argparse.ArgumentParser:
         "quantize",
         help="pack the linear layers of a checkpoint of transformers, one tensor in memory at a time",
         description="Write a folder that from_pretrained and lowbit.load read, where an interrupted run goes on; or, "
-        "where OUT ends in .gguf, a file that llama.cpp reads, for which the whole model is in memory.",
+        "where OUT ends in .gguf, a file that llama.cpp reads, for which the whole model is in memory. A folder that another "
+        "package quantized (GPTQ, AWQ and so on) needs no format: its codes are packed as they are.",
     )
     quantize.add_argument("model", help="folder with config.json and safetensors files, or a .gguf file")
     quantize.add_argument("out", help="folder to make, or .gguf file")
     quantize.add_argument("--config", help='format of the layers, such as "int4_weight_only(group_size=32)"')
     quantize.add_argument("--plan", help="JSON file with the formats of single layers, as autoquant saves it")
     quantize.add_argument("--embeddings", metavar="FORMAT", help="format of the embeddings; default: they stay float")
-    told = 'format of the output head; default: 8 bits where --config has fewer; "None": as any other layer'
+    told = 'format of the output head; default: as --config, or 8 bits where that has fewer; "None": as any other layer'
     quantize.add_argument("--head", metavar="FORMAT", default="int8", help=told)
-    told = (
-        "layers that stay float: their names, beginnings (model.layers.1) or ends (up_proj) of names, or patterns; "
-        "default for a folder: the last layer, and the output head unless --head has a format for it; for a .gguf OUT: "
-        "none"
-    )
+    told = "layers that stay float: their names, beginnings (model.layers.1) or ends (up_proj) of names, or patterns"
     quantize.add_argument("--modules-to-not-convert", nargs="+", metavar="NAME", help=told)
+    told = (
+        '"self": the model writes its own text, and GPTQ chooses the codes; or a text file, which weights the errors of '
+        "a search, or serves GPTQ where --config names it; the whole float model is then in memory"
+    )
+    quantize.add_argument("--calibration", metavar="self|FILE.txt", help=told)
+    told = "of a folder that another package quantized: inputs of layers with integers; default: as its method does"
+    quantize.add_argument("--activations", choices=("int8", "float"), help=told)
     quantize.add_argument("--like", metavar="FILE", help=".gguf file whose metadata a .gguf OUT takes; default: MODEL")
     quantize.set_defaults(run=_quantize)
     chat = commands.add_parser(
@@ -85,7 +93,11 @@ def _parser() -> argparse.ArgumentParser:
         help="talk to the language model of a GGUF file, and see how many tokens a second it makes",
         description="Answers go to the standard output, everything else to the standard error. Ctrl-D ends it.",
     )
-    chat.add_argument("file", help="a .gguf file, or a folder of a model of transformers")
+    told = (
+        "a .gguf file, a folder of a model of transformers, or the name of a repository of the Hugging Face Hub with "
+        "either, which is downloaded: owner/name, or owner/name:Q4_K_M where it has several files"
+    )
+    chat.add_argument("file", help=told)
     chat.add_argument("prompt", nargs="*", help="the prompts, in order; default: lines of the standard input")
     chat.add_argument("--activations", choices=("int8", "float"), help="of linear layers of a file; default: int8")
     chat.add_argument("--system", metavar="TEXT", default="", help="what the model is told before the first prompt")
@@ -120,23 +132,28 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _recorder(options: argparse.Namespace) -> object:
-    from lowbit.recorder.report import report  # also where torch is not installed
+    from lowbit.recorder.report import report  # works without torch
 
     return report(options.folder, json_file=options.json, trace_file=options.trace)
 
 
 def _quantize(options: argparse.Namespace) -> object:
-    if options.config is None and options.plan is None and options.embeddings is None:
-        raise ValueError("quantize: needs --config, --plan or --embeddings")
     head = None if options.head == "None" else options.head
+    calibration = options.calibration
+    if calibration not in (None, "self"):
+        calibration = [Path(calibration).read_text()]
     if options.out.endswith(".gguf"):
         from lowbit.huggingface.quantize_gguf import quantize_to_file
 
-        if options.config is None or options.plan or options.embeddings:
-            raise ValueError("quantize: a .gguf OUT needs --config, and takes no --plan and no --embeddings")
+        if options.config is None or options.plan or options.embeddings or options.activations:
+            raise ValueError(
+                "quantize: a .gguf OUT must have --config, and none of --plan, --embeddings and --activations"
+            )
+        if calibration not in (None, "self"):
+            raise ValueError(f"quantize: --calibration of a .gguf OUT must be self, got {options.calibration}")
         return quantize_to_file(
             options.model, options.out, options.config, like=options.like,
-            modules_to_not_convert=options.modules_to_not_convert, head=head,
+            modules_to_not_convert=options.modules_to_not_convert, head=head, calibration=calibration,
         )  # fmt: skip
     if options.model.endswith(".gguf") or options.like:
         raise ValueError("quantize: a .gguf MODEL and --like are for a .gguf OUT")
@@ -148,6 +165,8 @@ def _quantize(options: argparse.Namespace) -> object:
         modules_to_not_convert=options.modules_to_not_convert,
         embeddings=options.embeddings,
         head=head,
+        calibration=calibration,
+        activations=options.activations,
     )
 
 

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Entry points. `torch.backends`: makes the ops `lowbit::*` known after a bare `import torch`, so a saved .pt2 that
-names them loads. `bitsandbytes.backends`: gives bitsandbytes our CPU kernels when it is imported.
+"""Entry points that torch and bitsandbytes call when they are imported.
 
-A package of its own, so that torch can call it while `lowbit` itself is half imported, and so that a broken `lowbit`
-can never break `import torch`: an error is kept (`failures`, shown by `lowbit.info()`) and raised only when
-LOWBIT_STRICT=1. It claims no device and opens no device's library. LOWBIT_AUTOLOAD=0 turns it off, and so do
-TORCH_DEVICE_BACKEND_AUTOLOAD=0 (torch's own switch, for every package) and LOWBIT_SIM=1; LOWBIT_BITSANDBYTES=0 leaves
-bitsandbytes as it is.
+`torch.backends` registers the ops `lowbit::*` after a bare `import torch`, so that a saved .pt2 with them loads.
+`bitsandbytes.backends` gives bitsandbytes lowbit's CPU kernels.
+
+This is a separate package, so that torch can call it while `lowbit` itself is half imported, and so that a broken
+`lowbit` cannot break `import torch`. An error is stored (`failures`, shown by `lowbit.info()`) and raised only if
+LOWBIT_STRICT=1. It claims no device and opens no device library. LOWBIT_AUTOLOAD=0 disables it, as do
+TORCH_DEVICE_BACKEND_AUTOLOAD=0 (torch's own switch, for every package) and LOWBIT_SIM=1. LOWBIT_BITSANDBYTES=0 disables
+only the part for bitsandbytes.
 """
 
 from __future__ import annotations
@@ -14,11 +16,11 @@ from __future__ import annotations
 import os
 
 ran = False
-failures: dict[str, str] = {}  # by the name of the package that was to know lowbit: "torch", "bitsandbytes"
+failures: dict[str, str] = {}  # by the package whose entry point failed: "torch", "bitsandbytes"
 
 
 class _Keeping:
-    """Keep what is raised inside as the failure of a package, and raise it only when LOWBIT_STRICT=1."""
+    """Store an exception of the block as the failure of a package, and raise it only if LOWBIT_STRICT=1."""
 
     def __init__(self, package: str) -> None:
         self.package = package
@@ -34,12 +36,12 @@ class _Keeping:
 
 
 def autoload() -> None:
-    """Register the ops with torch; called by `import torch`."""
+    """Register the ops with torch. `import torch` calls this."""
     global ran
     if os.environ.get("LOWBIT_AUTOLOAD") == "0":
         return
     if os.environ.get("LOWBIT_SIM") == "1":
-        return  # `import lowbit` registers the ops and enables the simulated device, which autoload must not
+        return  # `import lowbit` registers the ops and enables the simulated device, which autoload must not do
     ran = True
     with _Keeping("torch"):
         from lowbit.ops.registration import register
@@ -48,7 +50,7 @@ def autoload() -> None:
 
 
 def bitsandbytes() -> None:
-    """Give bitsandbytes' ops our CPU kernels; called at the end of `import bitsandbytes`."""
+    """Give bitsandbytes' ops lowbit's CPU kernels. `import bitsandbytes` calls this at its end."""
     if os.environ.get("LOWBIT_BITSANDBYTES") == "0":
         return
     with _Keeping("bitsandbytes"):

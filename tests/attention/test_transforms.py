@@ -151,7 +151,7 @@ def test_second_derivative_with_a_mod_is_refused_where_it_is_asked_for(dropout_p
     out = flex_attention(q, k, v, mod, dropout_p=dropout_p)
     (first,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
     torch.testing.assert_close(first, torch.autograd.grad(out.square().sum(), q, retain_graph=True)[0])
-    with pytest.raises(NotImplementedError, match="attention: no second derivative with score_mod"):
+    with pytest.raises(NotImplementedError, match="attention: a second derivative must be without score_mod"):
         first.sum().backward()
 
 

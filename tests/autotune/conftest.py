@@ -16,6 +16,7 @@ from lowbit.autotune.kept_times import KeptTimes
 from lowbit.autotune.plan import Plan
 from lowbit.autotune.seen_layer import record
 from lowbit.autotune.timing import Times
+from lowbit.quant.output_head import head_config
 
 FLOAT_SECONDS = 10.0
 
@@ -31,14 +32,14 @@ class FakeTimer:
     def __init__(self, seconds: dict[str, float], model: float | list[float] = 1.0) -> None:
         self.seconds, self.model = seconds, model if isinstance(model, list) else [model]
         self.sets: list[list[str]] = []
-        self.noise = 1.0
+        self.noise, self.taken = 1.0, 0.0
 
     def best(self, calls, share=1.0):
         for timed in calls.values():
             with timed.around():
                 timed.call()  # as the real one does
         self.sets.append(list(calls))
-        return Times({name: self._of(name) for name in calls}, self.noise)
+        return Times({name: self._of(name) for name in calls}, self.noise, self.taken)
 
     def _of(self, name: str) -> float:
         if name in ("float", "before"):
@@ -50,19 +51,21 @@ class FakeTimer:
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the clock does run, shortly: no test asks for a time."""
+    """Where the clock does run, shortly, and as on a machine without other programs: no test asks for a time."""
     monkeypatch.setattr(timing, "BUDGET_S", 0.0)
+    monkeypatch.setattr(timing.OtherPrograms, "share", lambda self: 0.0)
 
 
 @pytest.fixture
 def make_plan() -> Callable[..., Plan]:
     """autoquant with a FakeTimer, and no times kept in a file."""
 
-    def make(model, example_input, candidates, seconds, min_sqnr=20.0, model_seconds=1.0, cache=False, filter_fn=None, noise=1.0, recorded=False, whole=True, evaluate=None, at_most=None):
+    def make(model, example_input, candidates, seconds, min_sqnr=20.0, model_seconds=1.0, cache=False, filter_fn=None, noise=1.0, taken=0.0, recorded=False, whole=True, evaluate=None, at_most=None, head="int8"):
         timer = FakeTimer(seconds, model_seconds)
-        timer.noise = noise
+        timer.noise, timer.taken = noise, taken
         maker = PlanMaker(candidates_of(candidates, None), min_sqnr, KeptTimes(cache), timer)
         maker.raises, maker.evaluate, maker.at_most = True, evaluate, at_most
+        maker.of_head = [head_config("autoquant", head, config) or config for config in maker.configs]
         layers = maker.layers_of(model, filter_fn)
         if recorded:
             record(model, layers, lambda: model(example_input))

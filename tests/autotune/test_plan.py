@@ -19,6 +19,7 @@ import lowbit
 from lowbit import _C
 from lowbit.autotune.kv_choice import CacheChoice
 from lowbit.autotune.plan_row import PlanRow
+from lowbit.autotune.rows import alike
 from lowbit.formats import LinearSpec
 from lowbit.quant import QuantLinear
 
@@ -39,7 +40,7 @@ def plan_of(model: nn.Module, **specs: LinearSpec) -> lowbit.Plan:
 def test_a_plan_prints_and_renders_as_a_table(block):
     plan = plan_of(block, twice=W4A8, once=INT8)
     text, page = repr(plan), plan._repr_html_()
-    for words in ("2 of 3 linear layers", "int4 g32 int8-activations", "4.00x", "31.5", "25.5 dB", "3.00x float",
+    for words in ("2 of 3 layers", "int4 g32 int8-activations", "4.00x", "31.5", "25.5 dB", "3.00x float",
                   "KV cache: int8 (int8 41.0 dB, int4 inf dB)", "2 of 20 x float32"):  # fmt: skip
         assert words in text and words in page.replace("&quot;", '"'), words
     assert "note: <note>" in text and "&lt;note&gt;" in page and "<table>" in page
@@ -56,7 +57,7 @@ def test_a_plan_is_the_same_after_a_file(block, tmp_path, bound):
 
 def test_a_format_that_no_file_could_give_back_is_not_saved(block, tmp_path):
     plan = plan_of(block, once=LinearSpec("int8", mapping=("search", 3)))
-    with pytest.raises(ValueError, match=r"Plan: once cannot be kept in a file with mapping=\('search', 3\)"):
+    with pytest.raises(ValueError, match=r"Plan: mapping of once must be text, a number or None to be saved, got \('search', 3\)"):
         plan.save(tmp_path / "plan.json")
     assert not list(tmp_path.iterdir())
 
@@ -70,7 +71,7 @@ def changed(plan: lowbit.Plan, **values) -> dict:
     ("values", "text"),
     [
         ({"lowbit_plan": 2}, "plan.json: the version must be 1, got 2"),
-        ({"lowbit_plan": "gone"}, "plan.json: this is no plan of lowbit.autoquant"),
+        ({"lowbit_plan": "gone"}, "plan.json: a plan of lowbit.autoquant must be a dict with lowbit_plan"),
         ({"rows": "gone"}, "plan.json: plan must be an object with rows, got "),
         ({"colour": 1}, "plan must be an object without 'colour', got "),
         ({"rows": [{"layer": "a"}]}, r"plan.rows\[0\] must be an object with shape, got {'layer': 'a'}"),
@@ -103,7 +104,7 @@ def test_a_format_that_is_not_here_names_its_layer(block, tmp_path, spec):
     values = plan_of(block, once=INT8).to_dict()
     next(row for row in values["rows"] if row["layer"] == "once")["spec"] |= spec
     (tmp_path / "plan.json").write_text(json.dumps(values))
-    with pytest.raises(ValueError, match="plan.json: once has a format that is not here"):
+    with pytest.raises(ValueError, match="plan.json: once: .* must be one that this lowbit has, got"):
         lowbit.Plan.load(tmp_path / "plan.json")
 
 
@@ -136,7 +137,7 @@ def test_every_layer_that_does_not_fit_is_named_before_a_change(block):
     plan = plan_of(block, twice=W4A8, once=INT8, never=INT8)
     block.once = nn.Linear(64, 40)
     block.never = nn.Identity()
-    with pytest.raises(ValueError, match=r"once \(40 x 64, wanted 48 x 64\), never \(no linear layer\)"):
+    with pytest.raises(ValueError, match=r"once \(40 x 64, wanted 48 x 64\), never \(neither a linear layer nor experts\)"):
         plan.apply(block)
     del block.never
     lowbit.quantize_(block, lowbit.int8_weight_only(), lambda module, name: name == "twice")
@@ -156,7 +157,7 @@ def test_a_weight_that_is_not_finite_is_found_before_a_change(block):
 def test_a_row_of_another_build_is_refused_before_a_change(block):
     plan = plan_of(block, twice=W4A8)
     plan.rows[0] = dataclasses.replace(plan.rows[0], row="linear_int4_int8_abacus")
-    with pytest.raises(ValueError, match="twice: row must be one of linear here, such as linear_int4_int8_.*, got 'linear_int4_int8_abacus'"):
+    with pytest.raises(ValueError, match="twice: row must be one that lowbit.kernels.. lists, got 'linear_int4_int8_abacus'; the nearest are linear_int4_int8_"):
         plan.apply(block)
     assert not names_left(block)
 
@@ -174,13 +175,29 @@ def test_a_row_that_serves_no_call_of_its_layer_is_refused_before_a_change(block
     assert block.once.row == min(rows)
 
 
+@pytest.mark.parametrize("calls", [((20, "float32", 2),), ()], ids=["called", "not called"])
+def test_a_row_of_another_format_is_refused_on_every_machine(calls, block):
+    plan = plan_of(block, once=INT8)
+    rows = [str(row["name"]) for row in _C.kernels("linear") if row["backend"] in _C.isa()["compiled"]]
+    others = [name for name in rows if name.startswith("linear_int4_") and alike(name)]
+    assert "linear_int4_avx2" in others
+    for name in others:
+        plan.rows[1] = dataclasses.replace(plan.rows[1], row=name, calls=calls)
+        with pytest.raises(ValueError, match=rf"once \({name} serves no int8 per-channel of its calls\)"):
+            plan.apply(block)
+    plan.rows[1] = dataclasses.replace(plan.rows[1], spec=None)
+    with pytest.raises(ValueError, match=r"once \(linear_int4_\w+ is preferred, and it stays float\)"):
+        plan.apply(block)
+    assert not names_left(block)
+
+
 def test_a_line_too_many_or_too_few_is_refused_before_a_change(block):
     plan = plan_of(block, twice=W4A8, once=INT8)
     one = plan.rows.pop(0)
     with pytest.raises(ValueError, match=r"twice \(no line in the plan\)"):
         plan.apply(block)
     plan.rows += [one, one]
-    with pytest.raises(ValueError, match="a layer must have one line, got several for twice"):
+    with pytest.raises(ValueError, match="a layer must have one row, got several for twice"):
         plan.apply(block)
     assert not names_left(block)
 

@@ -38,7 +38,7 @@ TOLD = {
     "misses-a-library": "libacme_runtime.so.4: cannot open shared object file",
     "misses-its-rows": "/nowhere/rows.so: cannot be loaded",
     "claims-2": "RuntimeError: torch.register_privateuse1_backend() has already been set",
-    "uses-an-op": "register() runs no op and asks for no row",
+    "uses-an-op": "register() must not run an op or ask for kernel rows",
     "half-good": "KeyError: 'half'",
     "wrong-prefix": "wrong-prefix: the name of a row must begin with linear_, got 'matmul_acme'",
     "wrong-op": "op must be one that is offered (lowbit.backends.OPS), got 'score_program'",
@@ -123,7 +123,7 @@ CHOICE = """
 import os, sys, threading, torch, lowbit
 from lowbit import _C
 torch.set_grad_enabled(False)
-layer = torch.nn.Sequential(torch.nn.Linear(32, 16), torch.nn.Linear(16, 8))
+layer = torch.nn.Sequential(torch.nn.Linear(32, 16), torch.nn.Linear(16, 9))
 lowbit.quantize_(layer, lowbit.int8_weight_only())
 x = torch.ones(2, 32)
 child = os.fork()
@@ -135,7 +135,7 @@ threads = [threading.Thread(target=lambda: (layer[0](x.clone()), ran.append(_C.l
 [thread.start() for thread in threads], [thread.join() for thread in threads]
 assert ran == ["linear_test_eager"] * 4, ran  # a row that says `first`
 layer[1](torch.ones(2, 16))
-assert _C.last_kernel("linear").startswith("linear_int8_"), "eager refuses n = 8"
+assert _C.last_kernel("linear").startswith("linear_int8_"), "eager refuses n = 9"
 explained = lowbit.explain(layer)
 print(explained)
 print(lowbit.kernels("linear"))
@@ -176,7 +176,7 @@ def test_rows_are_chosen_explained_preferred_and_fail_with_a_text(packages: Pack
     packages.add("keeps", "def register(api):\n    global kept\n    kept = api\n")
     out = python(CHOICE, PYTHONPATH=packages.path)
     explained, rows = out.partition("row  ")[::2]
-    assert "linear_test_eager (eager)" in explained and "n must be 16, got 8" in explained
+    assert "linear_test_eager (eager)" in explained and "n must be 16, got 9" in explained
     assert rows.index("linear_test_eager (eager)") < rows.index("linear_int8_") < rows.index("linear_test_divides (divides)")
     assert rows.index("linear_test_divides") < rows.index("linear_test_fails") < rows.index("linear_test_lazy")
 

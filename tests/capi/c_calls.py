@@ -47,6 +47,8 @@ def c_weight(packed: Tensor | None, n: int, k: int, format: int, group_size: int
 _FIELDS = {
     "quantize": [("mapping", INT32), ("scale_choice", INT32), ("importance", POINTER)],
     "linear": [("x_format", INT32), ("activation", INT32), ("bias", POINTER), ("mul", POINTER), ("add", POINTER)],
+    "experts": [("gate_up_x_format", INT32), ("down_x_format", INT32), ("activation", INT32), ("no_gate", INT32), ("interleaved", INT32),
+                ("alpha", DOUBLE), ("limit", DOUBLE), ("up_offset", DOUBLE), ("gate_up_bias", POINTER), ("down_bias", POINTER)],
     "attention_forward": [("scale", DOUBLE), ("causal", INT32), ("mask", POINTER), ("sink", POINTER), ("lse", POINTER)],
     "decode": [("scale", DOUBLE), ("k_scale", POINTER), ("v_scale", POINTER), ("rotated", INT32), ("causal", INT32), ("window", INT64),
                ("mask", POINTER), ("sink", POINTER)],

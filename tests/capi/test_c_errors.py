@@ -25,6 +25,12 @@ def packed(n: int = 16, k: int = 64, format: int = INT4, group_size: int = 32, a
     return c_weight(torch.zeros(shape, dtype=torch.uint8), n, k, format, group_size, asymmetric, layout)
 
 
+def experts(count: int = 3, n: int = 16, k: int = 64) -> Any:
+    """The packed weights of some experts, one behind another."""
+    data = packed(n, k).kept.repeat(count, 1)
+    return c_weight(data, n, k, INT4, 32)
+
+
 def changed(weight: Any, **fields: Any) -> Any:
     for name, value in fields.items():
         setattr(weight, name, value)
@@ -59,6 +65,8 @@ CALLS: dict[str, Callable[[], Arguments]] = {
     "repack": lambda: {"from": packed(), "to": packed(layout=1)},
     "embedding": lambda: {"weight": packed(), "indices": torch.zeros(3, dtype=torch.int64), "out": floats(3, 64)},
     "linear": lambda: {"x": floats(5, 64), "weight": packed(), "y": floats(5, 16), "options": options("linear")},
+    "experts": lambda: {"x": floats(5, 64), "gate_up": experts(n=128), "down": experts(), "index": torch.zeros(5, 2, dtype=torch.int32),
+                        "weights": floats(5, 2), "y": floats(5, 16), "options": options("experts", activation=4)},
     "attention_forward": lambda: {"query": floats(1, 4, 3, 32), "key": floats(1, 2, 7, 32), "value": floats(1, 2, 7, 32), "out": floats(1, 4, 3, 32),
                                   "options": options("attention_forward")},
     "decode": lambda: {"query": floats(1, 4, 3, 32), "key": codes(1, 2, 7, 32), "value": codes(1, 2, 7, 32), "out": floats(1, 4, 3, 32),
@@ -76,14 +84,14 @@ WRONG: list[tuple[str, str, Callable[[], Any], str, str]] = [
     ("quantize", "weight", lambda: floats(16, 64, dtype=torch.float64), "type", "quantize: weight must be float32"),
     ("quantize", "weight", lambda: floats(16, 64) / 0, "value", "quantize: weight must be finite"),
     ("quantize", "weight", lambda: floats(64, 16).t(), "value", "quantize: weight must be contiguous"),
-    ("quantize", "packed", lambda: packed(asymmetric=True), "value", "mapping symmetric does not go with asymmetric=1"),
+    ("quantize", "packed", lambda: packed(asymmetric=True), "value", "quantize: mapping must be asymmetric with asymmetric=1, got symmetric"),
     ("quantize", "packed", lambda: packed(layout=1), "value", "quantize: packed must be in the layout x86-panel-16x64"),
     ("quantize", "packed", lambda: changed(packed(), bytes=64), "value", "quantize: packed must have the 704 bytes of int4"),
     ("quantize", "packed", lambda: changed(packed(), data=None), "value", "quantize: packed must have data, got NULL"),
     ("quantize", "packed", lambda: changed(packed(), struct_size=8), "value", "quantize: packed must have struct_size"),
     ("quantize", "options", lambda: options("quantize", mapping=3), "value", "quantize: mapping must be 0..2"),
     ("quantize", "options", lambda: options("quantize", scale_choice=-1), "value", "quantize: scale must be 0..1"),
-    ("quantize", "options", lambda: options("quantize", importance=floats(64)), "value", "quantize: importance needs scale search"),
+    ("quantize", "options", lambda: options("quantize", importance=floats(64)), "value", "quantize: importance must be None unless scale is search"),
     ("quantize", "options", lambda: options("quantize", scale_choice=1, importance=floats(63)), "value", "importance must have shape"),
     ("quantize", "options", lambda: options("quantize", struct_size=0), "value", "quantize: options must have struct_size set to sizeof"),
     ("dequantize", "weight", lambda: changed(packed(), format=99), "value", "dequantize: format must be 0.."),
@@ -119,6 +127,21 @@ WRONG: list[tuple[str, str, Callable[[], Any], str, str]] = [
     ("linear", "options", lambda: options("linear", add=floats(5, 16, dtype=torch.float16)), "type", "linear: add must have the dtype of x"),
     ("linear", "options", lambda: newer("linear"), "value", "linear: options has a field that API version 1"),
     ("linear", "options", lambda: options("linear", struct_size=2**62), "value", "linear: options must have struct_size"),
+    ("experts", "x", lambda: floats(5, 63), "value", "experts: x must have shape [T, k] with k=64"),
+    ("experts", "gate_up", lambda: experts(n=64), "value", "experts: n of gate_up must be twice the k of down"),
+    ("experts", "gate_up", lambda: changed(experts(n=128), bytes=705), "value", "experts: gate_up must have a multiple of the"),
+    ("experts", "gate_up", lambda: changed(experts(n=128), layout=1), "value", "experts: gate_up must have a multiple of the"),
+    ("experts", "down", lambda: experts(count=2), "value", "experts: down must have shape [3, "),
+    ("experts", "down", lambda: changed(experts(), data=None), "value", "experts: down must have data, got NULL"),
+    ("experts", "index", lambda: torch.full((5, 2), 4), "value", "experts: index must be 0 to 2"),
+    ("experts", "index", lambda: floats(5, 2), "type", "experts: index must be int32 or int64"),
+    ("experts", "weights", lambda: floats(5, 3), "value", "experts: weights must have shape [5, 2]"),
+    ("experts", "y", lambda: floats(5, 17), "value", "experts: y must have shape [5, 16]"),
+    ("experts", "y", lambda: floats(5, 16, dtype=torch.bfloat16), "type", "experts: y must be float32"),
+    ("experts", "options", lambda: options("experts", activation=6), "value", "experts: activation must be 0..5"),
+    ("experts", "options", lambda: options("experts", activation=4, no_gate=1, interleaved=1), "value", "experts without a gate"),
+    ("experts", "options", lambda: options("experts", activation=4, down_x_format=9), "value", "x_format must be 0.."),
+    ("experts", "options", lambda: options("experts", activation=4, down_bias=floats(3, 15)), "value", "down_bias must have shape [3, 16]"),
     ("attention_forward", "query", lambda: floats(4, 3, 32), "value", "attention_forward: query must have shape"),
     ("attention_forward", "query", lambda: floats(1, 3, 3, 32), "value", "attention_forward: the heads of query must be a multiple"),
     ("attention_forward", "key", lambda: floats(1, 2, 7, 31), "value", "attention_forward: key must have shape"),

@@ -83,6 +83,27 @@ def check_linear(packed: Tensor, numbers: tuple[int, int, int, int, bool], forma
             assert y.equal(ops.linear(x, packed, *numbers, _C.X_FORMATS[x_format], activation=_C.ACTIVATIONS[activation], **post))
 
 
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("gated", [True, False])
+def test_experts(dtype: torch.dtype, gated: bool) -> None:
+    count, hidden, width, tokens, each = 5, 96, 64, 7, 2
+    numbers = [(width * (1 + gated), hidden, _C.FORMATS["int4"], 32, False), (hidden, width, _C.FORMATS["int4"], 32, False)]
+    packed = [torch.stack([packed_in_c(torch.randn(*of[:2]), "int4", 32, "symmetric", "search")[0] for _ in range(count)]) for of in numbers]
+    weights = [c_weight(data, *of) for data, of in zip(packed, numbers, strict=True)]
+    x, y, scores = torch.randn(tokens, hidden, dtype=dtype), torch.empty(tokens, hidden, dtype=dtype), torch.rand(tokens, each)
+    biases = {"gate_up_bias": torch.randn(count, width * (1 + gated)), "down_bias": torch.randn(count, hidden, dtype=dtype)}
+    gate = {"interleaved": True, "alpha": 1.7, "limit": 1.5, "up_offset": 1.0} if gated else {}
+    for of, x_format, threads in itertools.product((torch.int32, torch.int64), ("float", "int8_group"), THREADS):
+        torch.set_num_threads(threads)
+        index, formats = torch.randint(0, count + 1, (tokens, each), dtype=of), _C.X_FORMATS[x_format]  # `count` stands for no expert
+        activation = 4 if gated else 5  # silu, relu squared
+        chosen = options("experts", gate_up_x_format=formats, down_x_format=formats, activation=activation, no_gate=not gated, **gate, **biases)
+        call("experts", x, *weights, index, scores, y, chosen)
+        arguments = [[*of, formats] for of in numbers]
+        assert y.equal(ops.experts(x, *packed, index, scores, *arguments, activation, gated, **gate, **biases))
+    call("experts", x[:0], *weights, index[:0], scores[:0], y[:0], None if gated else options("experts", no_gate=1))
+
+
 def test_linear_without_options_and_without_rows() -> None:
     packed, numbers = packed_in_c(torch.randn(16, 64), "int4", 32, "symmetric", "search")
     x, y = torch.randn(2, 64), torch.empty(2, 16)

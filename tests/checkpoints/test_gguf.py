@@ -176,9 +176,9 @@ def test_from_pretrained_reads_the_same_and_saves_what_it_read(tmp_path):
 
 def test_the_configuration_needs_a_file(tmp_path):
     transformers.AutoModelForCausalLM.from_config(CONFIGS["llama"]).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="needs gguf_file="):
+    with pytest.raises(ValueError, match="gguf_file must name the file in the folder"):
         transformers.AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=lowbit.LowbitConfig("gguf"))
-    with pytest.raises(ValueError, match="activations must be 'int8' or 'float', got 'int4'"):
+    with pytest.raises(ValueError, match="activations must be 'int8', 'float' or None, got 'int4'"):
         lowbit.LowbitConfig("gguf", activations="int4")
     with pytest.raises(ValueError, match="must not be given with 'gguf'"):
         lowbit.LowbitConfig("gguf", embeddings="int8_weight_only()")
@@ -188,7 +188,7 @@ def test_a_parameter_that_the_file_has_not_is_named(tmp_path):
     file = GgufFile.open(write(tmp_path / "model.gguf", "llama"))
     del file.tensors["blk.1.ffn_up.weight"]
     model = on_meta(file)
-    with pytest.raises(ValueError, match="misses model.layers.1.mlp.up_proj.weight"):
+    with pytest.raises(ValueError, match="got none for model.layers.1.mlp.up_proj.weight"):
         StateReader(file, model, "float").read()
 
 
@@ -241,7 +241,7 @@ def test_zero_points_that_no_minimum_stands_for_are_refused():
     codes = torch.zeros(16, 32, dtype=torch.uint8)
     spec = BLOCK_TYPES["Q4_1"].spec("float")
     weight = CodedWeight(spec, codes, torch.ones(16), torch.full((16, 1), 2.0**-20).half(), torch.full((16, 1), 3.14).half())
-    with pytest.raises(ValueError, match="16 of its zero points times their scales are no float16"):
+    with pytest.raises(ValueError, match="zero points times their scales must be float16 numbers, got 16"):
         saving._blocks(weight.pack(), StoredWeight(spec, 16, 32, _C.LAYOUT))
 
 
@@ -269,8 +269,8 @@ def test_quantize_in_a_terminal_writes_a_file(tmp_path, capsys):
     assert (tensors["blk.0.attn_q.weight"].type, tensors["blk.1.attn_q.weight"].type) == ("Q8_0", "F32")
     assert distance(logits(read(tmp_path / "eight.gguf")), logits(read(path))) < 0.05
     for wrong, text in (
-        (arguments, "a folder needs like"),
-        ([*arguments, "--like", str(path), "--embeddings", "int8_weight_only()"], "takes no --plan and no --embeddings"),
+        (arguments, "like must be a GGUF file"),
+        ([*arguments, "--like", str(path), "--embeddings", "int8_weight_only()"], "and none of --plan, --embeddings"),
         (["quantize", str(path), str(tmp_path / "out"), "--config", config], "are for a .gguf OUT"),
         (["quantize", str(path), str(tmp_path / "out.gguf"), "--config", "nf4_weight_only()"], "no GGUF type holds"),
     ):
@@ -280,11 +280,9 @@ def test_quantize_in_a_terminal_writes_a_file(tmp_path, capsys):
 
 KEPT = {
     "model.layers.1": {"blk.1.attn_q", "blk.1.ffn_up", "blk.1.ffn_down"},
-    "layers.1": set(),  # it is no beginning and no end of a name
     "_proj": {"blk.0.attn_q", "blk.1.attn_q", "blk.0.ffn_up", "blk.1.ffn_up", "blk.0.ffn_down", "blk.1.ffn_down"},
     "up_proj": {"blk.0.ffn_up", "blk.1.ffn_up"},
     r"model.layers.\d+.mlp": {"blk.0.ffn_up", "blk.1.ffn_up", "blk.0.ffn_down", "blk.1.ffn_down"},
-    "model.layers.1.mlp.up": set(),
     "lm_head": {"output"},
 }
 
@@ -300,6 +298,30 @@ def test_names_that_stay_float_mean_the_same_for_a_file_and_a_folder(pattern, tm
     assert {name for name in (*names, "output") if tensors[f"{name}.weight"].type == "F32"} == KEPT[pattern]
     of_folder = lowbit.quantize_checkpoint(tmp_path / "folder", tmp_path / "out", config, modules_to_not_convert=[pattern])
     assert {row.layer: (row.format, row.note) for row in report.rows} == {row.layer: (row.format, row.note) for row in of_folder.rows}
+
+
+def test_a_file_is_calibrated_on_text_of_its_own(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("lowbit.quant.own_text.TOKENS", 24)
+    path, config = write(tmp_path / "model.gguf", "llama", "F32"), "int4_weight_only(group_size=32)"
+    report = quantize_to_file(path, tmp_path / "own.gguf", config, calibration="self")
+    quantize_to_file(path, tmp_path / "plain.gguf", config)
+    assert "calibrated on 16 x 24 tokens that the model wrote by itself" in report.notes
+    own, plain = (GgufFile.open(tmp_path / f"{name}.gguf").tensors["blk.0.ffn_up.weight"] for name in ("own", "plain"))
+    assert own.type == plain.type == "Q4_0"
+    assert (tmp_path / "own.gguf").read_bytes() != (tmp_path / "plain.gguf").read_bytes()
+    given = ["quantize", str(path), str(tmp_path / "other.gguf"), "--config", config, "--calibration"]
+    (tmp_path / "words.txt").write_text("words")
+    assert main([*given, str(tmp_path / "words.txt")]) == 1
+    assert "--calibration of a .gguf OUT must be self" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("pattern", ["layers.1", "model.layers.1.mlp.up", "lm_heat"])
+def test_a_name_that_matches_no_layer_is_refused(pattern, tmp_path):
+    """It is no beginning and no end of a name."""
+    path, config = write(tmp_path / "model.gguf", "llama", "F32"), "int4_weight_only(group_size=32)"
+    with pytest.raises(ValueError, match=f"modules_to_not_convert must match linear layers or embeddings .*, got '{pattern}'; the nearest"):
+        quantize_to_file(path, tmp_path / "out.gguf", config, modules_to_not_convert=[pattern])
+    assert not (tmp_path / "out.gguf").exists()
 
 
 @pytest.mark.parametrize(("config", "head", "type"), [("int4", "int8", "Q8_0"), ("int8", "int8", "Q8_0"), ("int8", None, "F32")])
@@ -331,7 +353,7 @@ def test_a_parameter_without_a_name_in_files_is_refused(tmp_path):
     path = write(tmp_path / "model.gguf", "llama", "F32")
     model = read(path)
     model.model.temperature = torch.nn.Parameter(torch.ones(1))
-    with pytest.raises(ValueError, match="save: a file such as like must hold every parameter, .* model.temperature"):
+    with pytest.raises(ValueError, match="save: like must name a tensor for every parameter .* model.temperature"):
         save(model, tmp_path / "saved.gguf", like=path)
     assert not (tmp_path / "saved.gguf").exists()
 
@@ -369,7 +391,7 @@ def patched(tmp_path: Path, at: int, value: bytes) -> Path:
 @pytest.mark.parametrize(
     "at, value, message",
     [
-        (0, b"GGML", "begins with b'GGUF'"),
+        (0, b"GGML", "must begin with b'GGUF'"),
         (4, struct.pack(">I", 3), "the other byte order"),
         (4, struct.pack("<I", 9), "must be 2 or 3, got 9"),
         (8, struct.pack("<Q", 1 << 60), "1 to 4 dimensions"),
@@ -428,5 +450,5 @@ def test_parts_of_a_split_file(tmp_path):
     first = tmp_path / "model-00001-of-00002.gguf"
     assert torch.equal(logits(read(first)), logits(read(path)))
     (tmp_path / "model-00002-of-00002.gguf").unlink()
-    with pytest.raises(FileNotFoundError, match="model-00002-of-00002.gguf must lie beside it"):
+    with pytest.raises(FileNotFoundError, match="model-00002-of-00002.gguf, another of its 2 parts, must lie beside it"):
         GgufFile.open(first)

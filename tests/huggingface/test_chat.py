@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import io
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -68,6 +69,59 @@ def test_a_line_that_is_no_text_is_named(file, capsys, piped):
     piped(b"abc\n\xff\n")
     assert main(["chat", str(file), *GREEDY]) == 1
     assert "line 2 of the standard input must be UTF-8, got b'\\xff\\n'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [["abc", "d\udcff"], ["abc", "--system", "\udcff"]])
+def test_a_prompt_that_is_no_text_is_refused_before_the_file_is_read(arguments, capsys):
+    assert main(["chat", "there is none.gguf", *arguments]) == 1
+    assert "must be UTF-8, got b'" in capsys.readouterr().err
+
+
+def test_in_a_terminal_with_a_pipe_behind_it_the_output_has_answers_alone(file, capsys, monkeypatch):
+    typed = io.StringIO("abc ab\n\nb\n")
+    typed.isatty = lambda: True
+    monkeypatch.setattr(sys, "stdin", typed)
+    assert main(["chat", str(file), *GREEDY]) == 0
+    out, remarks = capsys.readouterr()
+    assert out.splitlines() == answers(file, "abc ab", "b") and remarks.count("> ") == 4 and "8 tokens, " in remarks
+
+
+def test_a_standard_input_that_is_closed_has_no_prompts(file, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", None)
+    assert main(["chat", str(file)]) == 0
+    assert capsys.readouterr() == ("", "no answer\n")
+
+
+def test_a_folder_without_a_model_is_refused_with_the_files_in_it(file, tmp_path, capsys):
+    assert main(["chat", str(file.parent), "abc"]) == 1
+    assert f"a folder must have a config.json, {file.parent} has none; GGUF files in it: tiny.gguf" in capsys.readouterr().err
+    with pytest.raises(IsADirectoryError, match="path must be a GGUF file, got the folder .*GGUF files in it: none"):
+        lowbit.load_gguf(tmp_path)
+
+
+def test_an_interrupted_chat_does_not_promise_to_go_on(file, capsys, monkeypatch):
+    def interrupt(*_: object, **options: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(module, "chat", interrupt)
+    assert main(["chat", str(file), "abc"]) == 130
+    assert capsys.readouterr().err == "lowbit: interrupted\n"
+
+
+def test_the_word_that_ends_a_turn_ends_an_answer_where_the_folder_does_not_name_it(file, tmp_path, capsys):
+    """Llama 3 and others: the template ends a turn with a word that generation_config.json does not have."""
+    model, tokenizer = lowbit.load_gguf(file)
+    ids = tokenizer("abc ab", return_tensors="pt")
+    with torch.no_grad():
+        second = int(model.generate(**ids, max_new_tokens=4, do_sample=False)[0, ids["input_ids"].shape[1] + 1])
+    word = tokenizer.convert_ids_to_tokens(second)
+    model.save_pretrained(tmp_path), tokenizer.save_pretrained(tmp_path)
+    assert main(["chat", str(tmp_path), "abc ab", *GREEDY]) == 0
+    assert "4 tokens, " in capsys.readouterr().err
+    described = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(described | {"eos_token": word}))
+    assert main(["chat", str(tmp_path), "abc ab", *GREEDY]) == 0
+    assert "2 tokens, " in capsys.readouterr().err
 
 
 def test_a_reader_that_ends_is_no_error(file):

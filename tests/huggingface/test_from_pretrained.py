@@ -47,16 +47,14 @@ def test_a_loaded_model_is_the_one_that_quantize_makes(saved, config):
     assert (ours.model_bytes_before, ours.model_bytes_after) == (report.model_bytes_before, report.model_bytes_after)
 
 
-def test_without_a_format_of_its_own_the_output_head_stays_float_and_tied(saved):
+def test_without_a_rule_of_its_own_the_output_head_is_as_other_layers_and_stays_float_where_it_is_tied(saved):
     cls, model, folder = saved
     loaded = cls.from_pretrained(folder, quantization_config=lowbit.LowbitConfig(W4A8, head=None))
     head, embedding = loaded.get_output_embeddings(), loaded.get_input_embeddings()
-    assert type(head) is torch.nn.Linear
-    assert (head.weight is embedding.weight) == (model.get_output_embeddings().weight is model.get_input_embeddings().weight)
+    tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    assert (type(head) is torch.nn.Linear) == (head.weight is embedding.weight) == tied
     notes = {row.layer: row.note for row in loaded.hf_quantizer.report.skipped}
-    assert set(notes.values()) <= {"its weight is tied", "named by modules_to_not_convert"}
-    everything = cls.from_pretrained(folder, quantization_config=lowbit.LowbitConfig(W4A8, modules_to_not_convert=[], head=None))
-    assert (type(everything.get_output_embeddings()) is torch.nn.Linear) == (head.weight is embedding.weight)
+    assert set(notes.values()) == ({"its weight is tied"} if tied else set())
 
 
 @pytest.mark.parametrize("shard", ["5GB", "20KB"])
@@ -158,10 +156,10 @@ def test_a_plan_that_does_not_fit_is_refused(plan, match, tmp_path):
     ("fields", "error", "match"),
     [
         ({"config": "int4_weight_only", "version": 2}, ValueError, "version must be 1, got version=2: a later lowbit wrote it"),
-        ({"config": "int4_weight_only", "bits": 4}, ValueError, "fields must be config, modules_to_not_convert, plan, embeddings, head, activations, fuse, version; got bits"),
+        ({"config": "int4_weight_only", "bits": 4}, ValueError, "fields must be config, modules_to_not_convert, plan, embeddings, head, activations, fuse, calibration, tokenizer, version; got bits"),
         ({"config": "int5_weight_only"}, ValueError, "must begin with one of float_weight"),
         ({"config": 4}, TypeError, "must be a configuration"),
-        ({}, ValueError, "config must name a format where there is no plan"),
+        ({}, ValueError, "config must name a format if plan and embeddings are not given"),
     ],
 )
 def test_a_configuration_that_is_none_is_refused(fields, error, match):
@@ -239,7 +237,8 @@ def test_adapters_train_and_merge(config, tmp_path):
     peft = pytest.importorskip("peft")
     cls, folder = transformers.LlamaForCausalLM, save("llama", tmp_path)
     loaded = cls.from_pretrained(folder, quantization_config=lowbit.LowbitConfig(config, head=None))
-    packed = [loaded.get_submodule(name).weight.clone() for name in layers(loaded)]
+    adapted = [name for name in layers(loaded) if name != "lm_head"]  # "all-linear" leaves the head
+    packed = [loaded.get_submodule(name).weight.clone() for name in adapted]
     model = peft.get_peft_model(peft.prepare_model_for_kbit_training(loaded), peft.LoraConfig(r=4, target_modules="all-linear"))
     ids, optimizer = torch.arange(28).view(4, 7), torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses = []
@@ -252,7 +251,8 @@ def test_adapters_train_and_merge(config, tmp_path):
     assert losses[-1] < 0.9 * losses[0]
     wanted = logits(model.eval())
     merged = model.merge_and_unload()
-    assert layers(merged) and not any(torch.equal(merged.get_submodule(name).weight, old) for name, old in zip(layers(merged), packed, strict=True))
+    assert adapted and set(adapted) < set(layers(merged))
+    assert not any(torch.equal(merged.get_submodule(name).weight, old) for name, old in zip(adapted, packed, strict=True))
     bound = 0.4 if _C.FORMAT_FACTS[config.spec(torch.float32).format]["bits"] == 4 else 0.05
     assert (logits(merged) - wanted).norm() < bound * wanted.norm()
     merged.save_pretrained(tmp_path / "merged")
@@ -321,3 +321,48 @@ print(peak, packed)
     for format in ("int4_weight_only(group_size=32)", "int8_weight_only()"):
         peak, packed = map(int, python(code, str(tmp_path), str(tmp_path / "small"), format).split()[-2:])
         assert peak <= 1.15 * packed + 4096 * 1024 * 2, f"{format}: {peak / 1e6:.1f} MB for {packed / 1e6:.1f} MB"
+
+
+@pytest.mark.parametrize("config", [lowbit.int4_weight_only(32), lowbit.int8_weight_only(), W4A8], ids=str)
+def test_a_configuration_itself_is_a_quantization_config(config, tmp_path):
+    cls, folder = transformers.LlamaForCausalLM, save("llama", tmp_path)
+    loaded = cls.from_pretrained(folder, quantization_config=config)
+    wanted = cls.from_pretrained(folder, quantization_config=lowbit.LowbitConfig(config))
+    assert layers(loaded) == layers(wanted) and torch.equal(logits(loaded), logits(wanted))
+    assert isinstance(loaded.config.quantization_config, lowbit.LowbitConfig)
+    assert loaded.config.quantization_config == wanted.config.quantization_config
+    loaded.save_pretrained(tmp_path / "packed")
+    assert torch.equal(logits(cls.from_pretrained(tmp_path / "packed")), logits(loaded))
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "match"),
+    [
+        ({"modules_to_not_convert": ["lm_heat"]}, ValueError, "modules_to_not_convert must match .*, got 'lm_heat'; the nearest is lm_head"),
+        ({"modules_to_not_convert": ["lm_head", "model.norm"]}, ValueError, "modules_to_not_convert must match .*, got 'model.norm'"),
+        ({"modules_to_not_convert": "lm_head"}, TypeError, "modules_to_not_convert must be a list of names, got 'lm_head'"),
+        ({"plan": {"model.layers.0.mlp.upproj": None}}, ValueError, "plan must name .*; the nearest are model.layers.0.mlp.up_proj"),
+        ({"embedding": "int8_weight_only"}, ValueError, "fields must be .*; got embedding; the nearest is embeddings"),
+    ],
+)
+def test_names_that_are_not_there_are_refused_with_the_nearest(fields, error, match, tmp_path):
+    cls, folder = transformers.LlamaForCausalLM, save("llama", tmp_path)
+    with pytest.raises(error, match=f"LowbitConfig: {match}"):
+        cls.from_pretrained(folder, quantization_config=lowbit.LowbitConfig("int8_weight_only", **fields))
+
+
+def test_the_report_says_how_embeddings_are_packed_where_they_are_half_of_the_model(tmp_path):
+    config = transformers.LlamaConfig(
+        vocab_size=512, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4, tie_word_embeddings=False
+    )
+    cls = transformers.LlamaForCausalLM
+    model = cls(config)
+    model.save_pretrained(tmp_path)
+    loaded = cls.from_pretrained(tmp_path, quantization_config=lowbit.int8_weight_only())
+    for report in (loaded.hf_quantizer.report, lowbit.quantize_(model, "int8_weight_only")):
+        assert [(weight.name, weight.packable) for weight in report.left] == [("model.embed_tokens.weight", True)]
+        assert "% of the model; quantize_(model, lowbit.int8_weight_only(), lambda module, name: isinstance(" in str(report)
+    packed = lowbit.quantize_(model, lowbit.int8_weight_only(), lambda module, name: isinstance(module, torch.nn.Embedding))
+    assert "of the model; quantize_" not in str(packed)
+    both = cls.from_pretrained(tmp_path, quantization_config=lowbit.LowbitConfig("int8_weight_only", embeddings="int8_weight_only"))
+    assert "of the model; quantize_" not in str(both.hf_quantizer.report)

@@ -84,6 +84,12 @@ def test_a_plan_from_a_file(flat, tmp_path):
     report = lowbit.quantize_checkpoint(folder, tmp_path / "packed", CONFIG, plan=plan)
     formats = {row.layer: row.format for row in report.rows}
     assert formats["model.layers.0.mlp.up_proj"] == "int8 per-channel" and formats["lm_head"] == ""
+    if not flat:  # autoquant writes a row for each layer
+        with pytest.raises(ValueError, match=r"plan.json must have a row for each linear layer .*, got none for .*model.layers.0.mlp.gate_proj"):
+            lowbit.quantize_checkpoint(folder, tmp_path / "alone", plan=plan)
+        linear = [name for name, module in transformers.AutoModelForCausalLM.from_pretrained(folder).named_modules() if isinstance(module, torch.nn.Linear)]
+        rows += [{"layer": name, "spec": None} for name in linear if name not in (of_layer, "lm_head")]
+        plan.write_text(json.dumps({"lowbit_plan": 1, "rows": rows}))
     assert main(["quantize", str(folder), str(tmp_path / "alone"), "--plan", str(plan)]) == 0
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "alone")
     assert [n for n, m in loaded.named_modules() if is_packed(m)] == ["model.layers.0.mlp.up_proj"]
@@ -95,8 +101,8 @@ _ROWS = "must have a list of rows, each with layer and spec, "
 @pytest.mark.parametrize(
     ("text", "named"),
     [
-        ("{", "is no JSON"),
-        ("[]", "must be an object of layer names and configurations"),
+        ("{", "must be JSON"),
+        ("[]", "must be a JSON object of layer names and configurations"),
         ('{"lowbit_plan": 1}', _ROWS + "got rows=None"),
         ('{"lowbit_plan": 1, "rows": {}}', _ROWS + "got rows={}"),
         ('{"lowbit_plan": 1, "rows": [{"layer": "lm_head", "spec": null}, 7]}', _ROWS + "got 7 in place 1"),
@@ -110,6 +116,29 @@ def test_a_file_that_is_no_plan_is_named(text, named, tmp_path):
     plan.write_text(text)
     with pytest.raises(ValueError, match=rf"quantize_checkpoint: plan {re.escape(str(plan))} {re.escape(named)}"):
         lowbit.quantize_checkpoint(save("llama", tmp_path), tmp_path / "packed", CONFIG, plan=plan)
+
+
+_SPEC = dataclasses.asdict(lowbit.int8_weight_only().spec(torch.float32))
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ('{"lm_head": null, "lm_head": "int8_weight_only"}', " must name a layer once, got several of lm_head"),
+        (json.dumps({"lowbit_plan": 1, "rows": [{"layer": "lm_head", "spec": None}] * 2}), " must name a layer once, got several of lm_head"),
+        ('{"lm_head": "int8_weight_only(group_size=33)"}', ": lm_head: int8_weight_only: group_size must be 32, 64, 128, 256 or None (per channel), got group_size=33"),
+        ('{"lm_head": "int8_weights"}', ": lm_head: config: 'int8_weights' must begin with one of"),
+        (json.dumps({"lowbit_plan": 1, "rows": [{"layer": "lm_head", "spec": _SPEC | {"group_size": 33}}]}), ": lm_head: "),
+        (json.dumps({"lowbit_plan": 1, "rows": [{"layer": "lm_head", "spec": _SPEC, "row": "linear_int8_abacus"}]}),
+         ": lm_head: row must be one that lowbit.kernels() lists, got 'linear_int8_abacus'; the nearest are linear_int8_"),
+    ],
+)  # fmt: skip
+def test_an_error_of_a_plan_names_file_and_layer(text, named, tmp_path):
+    plan = tmp_path / "plan.json"
+    plan.write_text(text)
+    with pytest.raises(ValueError, match=rf"quantize_checkpoint: plan {re.escape(str(plan) + named)}"):
+        lowbit.quantize_checkpoint(save("llama", tmp_path), tmp_path / "packed", CONFIG, plan=plan)
+    assert not (tmp_path / "packed").exists()
 
 
 CHOICES = [
@@ -150,7 +179,7 @@ def test_gptq_which_needs_inputs_is_refused_before_anything_is_written(plan, tmp
     named = "lm_head" if plan else "config"
     error = capsys.readouterr().err
     assert f"LowbitConfig: {named} must be quantized without inputs of the model, which GPTQ needs" in error
-    assert "lowbit.quantize_(model, config, calibration=...)" in error
+    assert "give calibration='self' or batches" in error
     assert {path.name for path in tmp_path.iterdir()} == {"float", "plan.json"}
 
 
@@ -248,7 +277,7 @@ def test_a_process_that_is_killed_can_be_taken_up(tmp_path):
 def test_a_shard_that_reads_back_otherwise_is_refused(tmp_path, monkeypatch):
     folder = save("llama", tmp_path)
     monkeypatch.setattr(quantize_checkpoint, "file_checksum", lambda path: 0)
-    with pytest.raises(ValueError, match="reads back otherwise than it was written"):
+    with pytest.raises(ValueError, match="must read back as it was written"):
         lowbit.quantize_checkpoint(folder, tmp_path / "packed", CONFIG)
     assert not (tmp_path / "packed").exists()
 
@@ -258,7 +287,7 @@ def test_a_shard_that_reads_back_otherwise_is_refused(tmp_path, monkeypatch):
     [
         (lambda folder: shutil.rmtree(folder), "must be a folder with config.json"),
         (lambda folder: (folder / "model.safetensors").unlink(), "there is no .*model.safetensors"),
-        (lambda folder: (folder / "model.safetensors").write_bytes(b"\0" * 9), "is no safetensors file"),
+        (lambda folder: (folder / "model.safetensors").write_bytes(b"\0" * 9), "must be a safetensors file"),
         (lambda folder: rewrite(folder, quantization_config={"quant_method": "gptq"}), "is quantized already, by 'gptq'"),
         (lambda folder: rewrite(folder, architectures=["OwnModel"]), "must name a model of transformers, got OwnModel"),
         (lambda folder: spoil_weight(folder, torch.inf), "up_proj.weight of .* must be finite"),
@@ -288,7 +317,7 @@ def spoil_weight(folder: Path, value: float) -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "match"),
-    [([], "needs --config, --plan or --embeddings"), (["--config", "int5"], "must begin with one of"), (["--plan", "nowhere.json"], "nowhere.json")],
+    [([], "needs config, plan or embeddings"), (["--config", "int5"], "must begin with one of"), (["--plan", "nowhere.json"], "nowhere.json")],
 )
 def test_wrong_arguments_are_told(arguments, match, tmp_path, capsys):
     assert main(["quantize", str(tmp_path), str(tmp_path / "out"), *arguments]) == 1

@@ -86,14 +86,18 @@ def test_every_configuration_comes_back_bit_for_bit(config, name, tmp_path):
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 def test_the_entry_packs_the_float_model_alike(config, name, tmp_path):
     model = float_model(name, tmp_path)
-    lowbit.quantize_(model, config, head=None if name == "llama" else "int8", filter_fn=None if name == "llama" else not_the_head)
+    lowbit.quantize_(model, config, head=None if name == "llama" else "int8")
     again = type(model).from_pretrained(tmp_path / "float", quantization_config=lowbit.LowbitConfig.from_dict(entry(model)))
     assert formats(again) == formats(model) and torch.equal(logits(again), logits(model))
 
 
-def not_the_head(module: nn.Module, name: str) -> bool:
-    """A tied one: from_pretrained packs it with its table, quantize_ with 8 bits alone."""
-    return kind_of(module) is LINEAR and name not in ("lm_head", "cls.predictions.decoder")
+@pytest.mark.parametrize("name", ["llama", "tied", "gpt2", "bert"])
+def test_the_entry_leaves_a_float_head_float(name, tmp_path):
+    model = float_model(name, tmp_path)
+    heads = ("lm_head", "cls.predictions.decoder")
+    lowbit.quantize_(model, W4A8, lambda module, name: kind_of(module) is LINEAR and name not in heads)
+    again = type(model).from_pretrained(tmp_path / "float", quantization_config=lowbit.LowbitConfig.from_dict(entry(model)))
+    assert formats(again) == formats(model) and torch.equal(logits(again), logits(model))
 
 
 def test_the_entry_is_the_one_of_from_pretrained(tmp_path):
@@ -159,9 +163,10 @@ def test_several_calls_for_parts_are_one_entry(tmp_path):
     lowbit.quantize_(model, lowbit.nf4_weight_only(), lambda module, name: name == "model.embed_tokens")
     lowbit.sparsify_(model, lowbit.block_sparse_weight(16), linear_in("o_proj"))
     loaded = check_it_comes_back(model, tmp_path)
-    assert entry(loaded)["config"] == "int4_weight_only(group_size=32)" and entry(loaded)["head"] is None
+    assert entry(loaded)["config"] == "int4_weight_only(group_size=32)" and "head" not in entry(loaded)
     attention = {f"model.layers.{layer}.self_attn.{name}_proj" for layer in (0, 1) for name in "qkvo"}
-    assert entry(loaded)["plan"].keys() == {*attention, "model.embed_tokens"}
+    assert entry(loaded)["plan"].keys() == {*attention, "model.embed_tokens", "lm_head"}
+    assert entry(loaded)["plan"]["lm_head"] is None
     assert entry(loaded)["plan"]["model.layers.0.self_attn.v_proj"] is None
     assert entry(loaded)["plan"]["model.layers.0.self_attn.o_proj"] == "stored"
     lowbit.quantize_(loaded, INT8, linear_in("v_proj", "lm_head"))  # a model that from_pretrained made
@@ -210,7 +215,7 @@ SEAMLESS = dict(vocab_size=97, hidden_size=64, max_position_embeddings=64, pad_t
 @pytest.mark.parametrize("config", [INT4, INT8], ids=str)
 @pytest.mark.parametrize("name", ["T5ForConditionalGeneration", "SeamlessM4TForTextToText"])
 def test_weights_of_which_some_are_untied_come_back(name, config, tmp_path):
-    """A head and three tables are one weight: int4 packs all tables that it can, int8 the head alone."""
+    """A head and three tables are one weight: all tables are packed that can be."""
     cls, ids = getattr(transformers, name), torch.arange(14).view(2, 7)
     torch.manual_seed(0)
     model = cls(cls.config_class(**(T5 if "T5" in name else SEAMLESS))).eval()

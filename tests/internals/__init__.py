@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Functions of liblowbit that Python has no use for but tests have, as a module of pybind11 that is compiled when a
 test first asks for one: ops by their contract (`decode` into given tensors, with mods and a log-sum-exp; a score
-program over a tile), score programs as SPIR-V, and what the CUDA and oneDNN backends make and keep.
+program over a tile), score programs as SPIR-V, what the CUDA and oneDNN backends make and keep, and
+the state of the threads.
 """
 
 from __future__ import annotations

@@ -125,7 +125,7 @@ print(len(ours) > 0 and theirs == {name + "_xpu" for name in ours}, {rows[name][
 def test_rows_for_torchs_own_xpu_wait_for_its_queues(xpu_program: Callable[..., str]) -> None:
     assert xpu_program("xpu_tensors.cpp").splitlines() == [
         "dequantize_panels_level_zero_xpu 0", "dequantize_rows_level_zero_xpu 0",
-        "embedding: indices must be 0..19, got another one at place 0 of [1]",
+        "embedding: indices must be 0..19, got another one at index 0 of [1]",
     ]  # fmt: skip
 
 

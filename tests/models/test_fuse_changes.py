@@ -201,3 +201,14 @@ def test_a_model_that_becomes_float_at_each_step_of_a_call() -> None:
         for one, other in zip(got, wanted, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3)
     assert count > 20
+
+
+def test_learned_numbers_of_an_activation_count() -> None:
+    """Apertus's xIELU: its numbers are part of the program."""
+    model, other = made("apertus"), made("apertus")
+    lowbit.fuse(model)
+    torch.testing.assert_close(logits(model, prompt()), logits(other, prompt()), rtol=1e-4, atol=1e-4)
+    for each in (model, other):
+        with torch.no_grad():
+            each.model.layers[1].mlp.act_fn.alpha_p += 1.0
+    torch.testing.assert_close(logits(model, prompt()), logits(other, prompt()), rtol=1e-4, atol=1e-4)

@@ -16,21 +16,13 @@ from torch import Tensor, nn
 
 import lowbit
 
-ONE_CALL = {"llama", "llama_biased", "qwen2", "qwen3", "gemma2", "gemma3", "mistral"}
-"""Models whose two layers are one call for each token; one of Gemma's has a window, and so another mask than the other,
-and in Gemma 3 another rotary embedding."""
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_layers_in_one_call(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = made(name)
     report = lowbit.fuse(model)
     with calls_of_layers(monkeypatch) as counts:
         answer(model, prompt(), max_new_tokens=4)
-    assert counts == ([2] * 4 if name in ONE_CALL else [])
-    assert ("model" in report) == (name in ONE_CALL)
-    if name == "granite":
-        assert report.left["model.layers.0"] == "it does not join its pieces as a decoder layer does"
+    assert counts == [2] * 4 and {"model", "gpt_neox"} & set(report)
 
 
 def test_the_list_of_layers_is_what_it_was_outside_of_a_call() -> None:

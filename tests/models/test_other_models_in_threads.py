@@ -97,7 +97,7 @@ def add_adapters(model: nn.Module, _: Path) -> nn.Module:
 
 
 CHANGES = {
-    fuse: packed(), fuse_what_stays: packed("cohere"), load_gguf: packed(), from_pretrained: packed(), quantize: plain, train: plain,
+    fuse: packed(), fuse_what_stays: packed("phi3"), load_gguf: packed(), from_pretrained: packed(), quantize: plain, train: plain,
     rotate: plain, smooth: plain, calibrate: plain, autoquant: plain, compile_blocks: packed(), add_adapters: packed(),
 }  # fmt: skip
 """By change, what it is done to: a float model with torch's attention, or a quantized one with ours."""

@@ -281,3 +281,37 @@ def test_every_architecture_with_experts_is_here() -> None:
     }
     assert there <= here, f"not here: {sorted(there - here)}"
     assert all((MODELS / name).is_dir() for name in here)
+
+
+NOT_FOUND = ("afmoe", "muse_spark", "laguna", "gemma4", "diffusion_gemma")
+"""Those that take another shape, cap their logits or have a norm in front."""
+
+
+@pytest.mark.parametrize("change", [{}, {"norm_topk_prob": False, "expert_selection_fn": "softmax", "topk_method": "greedy"}], ids=["", "changed"])
+@pytest.mark.parametrize("name", [name for name, _ in ROUTERS])
+@torch.no_grad()
+def test_fuse_finds_what_a_router_computes(name: str, change: dict[str, Any]) -> None:
+    from lowbit.models.routers import Router, router_of, tensors_of, weights_and_index
+
+    block = nn.Module()
+    block.gate, _ = made(name, **change)
+    given = []
+    if type(block.gate).__name__ in CORRECTION_GIVEN:
+        block.correction = nn.Buffer(torch.randn(EXPERTS) * 0.1)
+        given = ["correction"]
+    found = router_of(block, "gate", EXPERTS, HIDDEN, given)
+    if name.startswith(NOT_FOUND):
+        assert found == "its router computes something else than route"
+        return
+    assert isinstance(found, Router), found
+    tensors = {path: entries[key].flatten() for path, (entries, key) in tensors_of(block, "gate").items()}
+    x = torch.randn(TOKENS, HIDDEN)
+    weights, index = weights_and_index(block.gate(x, *(tensors[path] for path in given)))
+    bias = None if found.bias is None else tensors[found.bias]
+    logits = nn.functional.linear(x, tensors[found.weight].view(EXPERTS, HIDDEN), bias)
+    ours, our_index = lowbit.route(logits, **found.options(tensors))
+    our_order, order = our_index.argsort(-1), index.argsort(-1)
+    assert our_index.gather(1, our_order).equal(index.gather(1, order))
+    torch.testing.assert_close(ours.gather(1, our_order), weights.gather(1, order).float(), rtol=1e-4, atol=1e-7)
+    if name.startswith("axk2") and not change:
+        assert found.zero_outside

@@ -183,6 +183,34 @@ def test_cached_states_are_dequantized_by_any_operation() -> None:
     assert torch.equal(keys + 0, cache.layers[0].store.keys()) and torch.equal(values * 1, cache.layers[0].store.values())
 
 
+@pytest.mark.parametrize(("config", "format"), [(None, "int4"), ({}, "int4"), ({"nbits": 4}, "int4"), ({"nbits": 8}, "int8")], ids=str)
+def test_a_quantized_cache_that_generate_is_asked_for_is_ours(model: torch.nn.Module, config: dict | None, format: str) -> None:
+    prompt = ids()
+    out = text(model, "lowbit", prompt, cache_implementation="quantized", cache_config=config, return_dict_in_generate=True)
+    assert type(out.past_key_values) is QuantizedCache and out.past_key_values.format == format
+    assert torch.equal(out.sequences, text(model, "lowbit", prompt, past_key_values=QuantizedCache(format)))
+    assert _C.last_kernel("decode").startswith(f"decode_{format}_")
+
+
+@pytest.mark.parametrize("config", [{"backend": "hqq"}, {"nbits": 2}, {"q_group_size": 32}], ids=str)
+def test_another_quantized_cache_is_transformers_own_and_its_error_names_ours(model: torch.nn.Module, config: dict) -> None:
+    with pytest.raises(ImportError, match=r"You need to install(.|\n)*past_key_values=lowbit.QuantizedCache"):
+        text(model, "lowbit", ids(), cache_implementation="quantized", cache_config=config)
+    with pytest.raises(ImportError, match="You need to install") as without:
+        text(model, "sdpa", ids(), cache_implementation="quantized", cache_config=config)
+    assert "lowbit" not in str(without.value)
+    for implementation in ("lowbit", "sdpa"):
+        out = text(model, implementation, ids(), cache_implementation="quantized", cache_config={"backend": "fp8"}, return_dict_in_generate=True)
+        assert type(out.past_key_values) is transformers.QuantizedCache
+
+
+def test_a_quantized_cache_of_windows_is_refused_as_transformers_does() -> None:
+    config = transformers.Qwen2Config(**SMALL, intermediate_size=96, num_key_value_heads=2, use_sliding_window=True, sliding_window=8, max_window_layers=1)
+    model = transformers.Qwen2ForCausalLM(config).eval()
+    with pytest.raises(ValueError, match="invalid layer"):
+        text(model, "lowbit", ids(), cache_implementation="quantized")
+
+
 def test_what_it_has_not_is_refused_by_name() -> None:
     from lowbit.models.lowbit_attention import lowbit_attention
 

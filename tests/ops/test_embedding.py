@@ -70,7 +70,7 @@ def test_an_index_that_is_not_one_of_the_rows_is_an_index_error(bad: int, count:
     weight = testing.repack(testing.pack_weight(torch.randn(N, k), *case), _C.LAYOUT, "row-major", N, k, *case[:2])
     indices = torch.zeros(count, dtype=torch.int64)
     indices[count // 2] = bad
-    with pytest.raises(IndexError, match=rf"indices must be 0..36, got another one at place {count // 2} of \[{count}\]"):
+    with pytest.raises(IndexError, match=rf"indices must be 0..36, got another one at index {count // 2} of \[{count}\]"):
         embedding(weight, indices, torch.float32, case, k, "row-major")
 
 

@@ -54,3 +54,20 @@ def test_attention_counts_as_torchs_forward_and_backward() -> None:
     assert counted(lambda: lowbit.scaled_dot_product_attention(q, k, v, enable_gqa=True)) > 0
     ours = counted(lambda: lowbit.scaled_dot_product_attention(q, k, v, enable_gqa=True).sum().backward())
     assert ours == 2 * 2 * 4 * 7 * 9 * 32 * 2 * 3.5 and theirs in (0, 2 * 2 * 4 * 7 * 9 * 32 * 2)
+
+
+def test_a_scan_counts_its_products_with_the_state() -> None:
+    x, dt, a = torch.randn(2, 7, 4, 8, requires_grad=True), torch.rand(2, 7, 4), -torch.rand(4)
+    b, c = torch.randn(2, 2, 7, 2, 16)
+    with torch.no_grad():
+        y, state = lowbit.ssd(x, dt, a, b, c)
+        assert counted(lambda: lowbit.ssd(x, dt, a, b, c)) == 4 * y.numel() * 16
+        assert counted(lambda: lowbit.ssd(x, dt, a, b, c, state=state, in_place=True)) == 4 * y.numel() * 16
+    assert counted(lambda: lowbit.ssd(x, dt, a, b, c)[0].sum().backward()) == (4 + 12) * y.numel() * 16
+
+
+def test_a_causal_convolution_counts_its_taps() -> None:
+    x, weight = torch.randn(2, 7, 24), torch.randn(24, 4, requires_grad=True)
+    with torch.no_grad():
+        assert counted(lambda: lowbit.causal_conv1d(x, weight)) == 2 * 2 * 7 * 24 * 4
+    assert counted(lambda: lowbit.causal_conv1d(x, weight)[0].sum().backward()) == 2 * 2 * 7 * 24 * 4 * 4

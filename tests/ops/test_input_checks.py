@@ -43,7 +43,7 @@ BAD = {
     "mul of another shape": (dict(mul=torch.ones(3, N + 1)), ValueError, r"linear: mul must have the shape of the result \[3, 20\], got \[3, 21\]"),
     "add of another rank": (dict(add=torch.ones(N)), ValueError, r"linear: add must have the shape of the result \[3, 20\], got \[20\]"),
     "add of another dtype": (dict(add=torch.ones(3, N).half()), TypeError, "linear: add must have the dtype of x, got float16 and float32"),
-    "groups in a float weight": (dict(format=0), ValueError, "linear: a float32 weight has no groups and no zero point, got group_size=32"),
+    "groups in a float weight": (dict(format=0), ValueError, "linear: group_size must be 0 and asymmetric false for a float32 weight, got group_size=32"),
 }  # fmt: skip
 
 
@@ -148,11 +148,11 @@ def test_extension_takes_numpy_arrays() -> None:
     (dict(weight=torch.randn(N)), ValueError, "quantize: weight must have shape"),
     (dict(weight=torch.ones(N, K, dtype=torch.int64)), TypeError, "quantize: weight must be float32, bfloat16 or float16"),
     (dict(mapping=7), ValueError, "quantize: mapping must be"),
-    (dict(mapping=2), ValueError, "quantize: mapping asymmetric does not go with asymmetric"),
+    (dict(mapping=2), ValueError, "quantize: mapping must be symmetric or symmetric_no_clipping_err with asymmetric=0, got asymmetric"),
     (dict(group_size=100), ValueError, "quantize: group_size must be 32, 64, 128, 256 or 0"),
     (dict(scale=2), ValueError, r"quantize: scale must be 0\.\.1, got scale=2"),
-    (dict(scale=1, mapping=1), ValueError, "quantize: mapping symmetric_no_clipping_err needs scale absmax"),
-    (dict(importance=torch.ones(K)), ValueError, "quantize: importance needs scale search, got absmax"),
+    (dict(scale=1, mapping=1), ValueError, "quantize: scale must be absmax with mapping symmetric_no_clipping_err"),
+    (dict(importance=torch.ones(K)), ValueError, "quantize: importance must be None unless scale is search"),
     (dict(scale=1, importance=torch.ones(K + 1)), ValueError, r"quantize: importance must have shape \[\d+\], got \[\d+\]"),
     (dict(scale=1, importance=torch.ones(1, K)), ValueError, r"quantize: importance must have shape \[\d+\], got \[1, \d+\]"),
     (dict(scale=1, importance=torch.ones(K).double()), TypeError, "quantize: importance must be float32, got "),

@@ -282,7 +282,7 @@ def with_number(at: int, number: int) -> Any:
 
 
 # The program begins with [1], rms_norm [2..8], linear [9..25], rope_append [26..37], attention [38..48].
-NORM, LINEAR, ROPE, ATTENTION = 1, 8, 25, 37
+NORM, LINEAR, ROPE, ATTENTION = 1, 8, 25, 40
 BAD_CALLS: dict[str, tuple[Any, type[Exception], str]] = {
     "no program": (changed_list("program", lambda _: []), ValueError, "program must begin with its version, 1, got nothing"),
     "another version": (with_number(0, 2), ValueError, "program must begin with its version, 1, got 2"),

@@ -227,7 +227,7 @@ def test_no_rows_and_any_strides() -> None:
     ({"top_p": float("nan")}, ValueError, "top_p must be 0 to 1, got nan"),
     ({"min_p": -0.1}, ValueError, "min_p must be 0 to 1, got -0.1"),
     ({"repetition_penalty": 0.0}, ValueError, "repetition_penalty must be finite and positive, got 0"),
-    ({"ids": None, "repetition_penalty": 1.1}, ValueError, "repetition_penalty needs ids, got 1.1 and none"),
+    ({"ids": None, "repetition_penalty": 1.1}, ValueError, "ids must be given with repetition_penalty=1.1"),
     ({"logits": torch.randn(2, 8).requires_grad_()}, NotImplementedError, "no argument may require a gradient"),
 ])  # fmt: skip
 def test_bad_input_is_refused_with_and_without_data(change: dict[str, Any], error: type[Exception], text: str) -> None:

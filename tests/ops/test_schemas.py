@@ -44,13 +44,35 @@ SCHEMAS = (
     "kv_dequantize_(Tensor codes, Tensor scale, Tensor(a!) x, bool rotated) -> ()",
     "rms_norm(Tensor x, Tensor weight, float eps, float offset, Tensor? add=None) -> Tensor",
     "rope_append_(Tensor qkv, Tensor cos, Tensor sin, Tensor(a!) keys, Tensor(b!) values, SymInt start, "
-    "Tensor? q_weight=None, Tensor? k_weight=None, float eps=0., float offset=0.) -> Tensor",
+    "Tensor? q_weight=None, Tensor? k_weight=None, float eps=0., float offset=0., "
+    "int rotation=0, bool grouped=False, bool norm_behind=False) -> Tensor",
     "run_program_(int[] program, Tensor[] constants, Tensor(a!)[] states, Tensor[] inputs, SymInt[] starts) -> Tensor",
     "route(Tensor logits, int k, int scoring, Tensor? correction=None, int groups=1, int groups_kept=1, "
     "int group_top=1, bool zero_outside=False, bool normalize=False, float eps=0., float least=0., float scale=1., "
     "Tensor? expert_scale=None) -> (Tensor, Tensor)",
     "sample(Tensor logits, Tensor? ids=None, float temperature=1., int top_k=0, float top_p=1., float min_p=0., "
     "float repetition_penalty=1., int seed=0, SymInt position=0) -> Tensor",
+    "layer_norm(Tensor x, Tensor? weight, Tensor? bias, float eps, float offset=0., Tensor? add=None) -> Tensor",
+    "pointwise(Tensor x, int function=0, float scale=1., Tensor? add=None, float positive=0., float negative=0., "
+    "float linear=0.) -> Tensor",
+    "gated_delta_rule(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? state=None, bool l2norm=False, "
+    "float scale=1., Tensor? cu_seqlens=None) -> (Tensor, Tensor)",
+    "gated_delta_rule_backward(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor grad_o, Tensor? state=None, "
+    "Tensor? grad_final_state=None, bool l2norm=False, float scale=1., Tensor? cu_seqlens=None) -> "
+    "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "gated_rms_norm(Tensor x, Tensor gate, Tensor weight, float eps, int group_size, bool sigmoid=False, "
+    "bool gate_first=False) -> Tensor",
+    "causal_conv1d(Tensor x, Tensor weight, Tensor? bias=None, Tensor? state=None, bool silu=False, "
+    "Tensor? cu_seqlens=None) -> (Tensor, Tensor)",
+    "causal_conv1d_backward(Tensor x, Tensor weight, Tensor grad_y, Tensor? bias=None, Tensor? state=None, "
+    "Tensor? grad_final_state=None, bool silu=False, Tensor? cu_seqlens=None) -> (Tensor, Tensor, Tensor, Tensor)",
+    "ssd(Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, float dt_min, float dt_max, Tensor? D=None, "
+    "Tensor? dt_bias=None, Tensor? state=None, bool softplus=False, Tensor? cu_seqlens=None) -> (Tensor, Tensor)",
+    "ssd_(Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor(a!) state, float dt_min, float dt_max, "
+    "Tensor? D=None, Tensor? dt_bias=None, bool softplus=False, Tensor? cu_seqlens=None) -> Tensor",
+    "ssd_backward(Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor grad_y, float dt_min, float dt_max, "
+    "Tensor? D=None, Tensor? dt_bias=None, Tensor? state=None, Tensor? grad_final_state=None, bool softplus=False, "
+    "Tensor? cu_seqlens=None) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 
 

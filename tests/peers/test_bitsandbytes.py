@@ -157,7 +157,7 @@ def test_what_cannot_be_read_or_written_is_refused_by_name(tmp_path: Path) -> No
     lowbit.quantize_(layer, lowbit.int4_weight_only(32))
     with pytest.raises(ValueError, match="to_bitsandbytes: weight must be nf4 or fp4, got int4 g32"):
         to_bitsandbytes(layer.state_dict())
-    with pytest.raises(ValueError, match="must be quantized parts of the model, got the model itself"):
+    with pytest.raises(ValueError, match="must be quantized layers of a model, got the model itself"):
         replace_linear4bit(linear4bit(32, 64, "nf4"))
     with pytest.raises(ValueError, match="got 0 without codes"):
         replace_linear4bit(nn.Sequential(bnb.nn.Linear4bit(64, 32)))

@@ -179,8 +179,8 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path) -> None:
 
     int8 = ao.Int8Tensor.from_hp
     refused(int8(w, ao.PerGroup(48)), r"layer.weight: 32 weights of a row or more must share a scale, got blocks of \[1, 48\]")
-    refused(int8(w, ao.PerRow(), act_quant_scale=torch.ones(1, 1)), "layer.weight must take activations as they come, got act_quant_scale")
-    refused(int8(w, ao.PerRow(), act_pre_scale=torch.ones(96)), "layer.weight must take activations as they come, got act_pre_scale")
+    refused(int8(w, ao.PerRow(), act_quant_scale=torch.ones(1, 1)), "layer.weight must have no act_quant_scale, got one with fixed values")
+    refused(int8(w, ao.PerRow(), act_pre_scale=torch.ones(96)), "layer.weight must have no act_pre_scale, got one")
     refused(int8(w[None], ao.PerRow()), r"layer.weight must be the weight \[n, k\] of a linear layer, got \[1, 40, 96\]")
     refused(int8(w, ao.PerRow()), "layer.table must be the weight", "layer.table")
     kwargs = importlib.import_module("torchao.quantization.quantize_.workflows").QuantizeTensorToInt8Kwargs
@@ -191,7 +191,7 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path) -> None:
     intx = ao.IntxUnpackedToInt8Tensor.from_hp
     refused(intx(w, (1, 32), torch.int1), "layer.weight: weight_dtype must be torch.int2 to torch.int8, got .*torch.int1")
     numbers = torch.zeros(8, 32, dtype=torch.int8), torch.ones(2, 8), torch.full((2, 8), 5001.3), [1, 32], torch.Size([8, 64])
-    refused(ao.Int4Tensor(*numbers), "layer.weight: 0 must lie within the range of each group or near it, got one 5e\\+03 steps from its middle")
+    refused(ao.Int4Tensor(*numbers), "layer.weight: the range of each group must contain 0 or be near it, got a group whose middle is 5e\\+03 steps from 0")
     act = dict(activation_dtype=torch.float8_e4m3fn)
     refused(ao.Int4Tensor(*numbers, **act), "activation_dtype of layer.weight must be torch.bfloat16 .* got .*float8_e4m3fn")
     whole = ao.Int4Tensor(torch.zeros(2, 8, 32, dtype=torch.int8), torch.ones(2, 2, 8), torch.zeros(2, 2, 8), [1, 1, 32], torch.Size([2, 8, 64]))

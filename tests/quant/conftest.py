@@ -34,7 +34,7 @@ def model() -> nn.Module:
     """Two levels, sizes that are no multiple of anything, one layer without bias."""
     torch.manual_seed(0)
     return nn.Sequential(
-        nn.Linear(100, 33), nn.ReLU(), nn.Sequential(nn.Linear(33, 65, bias=False), nn.Tanh(), nn.Linear(65, 7))
+        nn.Linear(100, 33), nn.ReLU(), nn.Sequential(nn.Linear(33, 65, bias=False), nn.Tanh(), nn.Linear(65, 9))
     )
 
 

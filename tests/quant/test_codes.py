@@ -45,6 +45,15 @@ def test_scales_are_split_as_the_reference_splits_those_that_are_stored() -> Non
             assert torch.equal(got, wanted)
 
 
+def test_a_float32_scale_of_a_group_keeps_11_bits_or_a_part_of_its_rows_largest() -> None:
+    parts = torch.rand(50, 400) * 2.0 ** -torch.randint(0, 30, (50, 400))
+    scale = parts * 2.0 ** torch.randint(-60, 60, (50, 1))
+    column, group = split_scale(scale, 32)
+    error = (column.double()[:, None] * group.double() - scale.double()).abs()
+    bound = torch.maximum(2.0**-11 * scale.double(), 2.0**-25 * scale.double().amax(1, keepdim=True))
+    assert (error <= bound).all() and (error > 0.4 * bound).any()
+
+
 def test_a_weight_without_data_has_the_shape_that_its_layout_says() -> None:
     spec = LinearSpec("int4", 32)
     packed = CodedWeight.of(

@@ -25,7 +25,7 @@ def test_every_layer_becomes_the_nn_linear_of_its_decoded_weight(config, model, 
         layer = model.get_submodule(name)
         assert torch.equal(layer.weight, weight) and layer.weight.requires_grad
     fresh = nn.Sequential(
-        nn.Linear(100, 33), nn.ReLU(), nn.Sequential(nn.Linear(33, 65, bias=False), nn.Tanh(), nn.Linear(65, 7))
+        nn.Linear(100, 33), nn.ReLU(), nn.Sequential(nn.Linear(33, 65, bias=False), nn.Tanh(), nn.Linear(65, 9))
     )
     fresh.load_state_dict(model.state_dict())
     assert torch.equal(fresh(x), model(x)) and "layout" not in "".join(model.state_dict())

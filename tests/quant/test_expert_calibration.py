@@ -119,7 +119,7 @@ def test_what_it_has_not_seen_is_named_before_anything_changes() -> None:
     model = Routed(made(), torch.full_like(index, E))
     calibration = lowbit.calibrate(model, [x])
     assert calibration.uncalled == ("parts.experts",)
-    with pytest.raises(ValueError, match=r"must have seen every layer, got none of parts\.experts\.gate_up_proj, parts\.experts\.down_proj"):
+    with pytest.raises(ValueError, match=r"must have inputs of every layer, got none of parts\.experts\.gate_up_proj, parts\.experts\.down_proj"):
         lowbit.quantize_(model, INT4, calibration=calibration)
     calibration = lowbit.calibrate(Routed(made(), index), [x])
     calibration.experts["parts.experts.down_proj"].pop()

@@ -104,16 +104,17 @@ def test_others_are_left_alone(subtests: pytest.Subtests) -> None:
     extra = GatedMLP(nn.SiLU())
     extra.norm = nn.LayerNorm(96)
     models = {
-        "not quantized": nn.ModuleDict({"mlp": GatedMLP(nn.SiLU())}),
-        "another formula": quantized(AnotherFormula(nn.SiLU())),
-        "another activation": quantized(GatedMLP(nn.Tanh())),
-        "another submodule": quantized(extra),
-        "no mlp": nn.Sequential(nn.Linear(4, 4)),
+        "gate_proj is Linear, no QuantLinear": nn.ModuleDict({"mlp": GatedMLP(nn.SiLU())}),
+        "its results are not those of down_proj": quantized(AnotherFormula(nn.SiLU())),
+        "its act_fn is none of relu, gelu": quantized(GatedMLP(nn.Tanh())),
+        "it has more than three linear layers and an activation: norm": quantized(extra),
+        "": nn.Sequential(nn.Linear(4, 4)),
     }
     for what, model in models.items():
         with subtests.test(what):
             kinds = [type(module) for module in model.modules()]
-            assert lowbit.fuse_gated_mlps(model) == [], what
+            fused = lowbit.fuse_gated_mlps(model)
+            assert fused == [] and len(fused.left) == bool(what) and what in "".join(fused.left.values()), fused
             assert [type(module) for module in model.modules()] == kinds, what
 
 
@@ -256,3 +257,12 @@ def test_another_activation_counts_in_a_compiled_module() -> None:
     before = compiled(x)
     model["mlp"].act_fn = nn.ReLU()
     assert torch.equal(compiled(x), model["mlp"](x)) and not torch.equal(compiled(x), before)
+
+
+def test_an_adapter_is_named_as_the_reason() -> None:
+    from lowbit.quant.fused import not_packed
+
+    adapter = nn.Linear(2, 2)
+    adapter.get_base_layer = lambda: adapter
+    assert not_packed("q_proj", adapter).startswith("q_proj has an adapter of peft") and "merge it" in not_packed("q_proj", adapter)
+    assert not_packed("q_proj", nn.Linear(2, 2)) == "q_proj is Linear, no QuantLinear"

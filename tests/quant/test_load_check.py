@@ -71,7 +71,7 @@ def test_safetensors_keeps_tied_weights_tied(tmp_path):
 def test_a_meta_model_takes_the_state_dict_by_assignment(config, quantized, x):
     with torch.device("meta"):
         skeleton = nn.Sequential(
-            nn.Linear(100, 33), nn.ReLU(), nn.Sequential(nn.Linear(33, 65, bias=False), nn.Tanh(), nn.Linear(65, 7))
+            nn.Linear(100, 33), nn.ReLU(), nn.Sequential(nn.Linear(33, 65, bias=False), nn.Tanh(), nn.Linear(65, 9))
         )
     quantize_(skeleton, config)
     state = quantized.state_dict()
@@ -93,10 +93,10 @@ def layout(at: int, number: int) -> Callable[[dict], dict]:
     return lambda state: {"2.2.layout": state["2.2.layout"].index_fill(0, torch.tensor(at), number)}
 
 
-WANTED = r"load_state_dict: 2\.2\.weight must be packed as {name} of n=7 k=65"
+WANTED = r"load_state_dict: 2\.2\.weight must be packed as {name} of n=9 k=65"
 LAYOUT_OF_9 = torch.tensor(lowbit.formats.LinearSpec("int8", 64).layout(9, 65))
 WRONG = {
-    "float": (lambda state: {"2.2.weight": torch.zeros(7, 65)}, r", got float32 \[7, 65\]"),
+    "float": (lambda state: {"2.2.weight": torch.zeros(9, 65)}, r", got float32 \[9, 65\]"),
     "version": (layout(0, LAYOUT_VERSION + 1), rf", got layout version {LAYOUT_VERSION + 1}, known are 1 to {LAYOUT_VERSION}"),
     "layout": (layout(-1, 9), r", got layout 9, known are 0 x86-panel-16x64, 1 row-major"),
     "size": (lambda state: {"2.2.layout": LAYOUT_OF_9}, r", got int8 g64 of n=9 k=65"),
@@ -170,4 +170,4 @@ def test_no_weight_is_stored_twice(quantized):
     storages = [tensor.untyped_storage() for tensor in quantized.state_dict().values()]
     held = sum(storage.nbytes() for storage in storages)
     weights = sum(m.weight.nbytes for m in quantized.modules() if isinstance(m, QuantLinear))
-    assert held <= weights + 4 * (33 + 7) + 3 * 8 * 8
+    assert held <= weights + 4 * (33 + 9) + 3 * 8 * 8

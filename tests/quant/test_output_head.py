@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The output head of a language model has 8 bits under a configuration of fewer, and shares them with its table."""
+"""The output head of a language model has 8 bits at least, and shares its weight with its table, at all entrances."""
 
 from __future__ import annotations
 
@@ -56,11 +56,23 @@ def test_it_keeps_8_bits_and_its_table_the_same_weight(config, wanted, tied):
 
 
 @pytest.mark.parametrize("config", [lowbit.int8_weight_only(), lowbit.float8_weight_only(), lowbit.int8_dynamic_activation_int8_weight()])
-def test_8_bits_stay_as_they_are_and_leave_the_table(config):
-    model = llama()
+@pytest.mark.parametrize("tied", [True, False])
+def test_8_bits_are_those_of_the_other_layers(config, tied, tmp_path):
+    model = llama(tied)
+    model.save_pretrained(tmp_path / "float")
     lowbit.quantize_(model, config)
     name = config.spec(torch.float32).name
-    assert formats(model) == (name, None, name)
+    assert formats(model)[0] == formats(model)[2] == name
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied == (formats(model)[1] is not None)
+    loaded = type(model).from_pretrained(tmp_path / "float", quantization_config=lowbit.LowbitConfig(config))
+    report = lowbit.quantize_checkpoint(tmp_path / "float", tmp_path / "packed", config)
+    ids = torch.arange(14).view(2, 7)
+    with torch.no_grad():
+        for other in (loaded, type(model).from_pretrained(tmp_path / "packed")):
+            assert formats(other) == formats(model) and torch.equal(other(ids).logits, model(ids).logits)
+    for told in (report, loaded.hf_quantizer.report):
+        assert "modules_to_not_convert" not in str(told)
+        assert {row.layer for row in told.quantized} >= {"lm_head"}
 
 
 def test_one_argument_takes_it_back_or_gives_another_format():
@@ -80,6 +92,25 @@ def test_a_filter_decides_which_of_the_two_are_taken():
     model = llama()
     lowbit.quantize_(model, W4A8, lambda module, name: name in ("lm_head", "model.embed_tokens"))
     assert formats(model)[:2] == ("int8 g32 int8-activations", "int8 g32")
+
+
+@pytest.mark.parametrize("config", [W4A8, lowbit.int8_weight_only(), lowbit.float_weight(torch.bfloat16)], ids=str)
+def test_none_is_the_rule_of_other_layers(config, tmp_path):
+    model = llama(tied=False)
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path, quantization_config=lowbit.LowbitConfig(config, head=None))
+    lowbit.quantize_(model, config, head=None)
+    assert formats(loaded) == formats(model) == (config.spec(torch.float32).name, None, config.spec(torch.float32).name)
+
+
+def test_the_last_module_of_a_model_without_a_head_is_packed_too(tmp_path):
+    config = transformers.LlamaConfig(
+        vocab_size=97, hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=4, num_labels=9
+    )
+    cls = transformers.LlamaForSequenceClassification
+    cls(config).save_pretrained(tmp_path)
+    loaded = cls.from_pretrained(tmp_path, quantization_config=lowbit.LowbitConfig("int8_weight_only"))
+    assert isinstance(loaded.score, lowbit.QuantLinear) and not loaded.hf_quantizer.report.skipped
 
 
 def test_a_table_that_changes_in_each_call_keeps_its_float_weight():
@@ -144,7 +175,7 @@ def test_from_pretrained_does_the_same(tied, tmp_path):
 @pytest.mark.parametrize(
     "options, head",
     [
-        ({"head": None}, None),
+        ({"head": None}, None),  # as any other layer: tied ones stay float
         ({"head": "int4_weight_only(group_size=32)"}, "int4 g32"),
         ({"modules_to_not_convert": ["lm_head"]}, None),
         ({"plan": {"model.embed_tokens": lowbit.int8_weight_only()}}, "int8 per-channel"),

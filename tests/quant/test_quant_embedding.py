@@ -57,7 +57,7 @@ def test_it_gives_the_rows_of_its_decoded_weight(config: object) -> None:
     assert (row.shape, row.bytes_after) == ((50, 70), module.weight.nbytes) and row.kernel.startswith("dequantize_rows_")
     db = 10 * torch.log10(before.square().sum() / (table - before).square().sum())
     assert float(db) == pytest.approx(row.error_db, abs=0.05) and db > 8
-    with pytest.raises(IndexError, match=r"embedding: indices must be 0\.\.49, got another one at place 0 of \[1\]"):
+    with pytest.raises(IndexError, match=r"embedding: indices must be 0\.\.49, got another one at index 0 of \[1\]"):
         module(torch.tensor([50]))
 
 

@@ -195,11 +195,11 @@ def test_the_float_module_comes_back() -> None:
 
 
 def test_the_report_has_a_line_for_each_weight() -> None:
-    model = nn.Sequential(nn.Linear(8, 8), made())
+    model = nn.Sequential(nn.Linear(8, 16), made())
     before = model[1].down_proj.nbytes
     report = lowbit.quantize_(model, lowbit.int4_weight_only(group_size=32))
     assert [(row.layer, row.shape) for row in report.rows] == [
-        ("0", (8, 8)), ("1.gate_up_proj", (E, 2 * INNER, HIDDEN)), ("1.down_proj", (E, HIDDEN, INNER)),
+        ("0", (16, 8)), ("1.gate_up_proj", (E, 2 * INNER, HIDDEN)), ("1.down_proj", (E, HIDDEN, INNER)),
     ]  # fmt: skip
     row = report.rows[2]
     assert (row.bytes_before, row.bytes_after) == (before, model[1].down_proj.nbytes) and 20 < row.error_db < 24
@@ -249,7 +249,7 @@ def in_float64(experts: Experts) -> Experts:
     (lambda: in_float64(made()), "its gate_up_proj is a Parameter of torch.float64"),
 ])  # fmt: skip
 def test_a_module_that_computes_something_else_stays_float(make: Callable[[], nn.Module], reason: str) -> None:
-    model = nn.Sequential(nn.Linear(8, 8), make())
+    model = nn.Sequential(nn.Linear(8, 16), make())
     cls, state = type(model[1]), copy.deepcopy(model[1].state_dict())
     report = lowbit.quantize_(model, lowbit.int8_weight_only())
     (row,) = report.skipped
@@ -290,7 +290,7 @@ def test_bad_input_is_refused_by_name() -> None:
             experts(**given)
     with pytest.raises(TypeError, match="QuantExperts: made of a float module of experts"):
         QuantExperts()
-    broken = nn.Sequential(nn.Linear(8, 8), made())
+    broken = nn.Sequential(nn.Linear(8, 16), made())
     broken[1].down_proj.data[2, 3, 4] = torch.nan
     with pytest.raises(ValueError, match="quantize_: down_proj of 1 must be finite"):
         lowbit.quantize_(broken, lowbit.int8_weight_only())

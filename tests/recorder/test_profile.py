@@ -93,9 +93,9 @@ def test_profiles_overlap_and_need_no_recorder(python) -> None:
             net(x)
         net(x)
     assert (len(outer.records), len(inner.records)) == (3, 1)
-    with pytest.raises(RuntimeError, match="entered already"), outer:
+    with pytest.raises(RuntimeError, match="must be entered once"), outer:
         pass
-    with pytest.raises(RuntimeError, match="the block has not ended"):
+    with pytest.raises(RuntimeError, match="the `with` block must have ended"):
         lowbit.profile().table()
     with pytest.raises(ValueError, match="boom"), lowbit.profile() as failed:
         raise ValueError("boom")

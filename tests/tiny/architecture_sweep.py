@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 import transformers
+from one_call import one_call, one_call_of_encoder
 from tiny_architectures import tiny_config, tiny_model
 from tiny_inputs import TEXT, Inputs, inputs
 from tiny_settings import BESIDE_SDPA, SETTINGS, UNMADE
@@ -39,12 +40,19 @@ The models of transformers {transformers.__version__}, made tiny with random flo
 - **quantized**: the result with int8 weights beside that of the decoded weights; *with experts* where those of a
   mixture are packed too, *experts float* where they are not ([experts](experts.md)).
 - **saved**: the result of the quantized model when it was saved and loaded.
+- **one call**: whether [fuse](ops/fuse.md) puts all layers of the quantized model into one call (and in `generate` a
+  whole token), with the same greedy answer; of an encoder, with the same result of a padded batch, of which it computes
+  the real tokens alone; or the reason why not, of the first module that it leaves. Architectures
+  with recurrent states are in a [table of their own](ops/linear_attention.md#in-transformers).
 
 **yes** is within {BOUND:g} of its size. A model of several kinds of input that is tried with *text alone* gets no image or
 sound, because its own processor has to make those. `tests/models/test_architectures.py` holds each line;
 `python tests/tiny/architecture_sweep.py` writes the page.
 """
-HEAD = "\n## {}\n\n| model | attention | quantized | saved |\n|---|---|---|---|\n"
+HEAD = "\n## {}\n\n| model | attention | quantized | saved |{}\n|---|---|---|---|{}\n"
+FUSED = "Causal language models"
+ENCODERS = "Encoders of text"
+"""The kinds that have a column for `fuse`."""
 
 KINDS = {
     "Causal language models": ("CAUSAL_LM",),
@@ -94,14 +102,31 @@ def line(kind: str, name: str) -> str:
     try:
         tried = made(kind, name)
     except LeftOut as reason:
-        return f"| {name} | {reason} | | |"
+        return f"| {name} | {reason} | | |" + " |" * (kind in (FUSED, ENCODERS))
     steps: tuple[Callable[[Tried], str], ...] = (attention, quantized, saved)
-    if kind != "Causal language models" and not tried.given.keys() - TEXT and takes_more(tried.model):
+    of_fuse = f" {fused(kind, name)} |" if kind in (FUSED, ENCODERS) else ""
+    if kind != FUSED and not tried.given.keys() - TEXT and takes_more(tried.model):
         name += " (text alone)"
     told = " | ".join(step(tried) for step in steps)
     if "off by" in told and rounding(kind, name.split()[0]) > BOUND / 4:
-        return f"| {name} | not tried: its own rounding in float32 is too large to tell | | |"
-    return f"| {name} | {told} |"
+        return f"| {name} | not tried: its own rounding in float32 is too large to tell | | |{of_fuse}"
+    return f"| {name} | {told} |{of_fuse}"
+
+
+def fused(kind: str, name: str) -> str:
+    """Say whether the layers become one call."""
+    torch.manual_seed(0)
+    model = tiny(classes()[kind][name], name)
+    if kind == FUSED and not model.can_generate():
+        return "no"
+    for parameter in model.parameters():
+        if parameter.dim() == 1:  # norms are made of ones, biases of zeros
+            nn.init.normal_(parameter, mean=float(parameter.detach().mean()), std=0.3)
+    try:
+        lowbit.quantize_(model, lowbit.int8_weight_only())
+        return one_call(model) if kind == FUSED else one_call_of_encoder(model)
+    except Exception:  # of any architecture
+        return "not tried: transformers raises an error for a prompt of text alone"
 
 
 def takes_more(model: nn.Module) -> bool:
@@ -126,7 +151,7 @@ def made(kind: str, name: str) -> Tried:
         raise LeftOut(f"not tried: {UNMADE[name]}")
     model = tiny(classes()[kind][name], name)
     try:
-        given = inputs(model, text_alone=kind == "Causal language models")
+        given = inputs(model, text_alone=kind == FUSED)
     except Exception:  # of any architecture
         raise LeftOut("not tried: no inputs that it takes are made here") from None
     tried = Tried(model, given)
@@ -200,7 +225,7 @@ def quantized(tried: Tried) -> str:
     except (ValueError, NotImplementedError) as error:
         return f"refused: {str(error).splitlines()[0][:80]}".replace("|", "")
     if not any(row.format for row in report.rows):
-        return "no linear layers"
+        return "linear layers too small to pack" if report.rows else "no linear layers"
     got, decoded = result(tried), copy.deepcopy(tried.model)
     lowbit.dequantize_(decoded)
     return verdict(got, result(Tried(decoded, tried.given))) + experts(tried.model, report)
@@ -236,7 +261,7 @@ if __name__ == "__main__":
     os.environ["TQDM_DISABLE"] = "1"
     text = TITLE
     for kind, names in classes().items():
-        text += HEAD.format(kind)
+        text += HEAD.format(kind, *((" one call |", "---|") if kind in (FUSED, ENCODERS) else ("", "")))
         for name in names:
             if sys.argv[1:] and name not in sys.argv[1:] and kind not in sys.argv[1:]:
                 continue

@@ -30,9 +30,25 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2": ("Gemma2", {"sliding_window": 6, "query_pre_attn_scalar": 16}),
     "gemma3": ("Gemma3", {"sliding_window": 6, "query_pre_attn_scalar": 16, "layer_types": ["sliding_attention", "full_attention"]}),
     "phi3": ("Phi3", {}),
-    "granite": ("Granite", {"residual_multiplier": 0.3, "attention_multiplier": 0.1}),
+    "granite": ("Granite", {"residual_multiplier": 0.3, "attention_multiplier": 0.1, "embedding_multiplier": 3.0, "logits_scaling": 2.5}),
     "stablelm": ("StableLm", {"partial_rotary_factor": 0.5}),
-    "cohere": ("Cohere", {}),
+    "cohere": ("Cohere", {"logit_scale": 0.3}),
+    "cohere2": ("Cohere2", {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]}),
+    "olmo": ("Olmo", {}),
+    "olmo2": ("Olmo2", {}),
+    "phi": ("Phi", {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}}),
+    "gpt_neox": ("GPTNeoX", {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25}}),
+    "gpt_neox_in_turn": ("GPTNeoX", {"use_parallel_residual": False}),
+    "glm": ("Glm", {}),
+    "glm4": ("Glm4", {}),
+    "nemotron": ("Nemotron", {}),
+    "starcoder2": ("Starcoder2", {"sliding_window": 6}),
+    "helium": ("Helium", {}),
+    "exaone4": ("Exaone4", {"sliding_window": 6, "sliding_window_pattern": 2}),
+    "smollm3": ("SmolLM3", {"no_rope_layers": [1, 0]}),
+    "ernie4_5": ("Ernie4_5", {}),
+    "apertus": ("Apertus", {}),
+    "hunyuan": ("HunYuanDenseV1", {}),
 }  # fmt: skip
 CONFIGS = {
     "w4a8": lowbit.int8_dynamic_activation_int4_weight(group_size=32),
@@ -72,7 +88,7 @@ def answer(model: nn.Module, ids: Tensor, **options: Any) -> Tensor:
 
 
 def attentions(model: nn.Module) -> list[nn.Module]:
-    return [module for name, module in model.named_modules() if name.endswith("self_attn")]
+    return [module for name, module in model.named_modules() if name.endswith(("self_attn", ".attention"))]
 
 
 @contextlib.contextmanager

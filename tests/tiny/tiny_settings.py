@@ -69,6 +69,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "recurrent_gemma": {"num_hidden_layers": 3},
     "reformer": {"axial_pos_embds_dim": (16, 48), "axial_pos_shape": (4, 8)},
     "ReformerModelWithLMHead": {"is_decoder": True},
+    "resnet": {"num_labels": 16},
     "shieldgemma2": {"yes_token_index": 5, "no_token_index": 6},
     "swin": {"image_size": 64, "window_size": 2},
     "textnet": {"image_size": [32, 32]},

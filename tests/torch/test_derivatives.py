@@ -66,6 +66,9 @@ def with_a_gradient() -> dict[str, tuple[list[Any], list[Tensor], Callable[[], A
     row = _C.X_FORMATS["int8_row"], 0
     softmax, experts_scale = (5, _C.SCORINGS["softmax"]), torch.rand(64, requires_grad=True)
     groups = torch.randn(64), 4, 2, 2, False
+    u, taps = (torch.randn(shape, requires_grad=True) for shape in ((1, 9, 16), (16, 4)))
+    rule = [(sign * torch.rand(shape)).requires_grad_() for sign, shape in ((1, (1, 9, 2, 8)), (1, (1, 9, 2, 8)), (1, (1, 9, 2, 16)), (-1, (1, 9, 2)), (1, (1, 9, 2)))]
+    scan = [(sign * torch.rand(shape)).requires_grad_() for sign, shape in ((1, (1, 9, 2, 8)), (1, (1, 9, 2)), (-1, (2,)), (1, (1, 9, 1, 16)), (1, (1, 9, 1, 16)))]
     return {
         "linear": ([x, packed, *numbers, bias, 2, mul, add], [x, bias, mul, add], lambda: linear_of_numbers(x, packed, numbers, bias, 2, mul, add)),
         "gather_linear": ([x, experts, index, *numbers, biases], [x, biases], lambda: gather_linear_of_numbers(x, experts, index, numbers, biases)),
@@ -76,6 +79,9 @@ def with_a_gradient() -> dict[str, tuple[list[Any], list[Tensor], Callable[[], A
             lambda: lowbit.route(x, 5, correction=groups[0], groups=4, groups_kept=2, group_top=2, normalize=True, eps=0.1, scale=2.5, expert_scale=experts_scale),
         ),
         "attention_forward": (attention, [q, k, v, mask, sink], lambda: attend(q, k, v, scale=0.3, causal=True, mask=mask, sink=sink)),
+        "causal_conv1d": ([u, taps, None, None, True], [u, taps], lambda: lowbit.causal_conv1d(u, taps, activation="silu")),
+        "gated_delta_rule": ([*rule, None, True, 0.5], rule, lambda: lowbit.gated_delta_rule(*rule, l2norm=True, scale=0.5)),
+        "ssd": ([*scan, 0.0, 1.0], scan, lambda: lowbit.ssd(*scan, dt_limit=(0.0, 1.0))),
         "fake_quantize": ([weight, *int4, scale, None], [weight, scale], lambda: fake_quantize_weight(weight, int4, scale)),
         "fake_quantize_activations": ([x, *row], [x], lambda: fake_quantize_activations(x, *row)),
         "block_sparse_linear": ([x, blocks, *where, bias[:0].new_zeros(64).requires_grad_()], [x, blocks], lambda: block_sparse_linear(x, blocks, *where)),

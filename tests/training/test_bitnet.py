@@ -106,7 +106,7 @@ def test_what_is_refused_and_the_way_back(model: nn.Module, trained: nn.Module, 
         BitNetTrainingConfig(step=1)
     with pytest.raises(ValueError, match=r"head must be left out with BitNetTrainingConfig.*, got int8_weight_only"):
         lowbit.quantize_(model, PREPARE, head=lowbit.int8_weight_only())
-    with pytest.raises(ValueError, match=r"must meet layers prepared for BitNetTrainingConfig\(\), got layers of none"):
+    with pytest.raises(ValueError, match=r"needs layers prepared for BitNetTrainingConfig\(\), got layers prepared for none"):
         lowbit.quantize_(model, CONVERT)
     for again in (PREPARE, lowbit.int8_weight_only()):
         with subtests.test(str(again)), pytest.raises(ValueError, match="0 is being trained as int2.*or end it with .*BitNetTrainingConfig.step="):

@@ -22,7 +22,7 @@ Make = Callable[..., nn.Module]
     "arguments, error, text",
     [
         ((None,), TypeError, "base_config must be a configuration such as lowbit.int8_weight_only.., got NoneType"),
-        (("int4",), TypeError, "base_config must be a configuration such as lowbit.int8_weight_only.., got str"),
+        ((4,), TypeError, "base_config must be a configuration such as lowbit.int8_weight_only.., got int"),
         ((lowbit.float_weight(),), ValueError, r"base_config must have codes, got float_weight\(\)"),
         ((lowbit.semi_sparse_weight(),), ValueError, r"base_config must not prune, got semi_sparse_weight\(.*\): train"),
         (
@@ -82,7 +82,7 @@ def test_a_quantized_model_is_not_prepared(model: nn.Module) -> None:
     lowbit.quantize_(model, INT4)
     with pytest.raises(ValueError, match="0 is already quantized as int4 g32"):
         lowbit.quantize_(model, QATConfig(INT4))
-    with pytest.raises(ValueError, match="must meet layers prepared for int8_dynamic.*, got layers of none"):
+    with pytest.raises(ValueError, match="needs layers prepared for int8_dynamic.*, got layers prepared for none"):
         lowbit.quantize_(model, QATConfig(INT4, step="convert"))
 
 
@@ -90,7 +90,7 @@ def test_a_model_is_converted_by_what_prepared_it(prepared: Make) -> None:
     model = prepared(INT4)
     other = lowbit.int4_weight_only(32)
     with pytest.raises(
-        ValueError, match=r"QATConfig\(int4_weight_only.*got layers of int8_dynamic_activation_int4_weight"
+        ValueError, match=r"QATConfig\(int4_weight_only.*got layers prepared for int8_dynamic_activation_int4_weight"
     ):
         lowbit.quantize_(model, QATConfig(other, step="convert"))
     assert type(model[0]) is FakeQuantizedLinear

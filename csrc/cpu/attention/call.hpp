@@ -32,6 +32,7 @@ struct ForwardCall : AttentionForwardArgs {
   TensorView k_scale{}, v_scale{};
   bool rotated = false;
   int64_t position = 0, window = 0;
+  bool on_one_thread = false;  // within a parallel region, where no other may open
 };
 
 struct BackwardCall : AttentionGradients {

@@ -6,7 +6,9 @@
 #include <tuple>
 #include <vector>
 
+#include "core/parallel.hpp"
 #include "cpu/attention/captured_gradients.hpp"
+#include "cpu/packed_sequences.hpp"
 #include "score/program.hpp"
 
 namespace lowbit::cpu {
@@ -84,11 +86,43 @@ std::vector<BlockClass> read(ForwardCall& args) {
   return read_lists(args);
 }
 
+// The call of one of the packed sequences.
+ForwardCall sequence_call(const ForwardCall& args, int64_t n) {
+  const int64_t begin = end_in(args.cu_seqlens, n), tokens = end_in(args.cu_seqlens, n + 1) - begin;
+  ForwardCall call = args;
+  call.cu_seqlens = {};
+  for (TensorView* tensor : {&call.q, &call.k, &call.v, &call.out}) {
+    tensor->data = tensor->as<char>() + begin * tensor->stride[2] * static_cast<int64_t>(size_of(tensor->dtype));
+    tensor->shape[2] = tokens;
+  }
+  if (call.mask) call.mask.shape[2] = call.mask.shape[3] = tokens;
+  return call;
+}
+
+// Many sequences are divided among the threads, in one parallel region; of few, the tiles of each.
+void run_sequences(const ForwardCall& args, void (*tiles)(const ForwardCall&)) {
+  constexpr std::string_view op = "attention_forward";
+  refuse_bad_lengths(op, args.cu_seqlens, "query", args.q_length());
+  const int64_t sequences = args.cu_seqlens.size(0) - 1;
+  for (int64_t n = 0; args.mask && n < sequences; n++)
+    check(end_in(args.cu_seqlens, n + 1) - end_in(args.cu_seqlens, n) <= args.mask.size(2), value, op,
+          ": mask must have as many rows as the longest sequence has tokens, got ", args.mask.size(2), " for ",
+          end_in(args.cu_seqlens, n + 1) - end_in(args.cu_seqlens, n));
+  constexpr int kPerThread = 4;
+  const bool many = sequences >= kPerThread * num_threads();
+  parallel_for(sequences, many ? num_threads() : 1, [&](int64_t n) {
+    ForwardCall call = sequence_call(args, n);
+    call.on_one_thread = many;
+    if (call.q_length() > 0) tiles(call);
+  });
+}
+
 }  // namespace
 
 void with_memory(ForwardCall call, void (*tiles)(const ForwardCall&)) {
   const std::vector<BlockClass> classes = read(call);
-  tiles(call);
+  if (call.cu_seqlens) run_sequences(call, tiles);
+  else tiles(call);
   end_programs(call);
 }
 

@@ -10,6 +10,7 @@ namespace {
 
 // Threads for the two products of the forward; one, if these take less time than a parallel region.
 LOWBIT_INLINE int threads_for_attention(const ForwardCall& args) {
+  if (args.on_one_thread) return 1;
   const double products = static_cast<double>(args.batch() * args.heads()) * static_cast<double>(args.q_length()) *
                           static_cast<double>(args.kv_length()) * static_cast<double>(args.q.size(3) + args.ev());
   constexpr double kEnough = static_cast<double>(kSerialProducts);

@@ -36,7 +36,7 @@ void arrange(const TensorView& x, int64_t row, float* out) {
 template <int kWeights>
 struct Weights {
   const uint8_t* codes[kWeights];
-  const float* scales[kWeights];  // from the block of the row's first weight on, and 16 more
+  const float* scales[kWeights];  // the scales from the row's first block on, and 16 more
   int64_t in_block[kWeights];     // offset of the row in its first block
   int block_log;
 
@@ -154,7 +154,7 @@ void run_dequantize(const BlocksDequantizeArgs& args) {
   constexpr int64_t kTask = kLargestBlock * 8, kGroup = kSmallestBlock;
   const int log = log2_of(args.weight.block_size);
   const int64_t numel = args.out.numel();
-  parallel_for(ceil_div(numel, kTask), num_threads(), [&](int64_t task) {
+  parallel_for(ceil_div(numel, kTask), threads_worth(8 * numel), [&](int64_t task) {
     const int64_t begin = args.begin + task * kTask, end = smaller(begin + kTask, args.begin + numel);
     float scales[kTask / kSmallestBlock + 1];
     const int64_t block = begin >> log;

@@ -23,6 +23,7 @@ template <DType kDType>
 std::string_view refuses_attention(const AttentionForwardArgs& args) {
   if (args.q.dtype != kDType) return "keys and values of another type";
   if (args.q_length() * args.group() > kMaxRows || args.kv_length() == 0) return "not few queries over some keys";
+  if (args.cu_seqlens) return kPackedSequences;
   if (args.max_scores || args.dropout_p != 0 || args.lists.kv_num_blocks)
     return "largest scores, dropout and block masks are not kept by decode";
   return args.out.dtype == kDType && (!args.lse || args.lse.dtype == DType::float32)

@@ -13,7 +13,7 @@ namespace {
 template <class Args, class Body>
 LOWBIT_INLINE void for_each_block(const Args& args, Body&& body) {  // calls body(block, first element, elements)
   const int64_t numel = args.values.numel();
-  parallel_for(ceil_div(numel, args.block_size), num_threads(), [&](int64_t block) {
+  parallel_for(ceil_div(numel, args.block_size), threads_worth(8 * numel), [&](int64_t block) {
     const int64_t begin = block * args.block_size;
     body(block, begin, smaller(args.block_size, numel - begin));
   });

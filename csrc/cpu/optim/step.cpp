@@ -29,7 +29,7 @@ void step_all(const OptimStepArgs& args) {
   first_task[0] = 0;
   for (int64_t i = 0; i < count; i++) first_task[i + 1] = first_task[i] + tasks_of(args.tensors[i]);
   const int64_t tasks = first_task[count];
-  parallel_for(tasks, num_threads(), [&](int64_t task) {
+  parallel_for(tasks, threads_worth(32 * kTaskElements * tasks), [&](int64_t task) {
     int64_t found = 0, end = count;
     while (end - found > 1) {
       const int64_t middle = (found + end) / 2;

@@ -17,7 +17,7 @@ void run_all_finite(const AllFiniteArgs& args) {
   const TensorView& tensor = args.tensor;
   const int64_t count = tensor.numel();
   std::atomic<bool> finite{true};
-  parallel_for(ceil_div(count, kBlock), num_threads(), [&](int64_t block) {
+  parallel_for(ceil_div(count, kBlock), threads_worth(4 * count), [&](int64_t block) {
     const int64_t begin = block * kBlock, end = begin + kBlock < count ? begin + kBlock : count;
     uint32_t bad = 0;  // nonzero after an exponent of all ones: inf or nan
     if (tensor.dtype == DType::float32) {

@@ -31,24 +31,75 @@ LOWBIT_INLINE Row angles_of(const TensorView& of, int64_t batch, int64_t token) 
   return {of, (of.size(0) == 1 ? 0 : batch * of.stride[0]) + token * of.stride[1]};
 }
 
-// One head of one token: normalized if there is a weight, then rotated.
-void rotate(const RopeAppendArgs& args, const TensorView& weight, Row cos, Row sin, Row from, Row to) {
-  const int64_t e = args.e(), half = args.cos.size(2) / 2;
-  f32x16 scale = set1(1.0f);
-  if (weight) scale = reciprocal_root_mean_square(from.of.data, from.of.dtype, from.at, e, args.eps);
-  const f32x16 offset = set1(static_cast<float>(args.offset));
-  const auto normalized = [&](int64_t i, int64_t count) {
-    const f32x16 value = from.load(i, count);
-    if (!weight) return value;
-    return mul(mul(value, scale), add(load_as_float(weight.data, weight.dtype, i, count), offset));
-  };
-  for (int64_t i = 0; i < half; i += 16) {
-    const int64_t count = half - i;
-    const f32x16 low = normalized(i, count), high = normalized(half + i, count);
-    to.store(i, count, sub(mul(low, cos.load(i, count)), mul(high, sin.load(i, count))));
-    to.store(half + i, count, fma(high, cos.load(half + i, count), mul(low, sin.load(half + i, count))));
+// The norm of a head: its weight begins at weight_at, and scale is 1 / sqrt(mean(x^2) + eps).
+struct HeadNorm {
+  const TensorView& weight;
+  int64_t weight_at;
+  f32x16 scale, offset;
+  LOWBIT_INLINE f32x16 of(f32x16 value, int64_t i, int64_t count) const {
+    return mul(mul(value, scale), add(load_as_float(weight.data, weight.dtype, weight_at + i, count), offset));
   }
-  for (int64_t i = 2 * half; i < e; i += 16) to.store(i, e - i, normalized(i, e - i));
+};
+
+// Rotates the pairs 2i and 2i + 1 of 32 columns from `at` on, of which `count` are there.
+template <class Value>
+LOWBIT_INLINE void rotate_neighbours(bool of_halves, Row cos, Row sin, Row to, int64_t at, int64_t count, Value value) {
+  alignas(64) float x[32], c[32], s[32], y[32];
+  const int64_t more = count - 16;
+  store(x, value(at, count)), store(x + 16, more > 0 ? value(at + 16, more) : set1(0.0f));
+  const int64_t angle = of_halves ? at / 2 : at, angles = of_halves ? count / 2 : count;
+  store(c, cos.load(angle, angles)), store(s, sin.load(angle, angles));
+  if (!of_halves && more > 0) store(c + 16, cos.load(angle + 16, more)), store(s + 16, sin.load(angle + 16, more));
+  for (int i = 0; i < 16; i++) {
+    const int low = of_halves ? i : 2 * i, high = of_halves ? i : 2 * i + 1;
+    if (2 * i >= count) break;
+    y[2 * i] = x[2 * i] * c[low] - x[2 * i + 1] * s[low];
+    y[2 * i + 1] = x[2 * i + 1] * c[high] + x[2 * i] * s[high];
+  }
+  to.store(at, count, load(y));
+  if (more > 0) to.store(at + 16, more, load(y + 16));
+}
+
+// One head of one token: normalized if there is a weight, then rotated; or rotated, then normalized.
+void rotate(const RopeAppendArgs& args, HeadNorm norm, Row cos, Row sin, Row from, Row to) {
+  const int64_t e = args.e(), half = args.cos.size(2) / 2;
+  const bool before = norm.weight && !args.norm_behind;
+  const auto value = [&](int64_t i, int64_t count) {
+    return before ? norm.of(from.load(i, count), i, count) : from.load(i, count);
+  };
+  if (args.rotation == static_cast<int64_t>(Rotation::halves)) {
+    for (int64_t i = 0; i < half; i += 16) {
+      const int64_t count = half - i;
+      const f32x16 low = value(i, count), high = value(half + i, count);
+      to.store(i, count, sub(mul(low, cos.load(i, count)), mul(high, sin.load(i, count))));
+      to.store(half + i, count, fma(high, cos.load(half + i, count), mul(low, sin.load(half + i, count))));
+    }
+  } else {
+    const bool of_halves = args.rotation == static_cast<int64_t>(Rotation::neighbours_of_halves);
+    for (int64_t i = 0; i < 2 * half; i += 32) rotate_neighbours(of_halves, cos, sin, to, i, 2 * half - i, value);
+  }
+  for (int64_t i = 2 * half; i < e; i += 16) to.store(i, e - i, value(i, e - i));
+  if (!norm.weight || !args.norm_behind) return;
+  norm.scale = reciprocal_root_mean_square(to.of.data, to.of.dtype, to.at, e, args.eps);
+  for (int64_t i = 0; i < e; i += 16) to.store(i, e - i, norm.of(to.load(i, e - i), i, e - i));
+}
+
+// All query heads of a token, or all key heads: `from(h)` is head h of qkv, `to(h)` its place.
+template <class From, class To>
+LOWBIT_INLINE void rotate_heads(const RopeAppendArgs& args, const TensorView& weight, int64_t heads, Row cos, Row sin,
+                                From from, To to) {
+  const int64_t e = args.e();
+  const bool of_all = weight && weight.size(0) != e;  // one norm of all heads
+  const auto scale_of = [&](Row row, int64_t n) {
+    return reciprocal_root_mean_square(row.of.data, row.of.dtype, row.at, n, args.eps);
+  };
+  HeadNorm norm{weight, 0, set1(1.0f), set1(static_cast<float>(args.offset))};
+  if (of_all) norm.scale = scale_of(from(0), heads * e);
+  for (int64_t h = 0; h < heads; h++) {
+    if (of_all) norm.weight_at = h * e;
+    else if (weight && !args.norm_behind) norm.scale = scale_of(from(h), e);
+    rotate(args, norm, cos, sin, from(h), to(h));
+  }
 }
 
 void append(Row from, Row to, int64_t e) {
@@ -63,12 +114,17 @@ void run_rope_append(const RopeAppendArgs& args) {
   parallel_for(args.batch() * args.tokens(), threads_worth(qkv.numel()), [&](int64_t task) {
     const int64_t b = task / args.tokens(), t = task % args.tokens(), at = args.start + t;
     const Row cos = angles_of(args.cos, b, t), sin = angles_of(args.sin, b, t);
-    for (int64_t h = 0; h < heads; h++)
-      rotate(args, args.q_weight, cos, sin, row_of(qkv, b, t, h), row_of(args.rotated, b, h, t));
-    for (int64_t h = 0; h < kv_heads; h++) {
-      rotate(args, args.k_weight, cos, sin, row_of(qkv, b, t, heads + h), row_of(args.keys, b, h, at));
-      append(row_of(qkv, b, t, heads + kv_heads + h), row_of(args.values, b, h, at), args.e());
-    }
+    // Where the heads are in qkv: all queries, all keys, all values; or, for each key, its queries, itself, its value.
+    const int64_t queries = args.grouped ? heads / kv_heads : heads, step = args.grouped ? queries + 2 : 1;
+    const int64_t key_after = args.grouped ? 1 : kv_heads;
+    const auto query_of = [&](int64_t h) { return row_of(qkv, b, t, args.grouped ? h / queries * step + h % queries : h); };
+    const auto key_of = [&](int64_t h) { return row_of(qkv, b, t, queries + h * step); };
+    rotate_heads(args, args.q_weight, heads, cos, sin, query_of,
+                 [&](int64_t h) { return row_of(args.rotated, b, h, t); });
+    rotate_heads(args, args.k_weight, kv_heads, cos, sin, key_of,
+                 [&](int64_t h) { return row_of(args.keys, b, h, at); });
+    for (int64_t h = 0; h < kv_heads; h++)
+      append(row_of(qkv, b, t, queries + key_after + h * step), row_of(args.values, b, h, at), args.e());
   });
 }
 

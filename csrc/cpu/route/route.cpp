@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The row of the op route. A task is some tokens. Scores are computed by vectors, the top k by a scalar scan, since few
-// candidates exceed the k best so far.
+// candidates exceed the k best so far. The product of a router comes first (router.hpp), a block of tokens at a time.
 #include LOWBIT_ISA_HEADER
 
 #include "ops/route.hpp"
@@ -8,6 +8,7 @@
 #include "core/parallel.hpp"
 #include "core/scratch.hpp"
 #include "cpu/loops.hpp"
+#include "cpu/route/router.hpp"
 #include "cpu/rows.hpp"
 #include "cpu/simd/math.hpp"
 #include "cpu/vector_io.hpp"
@@ -161,7 +162,7 @@ void route(const RouteArgs& args, int64_t row, const Token& token) {
   for (int64_t i = 0; i < args.k; i++) index[i] = i, weights[i] = __builtin_nanf("");
 }
 
-void run_route(const RouteArgs& args) {
+void route_all(const RouteArgs& args) {
   const int64_t tokens = args.tokens(), experts = args.experts();
   const int64_t bytes = Token({}, args).bytes;
   const RowTiles tasks(tokens, larger(1, kSerialProducts / 64 / experts));
@@ -170,6 +171,29 @@ void run_route(const RouteArgs& args) {
     const Token token(scratch.arena(), args);
     for (int64_t row = tasks.begin(task); row < tasks.begin(task + 1); row++) route(args, row, token);
   });
+}
+
+// `count` rows of a contiguous matrix from row `first` on.
+TensorView some_rows(TensorView matrix, int64_t first, int64_t count) {
+  const int64_t bytes = matrix.size(1) * static_cast<int64_t>(size_of(matrix.dtype));
+  matrix.data = static_cast<char*>(matrix.data) + first * bytes;
+  matrix.shape[0] = count;
+  return matrix;
+}
+
+void run_route(const RouteArgs& args) {
+  if (!args.router.weight) return route_all(args);
+  const RowTiles blocks(args.tokens(), 1024);  // the logits of a block stay in L2
+  const Scratch scratch(ceil_div(args.tokens(), blocks.count) * args.experts() * int64_t{sizeof(float)});
+  for (int64_t i = 0; i < blocks.count; i++) {
+    const int64_t first = blocks.begin(i), count = blocks.height(i);
+    RouteArgs block = args;
+    block.router.x = some_rows(args.router.x, first, count);
+    block.weights = some_rows(args.weights, first, count), block.index = some_rows(args.index, first, count);
+    block.logits.shape[0] = count, block.logits.data = scratch.as<float>();
+    write_logits(block.router, block.logits);
+    route_all(block);
+  }
 }
 
 constexpr Kernel<RouteArgs> kRows[] = {{LOWBIT_ROW("route"), never_refuses<RouteArgs>, run_route}};

@@ -191,6 +191,7 @@ bool is_aligned(const TensorView& tensor) { return has_aligned_rows(tensor, 16);
 std::string_view refuses_forward(const AttentionForwardArgs& args) {
   if (args.q.dtype != DType::bfloat16 && args.q.dtype != DType::float16)
     return "inputs are neither bfloat16 nor float16";
+  if (args.cu_seqlens) return kPackedSequences;
   if (!fits_head_dim(args.q.size(3)) || !fits_head_dim(args.ev()))
     return "head dims must be multiples of 16, at most 256";
   if (!is_aligned(args.q) || !is_aligned(args.k) || !is_aligned(args.v) || !is_aligned(args.out))

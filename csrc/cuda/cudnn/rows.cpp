@@ -58,6 +58,7 @@ std::string_view refuses_scores(const AttentionForwardArgs& args) {
   if (args.mask_mod || args.lists.kv_num_blocks) return "a mask_mod or block mask";
   if (args.mask) return "a mask: rows that it hides whole have to be 0";
   if (args.sink) return "a sink";
+  if (args.cu_seqlens) return kPackedSequences;
   if (args.dropout_p > 0) return "dropout: its random numbers are not those of the op";
   if (args.max_scores) return "largest scores are wanted";
   if (args.out.dtype != args.q.dtype) return "a float32 result";

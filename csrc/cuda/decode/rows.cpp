@@ -102,6 +102,7 @@ std::string_view refuses_attention(const AttentionForwardArgs& args) {
   if (args.group() * args.q_length() > 32) return "more than 32 queries of a head of keys";
   if (args.kv_length() <= 2 * kMinSplit) return "256 keys or less, which are not worth a split";
   if (args.dropout_p > 0) return "dropout";
+  if (args.cu_seqlens) return kPackedSequences;
   if (args.lists.kv_num_blocks) return "a block mask";
   if (args.max_scores) return "largest scores are wanted";
   return refuses_decode<kDtype>(decode_args(args));

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention: scaled_dot_product_attention, flex_attention with BlockMask, masks and mods, decoding over
+"""Attention: scaled_dot_product_attention, flex_attention with BlockMask, ready-made masks and mods, and decoding with
 a quantized cache.
 
-Loaded at first use, as the names of `lowbit`.
+Submodules are loaded on first use, like the names of `lowbit`.
 """
 
 from __future__ import annotations

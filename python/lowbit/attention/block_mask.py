@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""create_block_mask: finds the blocks that a mask leaves empty, full or partial, without evaluating it on
-every score.
+"""create_block_mask: find the blocks that a mask leaves empty, full or partial, without evaluating it on every score.
 
-The mask's program is evaluated on whole blocks with intervals instead of numbers; the few blocks that this
-leaves undecided are evaluated score by score (csrc/ops/block_classes.hpp). 8192 x 8192 takes a millisecond or two
-where torch takes seconds.
+The mask's program is evaluated on whole blocks, with intervals in place of numbers. The few blocks that this does not
+decide are evaluated score by score (csrc/ops/block_classes.hpp). For long sequences this is much faster than torch,
+which evaluates every score.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from lowbit.score.program import UnknownOp
 from lowbit.score.program_cache import bind, positional_arguments, warn_unknown
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
-_torch_create_block_mask = torch_flex.create_block_mask  # before install() may put ours there
+_torch_create_block_mask = torch_flex.create_block_mask  # the original, even after install()
 
 
 def create_block_mask(
@@ -39,20 +38,24 @@ def create_block_mask(
     compute_dq_write_order: bool = False,
     dq_kv_order: bool = True,
 ) -> BlockMask:
-    """Return torch's BlockMask for a mask_mod; same arguments, same result as torch's function of this name.
+    """Return torch's BlockMask for a mask_mod. Arguments and result are those of torch's function of this name.
 
     Args:
-        mask_mod: ``mask_mod(b, h, q_idx, kv_idx)``, bool: True where the score counts. It may capture tensors.
-        B, H: batches and query heads that the mask tells apart; None for 1, which serves all.
-        Q_LEN, KV_LEN: lengths.
-        device: the device of the result, by default the CPU. On others a mask_mod that captures no tensors is served by
-            the CPU and the result moved; the rest goes to torch, and so do calls inside torch.vmap or torch.func.
-        BLOCK_SIZE: queries and keys of a block, or one number for both.
-        separate_full_blocks: False: full blocks are listed as partial ones.
+        mask_mod: ``mask_mod(b, h, q_idx, kv_idx)``, bool: True if the query sees the key. It may capture tensors.
+        B, H: the number of batch entries and query heads with masks of their own; None means 1, a mask shared by all.
+        Q_LEN, KV_LEN: the numbers of queries and keys.
+        device: the device of the result, by default the CPU. For other devices, if mask_mod captures no tensors, the
+            result is computed on the CPU and moved. Otherwise the call goes to torch, as do calls inside torch.vmap or
+            torch.func.
+        BLOCK_SIZE: the numbers of queries and keys in a block, or one number for both.
+        separate_full_blocks: if False, full blocks are listed as partial ones.
+
+    Returns:
+        The BlockMask.
 
     Raises:
         AssertionError: ``mask_mod`` does not take four arguments.
-        ValueError: a length or block size is negative or 0.
+        ValueError: a length is negative or a block size is below 1.
         RuntimeError: ``mask_mod`` branches on values, draws random numbers, or writes to its arguments.
 
     Example:
@@ -63,7 +66,7 @@ def create_block_mask(
              "compute_dq_write_order": (compute_dq_write_order, False), "dq_kv_order": (dq_kv_order, True)}  # fmt: skip
     rest = {
         name: value for name, (value, default) in given.items() if value != default
-    }  # arguments that older torch does not know are not handed on
+    }  # only non-default arguments: older torch does not have all
     traced = is_traced() or torch._C._are_functorch_transforms_active()
     if not traced and device.type not in ("cpu", "meta") and _captures_nothing(mask_mod):
         return create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN, "cpu", BLOCK_SIZE, **rest).to(device)
@@ -88,17 +91,17 @@ def create_block_mask(
 def _captures_nothing(mask_mod: Callable[..., Any]) -> bool:
     try:
         return not bind("create_block_mask", mask_mod, mask=True).captured
-    except (UnknownOp, TypeError):  # torch raises the error for an object that is no function of four indices
+    except (UnknownOp, TypeError):  # torch raises the error for an object that is not a function of four indices
         return False
 
 
 def block_classes(
     mask_mod: Callable[..., Any], B: int, H: int, q_len: int, kv_len: int, q_block: int, kv_block: int
 ) -> Tensor:
-    """Return uint8 ``[B, H, q blocks, kv blocks]``: EMPTY, PARTIAL or FULL. A block that reaches over an end is never
-    FULL (as in torch)."""
+    """Return uint8 ``[B, H, q blocks, kv blocks]``: EMPTY, PARTIAL or FULL. A block that extends past an end is never
+    FULL, as in torch."""
     classes = torch.empty(B, H, -(-q_len // q_block), -(-kv_len // kv_block), dtype=torch.uint8, device="cpu")
-    if not classes.numel():  # no block to ask mask_mod about
+    if not classes.numel():  # no block to call mask_mod for
         return classes
     program = bind("create_block_mask", mask_mod, mask=True)
     if program.code:
@@ -119,7 +122,7 @@ def from_classes(
     block_size: tuple[int, int],
     separate_full_blocks: bool = True,
 ) -> BlockMask:
-    """Return the BlockMask that lists these blocks."""
+    """Return the BlockMask with these classes of blocks."""
     partial = classes == PARTIAL if separate_full_blocks else classes != EMPTY
     full = classes == FULL if separate_full_blocks else None
     kv_num_blocks, kv_indices = _lists(partial)
@@ -142,7 +145,7 @@ def from_classes(
 
 
 def to_classes(mask: BlockMask) -> Tensor:
-    """The classes that a BlockMask lists, the inverse of ``from_classes``."""
+    """Return the classes of the blocks in a BlockMask; the inverse of `from_classes`."""
     rows, columns = (-(-length // size) for length, size in zip(mask.seq_lengths, mask.BLOCK_SIZE, strict=True))
     classes = mask.kv_num_blocks.new_zeros(*mask.kv_num_blocks.shape[:-1], rows, columns + 1, dtype=torch.uint8)
     lists = [(mask.kv_num_blocks, mask.kv_indices, PARTIAL), (mask.full_kv_num_blocks, mask.full_kv_indices, FULL)]
@@ -154,8 +157,8 @@ def to_classes(mask: BlockMask) -> Tensor:
 
 
 def _lists(wanted: Tensor) -> tuple[Tensor, Tensor]:
-    """The count of wanted columns of each row, and the columns: wanted ones first, both parts
-    ascending (torch's order)."""
+    """Return the number of wanted columns in each row, and the column indices: first the wanted ones, then the others,
+    each in ascending order (as in torch)."""
     return wanted.sum(-1, dtype=torch.int32), wanted.to(torch.uint8).argsort(dim=-1, descending=True, stable=True).to(
         torch.int32
     )

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""flex_attention under torch.compile: torch's own higher-order op, with our kernels.
+"""flex_attention under torch.compile: torch's own higher-order op, with lowbit's kernels.
 
-Dynamo knows `torch.ops.higher_order.flex_attention`: it turns the mods into subgraphs and the tensors that they
-capture into inputs. The functions registered here run wherever that op would. They trace the subgraphs into score
-programs and call `lowbit::attention_forward`, so that after AOTAutograd nothing of the higher-order op is left. Calls
-that are not ours (no `_LOWBIT` among the kernel options, unless installed) go on to torch's kernels.
+Dynamo supports `torch.ops.higher_order.flex_attention`: it turns the mods into subgraphs, and the tensors that they
+capture into inputs. The functions registered here run in place of that op. They trace the subgraphs into score programs
+and call `lowbit::attention_forward`, so nothing of the higher-order op is left after AOTAutograd. Calls that are not
+lowbit's (those without `_LOWBIT` in the kernel options, unless `install` was called) go to torch's kernels.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from lowbit.score.tracer import Subgraph
 
 _lock = threading.Lock()
 _taken: list[bool] = []
-_MARK = "_LOWBIT"  # kernel option: dropout_p of a call of ours
+_MARK = "_LOWBIT"  # kernel option of lowbit's calls, with dropout_p as its value
 everything = False
-"""Set by install(): also calls of torch's flex_attention on CPU tensors."""
+"""Whether to run torch's flex_attention on CPU tensors too. `install` sets it."""
 
 
 def compiled_attention(
@@ -39,9 +39,9 @@ def compiled_attention(
     scale: float,
     dropout_p: float = 0.0, sink: Tensor | None = None, want_max_scores: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """`run_mods` as Dynamo traces it."""
+    """Call the higher-order op with the arguments of `run_mods`, for Dynamo to trace."""
     take_flex_op()
-    for tensor in (query, key, value):  # heads and head dimension decide the kernel, as in torch
+    for tensor in (query, key, value):  # head count and head dimension decide the kernel, as in torch
         torch._dynamo.mark_static(tensor, -3)
         torch._dynamo.mark_static(tensor, -1)
     mask = _everything(query) if block_mask is None else block_mask
@@ -57,7 +57,7 @@ def compiled_attention(
 
 
 def _everything(query: Tensor) -> BlockMask:
-    """torch's "no block mask": one block of 2^30."""
+    """Return torch's "no block mask": one block of size 2^30."""
     one = query.new_ones((1, 1, 1), dtype=torch.int32)
     return _block_mask((1, 1), (one, one.new_zeros((1, 1, 1, 1)), None, None), (WHOLE, WHOLE), noop_mask)
 
@@ -65,7 +65,7 @@ def _everything(query: Tensor) -> BlockMask:
 def _block_mask(
     lengths: tuple[int, int], lists: tuple[Any, ...], block_size: tuple[int, int], mask_mod: Callable[..., Any]
 ) -> BlockMask:
-    """A BlockMask without the lists by key, which our backward makes itself."""
+    """Return a BlockMask without the lists by key, which lowbit's backward creates itself."""
     return BlockMask(lengths, *lists, None, None, None, None, block_size, mask_mod)
 
 
@@ -82,8 +82,8 @@ def _attention(
     kernel_options: dict[str, Any], score_mod_other_buffers: tuple[Any, ...] = (),
     mask_mod_other_buffers: tuple[Any, ...] = (),
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The arguments of the higher-order op, as `run_mods` takes them. A subgraph gets its captured tensors
-    as further arguments."""
+    """Run `run_mods` with the arguments of the higher-order op. A subgraph gets its captured tensors as further
+    arguments."""
     score = Subgraph(score_mod, _tensors(score_mod_other_buffers))
     mask = Subgraph(block_mask[-1], _tensors(mask_mod_other_buffers))
     rebuilt = _block_mask(block_mask[:2], block_mask[2:6], tuple(block_mask[-3:-1]), mask)
@@ -94,7 +94,8 @@ def _attention(
 
 
 def _tensors(captured: tuple[Any, ...]) -> tuple[Any, ...]:
-    """A captured number that changes from call to call (a symbolic size) as a tensor, so that the program reads it."""
+    """Return the captured values with symbolic sizes as tensors, because they change between calls and the program must
+    read them."""
     return tuple(
         torch.scalar_tensor(item, dtype=torch.int64, device="cpu") if isinstance(item, torch.SymInt) else item
         for item in captured
@@ -103,7 +104,8 @@ def _tensors(captured: tuple[Any, ...]) -> tuple[Any, ...]:
 
 @constant_in_graphs
 def take_flex_op() -> bool:
-    """Put our kernel before torch's, for every way in which the op can be reached; once."""
+    """Register lowbit's kernel in front of torch's, for every way in which the op can be called, unless this was done
+    before."""
     with _lock:
         if not _taken:
             _take_flex_op()
@@ -128,7 +130,7 @@ def _take_flex_op() -> None:
         FunctionalTensorMode,
         ProxyTorchDispatchMode,
         FakeTensorMode,
-    ):  # met first in inference mode, which has no autograd key
+    ):  # modes come first in inference mode, which has no autograd key
         theirs = flex_op.python_key_table.get(mode)
         if theirs is not None:
             flex_op.python_key_table[mode] = _mode_kernel(theirs)

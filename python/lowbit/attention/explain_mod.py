@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Explain a score_mod, mask_mod or BlockMask: its program, where each step runs, and its blocks."""
+"""Explain a score_mod, mask_mod or BlockMask: its program, how often each step runs, and its blocks."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _RATES = "once per: head (batch and head), row (query), column (key), diagonal (
 
 @dataclass(frozen=True, slots=True)
 class ModExplanation:
-    """A mod and its program; prints as text, and ``source`` prints it as device functions.
+    """The explanation of a mod. It prints as text; ``source`` returns the program as device functions.
 
     Attributes:
         kind: "score_mod", "mask_mod" or "block mask".
-        forward, backward: steps of the program, each with its rate; empty if the mod changes nothing.
-        captured: dtype and shape of each tensor that the program reads.
-        through_torch: why there is no program, or empty.
-        blocks: numbers of empty, partial and full blocks, for masks.
+        forward, backward: the steps of the program, each with its rate; empty if the mod changes nothing.
+        captured: the dtype and shape of each tensor that the program reads.
+        through_torch: why there is no program, or an empty string.
+        blocks: for masks, the numbers of empty, partial and full blocks.
     """
 
     kind: str
@@ -39,13 +39,14 @@ class ModExplanation:
     _program: BoundProgram | None = field(default=None, compare=False)
 
     def source(self, language: str) -> str:
-        """Return the program as functions of a device: ``score_mod`` and ``score_mod_gradient``, or ``mask_mod``.
+        """Return the program as device functions: ``score_mod`` and ``score_mod_gradient``, or ``mask_mod``.
 
         Args:
             language: "cuda" (CUDA C) or "opencl" (OpenCL C).
 
         Raises:
-            ValueError: another language, or the mod has no program: it changes nothing or runs through torch.
+            ValueError: ``language`` is another one, or the mod has no program, because it changes nothing or runs
+                through torch.
         """
         if self._program is None:
             reason = f"it runs through torch: {self.through_torch}" if self.through_torch else "it changes nothing"
@@ -78,12 +79,12 @@ def explain_mod(
 
     Args:
         mod: a score_mod, a mask_mod, or a BlockMask.
-        q_len, kv_len: lengths to count the blocks of a mask_mod for; kv_len defaults to q_len.
+        q_len, kv_len: the lengths for which the blocks of a mask_mod are counted; kv_len defaults to q_len.
         block_size: the number of queries and of keys in a block.
 
     Raises:
         TypeError: ``mod`` takes neither 5 nor 4 arguments.
-        RuntimeError: flex_attention would raise it for this mod.
+        RuntimeError: for the reasons for which flex_attention raises it.
     """
     if isinstance(mod, BlockMask):
         made = _program("block mask", mod.mask_mod, mask=True)
@@ -91,7 +92,7 @@ def explain_mod(
     count = positional_arguments(mod)
     if count not in (4, 5):
         raise TypeError(
-            f"explain: a score_mod takes 5 positional arguments and a mask_mod 4, got a function of {count}"
+            f"explain: mod must be a score_mod of 5 positional arguments or a mask_mod of 4, got a function of {count}"
         )
     made = _program("score_mod" if count == 5 else "mask_mod", mod, mask=count == 4)
     if count == 5 or made.through_torch:

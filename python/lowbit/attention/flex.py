@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""flex_attention: any score_mod and BlockMask, forward and backward, in eager mode, without a compiler."""
+"""flex_attention: any score_mod and BlockMask, forward and backward, in eager mode without a compiler."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from lowbit.ops.tracing import is_traced
 from lowbit.score.program_cache import positional_arguments
 
 _NAME = "flex_attention"
-_BACKENDS = ("AUTO", "TRITON", "FLASH", "TRITON_DECODE")  # the values that torch takes; there is one backend here
+_BACKENDS = ("AUTO", "TRITON", "FLASH", "TRITON_DECODE")  # the values that torch accepts; none has an effect here
 
 
 def flex_attention(
@@ -37,43 +37,42 @@ def flex_attention(
     kernel_options: Mapping[str, Any] | None = None,
     *,
     return_aux: Any = None,
-    dropout_p: float = 0,  # 0.0 would become a symbol under torch.compile(dynamic=True) and trace the call twice
+    dropout_p: float = 0,  # not 0.0, which torch.compile(dynamic=True) would make symbolic and trace twice
     sink: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> Any:
-    """Return softmax(score_mod(scale * query key^T)) value over the scores that ``block_mask`` keeps; torch's function
-    of this name.
+    """Return softmax(score_mod(scale * query key^T)) value, limited to the scores in ``block_mask``, as torch's
+    function of this name.
 
-    Differentiable, once, in query, key, value, sink and the floating tensors that score_mod captures, through the
-    result and lse.
-    In forward mode (torch.func.jvp) mods and block masks run through torch, slowly.
-    A row that sees nothing is 0, its lse -inf. Never holds more than a tile of scores.
+    It is differentiable once, through the result and lse, with respect to query, key, value, sink and the
+    floating-point tensors that score_mod captures. In forward mode (torch.func.jvp), mods and block masks run through
+    torch, slowly. A query that sees no key gets the result 0 and lse -inf. Only a tile of scores is held at a time.
 
     Args:
         query: ``[B, Hq, L, E]``, float32, bfloat16, float16 (accumulated in float32) or float64.
-        key: ``[B or 1, Hkv, S, E]``, any floating dtype; a batch of 1 needs a block_mask of batch B.
+        key: ``[B or 1, Hkv, S, E]``, any floating dtype; a batch of 1 requires a block_mask of batch B.
         value: ``[B or 1, Hkv, S, Ev]``, any floating dtype.
         score_mod: ``score_mod(score, b, h, q_idx, kv_idx)``; h is the query head. It may capture tensors of any dtype.
-        block_mask: torch's BlockMask, as ``create_block_mask`` makes it, for lengths L and S.
-        scale: default 1 / sqrt(E).
-        enable_gqa: Hq may be a multiple of Hkv.
+        block_mask: torch's BlockMask, for example from ``create_block_mask``, for lengths L and S.
+        scale: the factor of the scores, by default 1 / sqrt(E).
+        enable_gqa: allow Hq to be a multiple of Hkv.
         return_lse: also return lse (deprecated by torch: use return_aux).
-        kernel_options: torch's options for its GPU kernels; not used.
-        return_aux: ``AuxRequest(lse=, max_scores=)``: return (out, AuxOutput). Both ``[B, Hq, L]``, float32 (float64
-            for float64 inputs).
-        dropout_p: probability to drop each attention probability; the seed comes from torch's generator.
+        kernel_options: torch's options for its GPU kernels; they have no effect.
+        return_aux: ``AuxRequest(lse=, max_scores=)`` to return (out, AuxOutput). Both are ``[B, Hq, L]``, float32
+            (float64 for float64 inputs).
+        dropout_p: the probability of dropping each attention probability; the seed comes from torch's generator.
         sink: ``[Hq]``, a logit per head that takes part in the softmax and has no value; lse includes it.
-        cu_seqlens: int ``[documents + 1]``, where each document begins in L (= S), then L: tokens see their
-            own document only.
+        cu_seqlens: int ``[documents + 1]``, the offsets at which documents begin in L (= S), then L. Tokens see only
+            their own document.
 
     Returns:
         ``[B, Hq, L, Ev]`` in the dtype of query and the order of its strides; (out, lse) with return_lse; (out,
         AuxOutput) with return_aux.
 
     Raises:
-        ValueError, TypeError, NotImplementedError: an argument does not fit; the text names it.
-        RuntimeError: a mod branches on values, draws random numbers or writes to its arguments, or block_mask
-            is a slice.
+        ValueError, TypeError, NotImplementedError: an argument is invalid; the message names it.
+        RuntimeError: a mod branches on values, draws random numbers or writes to its arguments, or block_mask is a
+            slice.
 
     Example:
         >>> mask = lowbit.create_block_mask(lambda b, h, q, k: (q >= k) & (q - k < 256), None, None, 4096, 4096)
@@ -110,7 +109,7 @@ def _autocast(*tensors: Any) -> tuple[Any, ...]:
 
 
 def _widened(*tensors: Tensor) -> list[Tensor]:
-    """The tensors in the widest of their dtypes, of 16 bits at least; gradients come back in their own."""
+    """Return the tensors in the widest of their dtypes, of at least 16 bits. Gradients have the original dtypes."""
     dtype = functools.reduce(torch.promote_types, [tensor.dtype for tensor in tensors if tensor.dtype in DTYPES])
     return [tensor.to(dtype) for tensor in tensors]
 

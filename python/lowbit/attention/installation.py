@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""install() and uninstall(): lowbit serves code that calls torch's attention on CPU tensors."""
+"""install() and uninstall(): run calls of torch's attention on CPU tensors by lowbit."""
 
 from __future__ import annotations
 
@@ -24,17 +24,16 @@ from lowbit.attention.sdpa import scaled_dot_product_attention
 
 _lock = threading.Lock()
 _replaced: list[tuple[Any, str, Any]] = []
-_USUAL = (Tensor.__torch_function__.__func__, None)  # inherited, or disabled as FakeTensor's (a builtin)
+_USUAL = (Tensor.__torch_function__.__func__, None)  # inherited, or disabled as in FakeTensor (a builtin)
 
 
 def install() -> None:
-    """Run torch's ``flex_attention``, ``create_block_mask`` and ``scaled_dot_product_attention`` by lowbit
-    for CPU tensors.
+    """Run torch's ``flex_attention``, ``create_block_mask`` and ``scaled_dot_product_attention`` by lowbit on CPU
+    tensors.
 
-    The names in ``torch.nn.attention.flex_attention`` and ``torch.nn.functional`` are replaced, and the same functions
-    in modules that have imported them by name. Tensors on other devices, and calls that lowbit refuses by dtype or
-    layout, go to torch as before. Graphs that torch.compile traces from then on use lowbit too. Installing twice
-    is installing once.
+    The functions are replaced in ``torch.nn.attention.flex_attention`` and ``torch.nn.functional``, and in every module
+    that has imported them by name. Tensors on other devices, and dtypes or layouts that lowbit does not support, go to
+    torch as before. Graphs that torch.compile traces afterwards use lowbit too. Further calls do nothing.
 
     Example:
         >>> lowbit.attention.install()
@@ -63,7 +62,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Put torch's functions back everywhere."""
+    """Restore torch's functions everywhere."""
     with _lock:
         for module, name, original in _replaced:
             setattr(module, name, original)
@@ -82,17 +81,17 @@ def _routed(original: Callable[..., Any], ours: Callable[..., Any], takes: Calla
         return (ours if takes(*args, **kwargs) else original)(*args, **kwargs)
 
     builtin = torch.jit._builtins._find_builtin(original)
-    if builtin is not None:  # TorchScript knows torch's function by its id, and goes on to call it
+    if builtin is not None:  # TorchScript identifies torch's function by its id, and keeps calling it
         torch.jit._builtins._register_builtin(route, builtin)
     return route
 
 
 class _Refused(RuntimeError, ValueError):
-    """torch's function raises RuntimeError, its CausalBias ValueError."""
+    """An error for callers of either of torch's: the function raises RuntimeError, CausalBias ValueError."""
 
 
 def _sdpa(*args: Any, **kwargs: Any) -> Tensor:
-    """Ours, with torch's kind of error."""
+    """Call lowbit's function, and raise errors of torch's type."""
     try:
         return scaled_dot_product_attention(*args, **kwargs)
     except (ValueError, TypeError) as error:
@@ -106,7 +105,7 @@ def _takes_flex(query: Any, *args: Any, **kwargs: Any) -> bool:
 def _takes_mask(
     mask_mod: Any, B: Any, H: Any, Q_LEN: Any, KV_LEN: Any, device: Any = None, *args: Any, **kwargs: Any
 ) -> bool:
-    if device is None:  # a CUDA build names cuda also where there is none
+    if device is None:  # torch's default device; a CUDA build without a GPU would name cuda
         device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"
     return torch.device(device).type == "cpu"
 
@@ -124,7 +123,7 @@ def _takes_sdpa(
 
 
 def _is_like_tensor(argument: Any) -> bool:
-    """Whether no ``__torch_function__`` of its own waits for torch's function."""
+    """Whether the argument has no ``__torch_function__`` of its own that torch's function would call."""
     kind = type(argument)
     if kind is Tensor or kind is Parameter or kind is CausalBias:
         return True

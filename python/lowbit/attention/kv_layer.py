@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys and values of one attention layer as codes; a QuantizedKVCache has one for each layer."""
+"""The keys and values of one attention layer as codes. A QuantizedKVCache has one object per layer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lowbit.ops.tracing import is_traced
 register()
 
 FORMATS = ("int8", "int4")
-_GROUP = 32  # elements of a row are padded to it; int4 has one scale for so many
+_GROUP = 32  # rows are padded to a multiple; int4 has one scale per group
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _decode = function_of("decode")
 _quantize = function_of("kv_quantize_")
@@ -25,16 +25,17 @@ _dequantize = function_of("kv_dequantize_")
 
 
 class QuantizedKVLayer:
-    """Keys and values of one layer, quantized per token and kv head.
+    """The keys and values of one layer, quantized per token and kv head.
 
-    int8: codes within +-127 and one float32 scale per token and head. int4: one float16 scale per 32 elements, keys
-    rotated by a Hadamard matrix. Storage is ``[B, H, capacity, bytes]`` and doubles when it is full.
+    int8 has codes within +-127 and one float32 scale per token and head. int4 has one float16 scale per 32 elements,
+    and keys are rotated by a Hadamard matrix. Storage is ``[B, H, capacity, bytes]``; its capacity doubles when it is
+    full.
 
     Args:
         format: ``"int8"`` or ``"int4"``.
 
     Raises:
-        ValueError: the format is another one.
+        ValueError: ``format`` is neither.
     """
 
     def __init__(self, format: str = "int8") -> None:
@@ -47,12 +48,12 @@ class QuantizedKVLayer:
 
     @property
     def rotated(self) -> bool:
-        """Whether keys are stored rotated (and queries are rotated to meet them)."""
+        """Whether keys are stored rotated, so that queries are rotated too."""
         return self.format == "int4"
 
     @property
     def shape(self) -> tuple[int, int, int, int, int] | None:
-        """B, kv heads, length, E, Ev; None before the first append."""
+        """The sizes B, kv heads, length, E, Ev; None before the first append."""
         return (
             None
             if self._k is None or self._v is None
@@ -61,15 +62,19 @@ class QuantizedKVLayer:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the storage, with those allocated in advance."""
+        """The size of the storage in bytes, including spare capacity."""
         return sum(rows.codes.nbytes + rows.scale.nbytes for rows in (self._k, self._v) if rows is not None)
 
     def append(self, key: Tensor, value: Tensor) -> None:
-        """Quantize keys ``[B, H, L, E]`` and values ``[B, H, L, Ev]`` behind the stored ones.
+        """Quantize keys ``[B, H, L, E]`` and values ``[B, H, L, Ev]`` and append them.
+
+        Args:
+            key: float32, bfloat16 or float16.
+            value: float32, bfloat16 or float16.
 
         Raises:
-            ValueError: a shape does not fit the cache.
-            TypeError: the dtype is not float32, bfloat16 or float16.
+            ValueError: a shape does not match the cache.
+            TypeError: a dtype is not float32, bfloat16 or float16.
             NotImplementedError: a tensor has a forward-mode tangent.
         """
         self._check_append(key, value)
@@ -88,9 +93,9 @@ class QuantizedKVLayer:
             k, v = k.grown(self.length, end), v.grown(self.length, end)
         _quantize(key, k.codes, k.scale, self.rotated, self.length)
         _quantize(value, v.codes, v.scale, False, self.length)
-        # The kernels write behind autograd's back: a graph that saved a part of the cache has to notice (0.5 us).
+        # Autograd does not see the kernels' writes, but a graph that saved a part of the cache must detect them.
         torch.autograd.graph.increment_version((k.codes, k.scale, v.codes, v.scale))
-        self._k, self._v, self.length = k, v, end  # only now: an error above leaves the cache as it was
+        self._k, self._v, self.length = k, v, end  # only now, so that an error above leaves the cache unchanged
 
     def _check_append(self, key: Tensor, value: Tensor) -> None:
         for name, tensor in (("key", key), ("value", value)):
@@ -125,25 +130,27 @@ class QuantizedKVLayer:
     ) -> Tensor:
         """Return the attention of ``query [B, Hq, L, E]`` over the cache: ``[B, Hq, L, Ev]``.
 
-        Few queries are multiplied by the codes as they are, many (a prompt) by the floats of a tile of codes. No
-        gradient passes through a cache: what goes in is detached.
+        A few queries are multiplied by the codes directly; many queries (a prompt) by dequantized tiles. The inputs are
+        detached: no gradient passes through a cache.
 
         Args:
-            query: float32, bfloat16 or float16; the L last tokens of the cache are its own.
-            scale: default 1 / sqrt(E).
-            causal: query i, at position length - L + i, sees no later key.
-            window: if positive, query i sees no key that is `window` or more before it: W keys, its own included, as
-                `masks.sliding_window(W)` and transformers' sliding_window count.
-            mask: bool (True: seen) or floating (added), broadcastable to ``[B, Hq, L, length]``.
-            sink: float32 ``[Hq]``: a score without a value.
+            query: float32, bfloat16 or float16; the queries of the last L tokens in the cache.
+            scale: the factor of the scores, by default 1 / sqrt(E).
+            causal: whether query i, at position length - L + i, sees only keys up to its position.
+            window: if positive, the number W of keys that a query sees: its own and the W - 1 before it, as in
+                `masks.sliding_window(W)` and transformers' sliding_window.
+            mask: bool (True: visible) or floating point (added), broadcastable to ``[B, Hq, L, length]``.
+            sink: float32 ``[Hq]``, an additional score per head, which has no value.
 
         Raises:
-            ValueError: the cache is empty, or a shape does not fit.
-            TypeError: a dtype does not fit.
+            ValueError: the cache is empty, or a shape does not match.
+            TypeError: a dtype is not supported.
             NotImplementedError: a tensor has a forward-mode tangent.
         """
         if self.shape is None or self._k is None or self._v is None:
-            raise ValueError("QuantizedKVCache: attend needs a cache that holds something: append first")
+            raise ValueError(
+                "QuantizedKVCache: the cache must hold tokens before attend, got an empty one: append first"
+            )
         batch, heads, length, e, ev = self.shape
         group = query.shape[1] // max(1, heads) if query.dim() == 4 else 0
         if query.dim() != 4 or query.shape[0] != batch or query.shape[3] != e or query.shape[1] != group * heads:
@@ -165,35 +172,37 @@ class QuantizedKVLayer:
         )  # fmt: skip
 
     def keys(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Return the keys that the codes stand for, ``[B, H, length, E]``."""
+        """Return the dequantized keys, ``[B, H, length, E]``."""
         return self._decoded(0, dtype)
 
     def values(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Return the values that the codes stand for, ``[B, H, length, Ev]``."""
+        """Return the dequantized values, ``[B, H, length, Ev]``."""
         return self._decoded(1, dtype)
 
     def _decoded(self, which: int, dtype: torch.dtype) -> Tensor:
         rows, rotated = ((self._k, self.rotated), (self._v, False))[which]
         if rows is None:
-            raise ValueError("QuantizedKVCache: the cache is empty")
+            raise ValueError(
+                "QuantizedKVCache: the cache must hold tokens before they are read, got an empty one: append first"
+            )
         codes, scale = rows.part(0, self.length)
         result = torch.empty(*codes.shape[:3], rows.columns, dtype=dtype, device=codes.device)
         _dequantize(codes, scale, result, rotated)
         return result
 
     def crop(self, length: int) -> None:
-        """Keep the first ``length`` tokens; a negative number says how many to remove.
+        """Keep the first ``length`` tokens; if negative, remove that many tokens at the end.
 
         Raises:
-            ValueError: the cache holds fewer.
+            ValueError: the cache has fewer tokens.
         """
         self.length = self.cropped_length(length)
 
     def cropped_length(self, length: int) -> int:
-        """Return how many tokens `crop` leaves.
+        """Return how many tokens `crop` would keep.
 
         Raises:
-            ValueError: the cache holds fewer.
+            ValueError: the cache has fewer tokens.
         """
         wanted = self.length + length if length < 0 else length
         if not 0 <= wanted <= self.length:
@@ -201,14 +210,14 @@ class QuantizedKVLayer:
         return wanted
 
     def check_reorder(self, index: Tensor) -> None:
-        """Raise the errors of `reorder`.
+        """Check the argument of `reorder`.
 
         Raises:
-            IndexError: an entry is not in the batch.
+            IndexError: an index is not in the batch.
         """
         if (
             self._k is None or index.numel() == 0 or is_traced()
-        ):  # a graph does not look: the copy itself refuses
+        ):  # a graph cannot read values; there the copy raises the error
             return
         if not (int(index.min()) >= 0 and int(index.max()) < self._k.codes.shape[0]):
             raise IndexError(
@@ -216,22 +225,25 @@ class QuantizedKVLayer:
             )
 
     def reorder(self, index: Tensor) -> None:
-        """Make batch entry i a copy of ``index[i]``: beams that survive, in any number and order.
+        """Make batch entry i a copy of entry ``index[i]``; there may be any number of indices, in any order.
+
+        Args:
+            index: int64 ``[new B]``.
 
         Raises:
-            IndexError: an entry is not in the batch.
+            IndexError: an index is not in the batch.
         """
         self.check_reorder(index)
         if self._k is not None and self._v is not None:
             self._k, self._v = self._k.selected(index, self.length), self._v.selected(index, self.length)
 
     def reset(self) -> None:
-        """Forget everything, shapes too."""
+        """Forget all tokens and their shapes."""
         self.length, self._k, self._v = 0, None, None
 
 
 class _Rows:
-    """Codes and scales of keys or of values."""
+    """The codes and scales of keys or of values."""
 
     __slots__ = ("codes", "columns", "scale")
 

@@ -12,17 +12,18 @@ from lowbit.ops.tracing import is_traced
 
 
 def with_documents(cu_seqlens: Tensor, block_mask: BlockMask | None, query: Tensor, key: Tensor) -> BlockMask:
-    """Return ``block_mask`` (None: everything) within documents. Made of torch's ops, so that torch.compile
-    can trace it.
+    """Return ``block_mask``, or a mask of everything if None, limited to pairs within a document. It consists of torch
+    ops, so that torch.compile can trace it.
 
     Args:
         cu_seqlens: int ``[documents + 1]``, see flex_attention.
+        block_mask: the BlockMask or None.
         query, key: ``[B, Hq, L, E]`` and ``[B, Hkv, L, E]``.
 
     Raises:
         TypeError: cu_seqlens is not a tensor.
-        ValueError: cu_seqlens is not an ascending int tensor from 0 to L (a compiled call, a GPU: RuntimeError), or
-            query and key differ in length.
+        ValueError: cu_seqlens is not an ascending int tensor from 0 to L (RuntimeError in a compiled call or on a GPU),
+            or query and key differ in length.
     """
     length = query.size(2)
     if not isinstance(cu_seqlens, Tensor):
@@ -37,7 +38,7 @@ def with_documents(cu_seqlens: Tensor, block_mask: BlockMask | None, query: Tens
             f"flex_attention: cu_seqlens needs query and key of one length, got {length} and {key.size(2)}"
         )
     ascends = (cu_seqlens[0] == 0) & (cu_seqlens[-1] == length) & (cu_seqlens.diff() >= 0).all()
-    if is_traced() or cu_seqlens.is_cuda:  # no wait for a GPU
+    if is_traced() or cu_seqlens.is_cuda:  # no synchronization with a GPU
         torch._assert_async(ascends, "flex_attention: cu_seqlens must ascend from 0 to the length")
     elif not ascends:
         raise ValueError(
@@ -58,8 +59,8 @@ def with_documents(cu_seqlens: Tensor, block_mask: BlockMask | None, query: Tens
 
 
 def _document_classes(document: Tensor, q_block: int, kv_block: int) -> Tensor:
-    """uint8 ``[1, 1, q blocks, kv blocks]`` of the document of each token ``[L]``, ascending: blocks meet where their
-    ranges of documents do."""
+    """Return the block classes, uint8 ``[1, 1, q blocks, kv blocks]``, from the ascending document of each token
+    ``[L]``. Two blocks meet if their ranges of documents do."""
     (q_first, q_last, q_ends), (k_first, k_last, k_ends) = (_ranges(document, size) for size in (q_block, kv_block))
     meet = (q_first[:, None] <= k_last) & (k_first <= q_last[:, None])
     one = (q_first == q_last)[:, None] & (k_first == k_last) & ~q_ends[:, None] & ~k_ends
@@ -67,8 +68,8 @@ def _document_classes(document: Tensor, q_block: int, kv_block: int) -> Tensor:
 
 
 def _ranges(document: Tensor, block: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Per block of tokens the first and the last document, and whether it reaches over the end (such a block is never
-    FULL, as in torch)."""
+    """Return, for each block of tokens, its first and last document, and whether it extends past the end (such a block
+    is never FULL, as in torch)."""
     length = document.shape[0]
     begin = torch.arange(0, length, block, device=document.device)
     end = begin + block

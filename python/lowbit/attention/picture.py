@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A picture of anything that `flex_attention` takes: torch's BlockMask has no method for it, and plain functions have
-none at all."""
+"""Pictures of masks and mods, for anything that `flex_attention` takes: torch's BlockMask and plain functions have no
+method for it."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ def plot(
 ) -> Any:
     """Draw a BlockMask, a mask_mod or a score_mod with matplotlib and return the axes: queries down, keys across.
 
-    A BlockMask is drawn by blocks: white where empty (skipped), light where partial (mask_mod is called), dark where
-    full (mask_mod is not called).
+    A BlockMask is drawn by blocks: white if empty (skipped), light if partial (mask_mod is called), dark if full
+    (mask_mod is not called).
 
     Args:
         mod: a BlockMask, a mask_mod of ``(b, h, q_idx, kv_idx)`` or a score_mod of ``(score, b, h, q_idx, kv_idx)``.
-        q_len, kv_len: lengths to draw a function for; a BlockMask has its own.
-        b, h: batch entry and head; a BlockMask made for one serves all.
-        ax: axes of matplotlib to draw into; None makes new ones.
+        q_len, kv_len: the lengths for which a function is drawn; a BlockMask has its own.
+        b, h: the batch entry and head; a BlockMask with only one applies it to all.
+        ax: matplotlib axes to draw into; None creates new ones.
 
     Raises:
         ImportError: matplotlib is not installed.
-        TypeError: ``mod`` is no BlockMask, and takes neither 4 nor 5 positional arguments.
+        TypeError: ``mod`` is not a BlockMask, and takes neither 4 nor 5 positional arguments.
 
     Example:
         >>> lowbit.attention.plot(lowbit.create_block_mask(masks.sliding_window(512), None, None, 4096, 4096))

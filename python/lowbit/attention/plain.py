@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Check whether query, key and value can go to the op unchanged, as in most calls: most of the Python time of a small
-call."""
+"""A fast check whether query, key and value can go to the op unchanged, as in most calls. Without it, the checks would
+take most of the time of a small call."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def is_plain(query: Any, key: Any, value: Any, enable_gqa: bool) -> bool:
-    """Whether all is well and nothing needs to be broadcast; 2 us, where each check by its name takes 5 and the
-    views another 12.
+    """Whether all arguments are valid and nothing needs to be broadcast. It replaces checks of each argument that could
+    name the error.
 
     Args:
         query, key, value: anything.
-        enable_gqa: the heads of query may be a multiple of those of key.
+        enable_gqa: whether the heads of query may be a multiple of those of key.
     """
     if not (isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)):
         return False
     if query.is_nested or key.is_nested or value.is_nested:
-        return False  # has no shape to look at
+        return False  # without a shape
     q, k, v = query.shape, key.shape, value.shape
     return (
         len(q) == len(k) == len(v) == 4
@@ -47,12 +47,12 @@ def _are_served(q: torch.device, k: torch.device, v: torch.device) -> bool:
 
 
 def autocast_device(query: Any) -> str:
-    """The type of device whose autocast a call is in: that of its query, the CPU's for all but CUDA."""
+    """Return the type of device whose autocast applies: that of query if it is CUDA, else the CPU's."""
     return "cuda" if isinstance(query, Tensor) and query.is_cuda else "cpu"
 
 
 def softmax_scale(op: str, scale: Any, head_dim: int) -> float:
-    """The factor of the scores: ``scale``, or 1 / sqrt(head_dim) for None.
+    """Return the factor of the scores: ``scale``, or 1 / sqrt(head_dim) if None.
 
     Raises:
         TypeError: scale is not a number.

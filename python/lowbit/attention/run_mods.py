@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""flex_attention below its checks: mods become score programs, the block mask its lists, and the op is called. Eager
-and compiled calls end here."""
+"""flex_attention after its checks: turn mods into score programs and the block mask into lists, and call the op. Both
+eager and compiled calls run it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def run_mods(
     scale: float,
     dropout_p: float = 0.0, sink: Tensor | None = None, want_max_scores: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Trace the mods and run the op: (out, lse, max_scores). Everything has been checked."""
+    """Trace the mods and run the op; return (out, lse, max_scores). The arguments were already checked."""
     mask_mod = None if block_mask is None else block_mask.mask_mod
     blocks, block_size = _lists(block_mask, *query.shape[:2])
     argument = "mask_mod" if score_mod is None else "score_mod"
@@ -52,8 +52,8 @@ def run_mods(
 
 
 def _lists(mask: BlockMask | None, batch: int, heads: int) -> tuple[list[Tensor], tuple[int, int]]:
-    """The lists of blocks as the op takes them, and the size of a block. A mask made for more batches or heads, as
-    torch takes it: the first ones."""
+    """Return the lists of blocks in the form that the op takes, and the block size. From a mask for more batch entries
+    or heads, the first are taken, as in torch."""
     if mask is None or tuple(mask.BLOCK_SIZE) == (WHOLE, WHOLE):
         return [], (128, 128)
     lists = [mask.kv_num_blocks, mask.kv_indices]
@@ -61,6 +61,6 @@ def _lists(mask: BlockMask | None, batch: int, heads: int) -> tuple[list[Tensor]
         lists += [mask.full_kv_num_blocks, mask.full_kv_indices]
     if mask.kv_num_blocks.shape[0] > batch or mask.kv_num_blocks.shape[1] > heads:
         lists = [tensor[:batch, :heads] for tensor in lists]
-    if mask.kv_num_blocks.dtype != torch.int32:  # from_kv_blocks takes any ints
+    if mask.kv_num_blocks.dtype != torch.int32:  # from_kv_blocks accepts other integer dtypes
         lists = [tensor.to(torch.int32) for tensor in lists]
     return lists, tuple(mask.BLOCK_SIZE)

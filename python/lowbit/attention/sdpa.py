@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""torch.nn.functional.scaled_dot_product_attention on the CPU: forward and backward in tiles, for every
-dtype and mask."""
+"""torch.nn.functional.scaled_dot_product_attention on the CPU: forward and backward in tiles, for every dtype and
+mask."""
 
 from __future__ import annotations
 
@@ -28,29 +28,32 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Return softmax(scale * query key^T + attn_mask) value, never holding more than a tile of scores.
+    """Return softmax(scale * query key^T + attn_mask) value, computed in tiles of scores.
 
-    Signature and meaning are torch's, autocast too. Differentiable in query, key, value and a floating attn_mask,
-    without dropout also twice. In forward mode torch's own ops compute it, with the whole matrix of scores. A row that
-    sees no key is 0. Dropout depends on the seed alone: the same for any number of threads.
+    Signature and meaning are torch's, including autocast. It is differentiable in query, key, value and a
+    floating-point attn_mask, and twice differentiable without dropout. In forward mode, torch's own ops compute it,
+    with the whole matrix of scores. A query that sees no key gets the result 0. Dropout depends only on the seed, not
+    on the number of threads.
 
     Args:
-        query: ``[..., Hq, L, E]``, float32, bfloat16, float16 (accumulated in float32) or float64. ``[L, E]`` and ``[H,
-            L, E]`` too.
+        query: ``[..., Hq, L, E]``, also ``[L, E]`` and ``[H, L, E]``; float32, bfloat16, float16 (accumulated in
+            float32) or float64.
         key: ``[..., Hkv, S, E]``, dtype of query; leading dimensions broadcast.
         value: ``[..., Hkv, S, Ev]``, dtype of query.
-        attn_mask: bool (True: seen) or floating (added), broadcastable to ``[..., Hq, L, S]``; or torch's CausalBias.
-        dropout_p: probability, in 0..1, to drop each attention probability. Applied whenever it is above 0.
-        is_causal: query i sees keys 0 to i, of those that attn_mask lets it see.
-        scale: default 1 / sqrt(E).
-        enable_gqa: heads of key and of value may be fewer: Hq must be a multiple of both numbers.
+        attn_mask: bool (True: visible) or floating point (added), broadcastable to ``[..., Hq, L, S]``; or torch's
+            CausalBias.
+        dropout_p: the probability, in 0..1, of dropping each attention probability. It is applied whenever it is above
+            0.
+        is_causal: whether query i sees only keys 0 to i, in addition to attn_mask.
+        scale: the factor of the scores, by default 1 / sqrt(E).
+        enable_gqa: allow key and value to have fewer heads; Hq must be a multiple of both numbers.
 
     Returns:
-        ``[..., Hq, L, Ev]`` in the dtype of query; dense, in the order of the strides of a 4-d query.
+        ``[..., Hq, L, Ev]`` in the dtype of query; dense, in the stride order of a 4-d query.
 
     Raises:
-        ValueError: a shape, a device or an option does not fit.
-        TypeError: a dtype does not fit.
+        ValueError: a shape, a device or an option is invalid.
+        TypeError: a dtype is invalid.
 
     Example:
         >>> q, k, v = (torch.randn(1, 8, 128, 64, requires_grad=True) for _ in range(3))
@@ -72,8 +75,8 @@ def scaled_dot_product_attention(
 
 
 def _with_columns(tensor: Tensor) -> Tensor:
-    """The tensor; one of head dimension 0 gets a column of zeros, which adds nothing to a score, and a column of the
-    result that is cut off again."""
+    """Return the tensor, with a column of zeros if its head dimension is 0. The column adds nothing to a score, and is
+    removed from the result."""
     return tensor if tensor.shape[-1] > 0 else torch.nn.functional.pad(tensor, (0, 1))
 
 
@@ -91,7 +94,7 @@ def _autocast(tensor: Any, device: str) -> Any:
 def _check(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, is_causal: bool, enable_gqa: bool
 ) -> None:
-    """Refuse tensors that cannot be brought into the shape of the op; the op checks the rest."""
+    """Raise an error for tensors that cannot be brought into the shape of the op; the op checks the rest."""
     tensors = {"query": query, "key": key, "value": value}
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor):
@@ -103,7 +106,10 @@ def _check(
         if tensor.dim() < 2:
             raise ValueError(f"{_NAME}: {name} must have at least 2 dimensions, got shape {list(tensor.shape)}")
     if enable_gqa and not (query.dim() > 2 and key.dim() > 2 and value.dim() > 2):
-        raise ValueError(f"{_NAME}: enable_gqa needs a dimension of heads, got query of shape {list(query.shape)}")
+        shapes = ", ".join(str(list(tensor.shape)) for tensor in (query, key, value))
+        raise ValueError(
+            f"{_NAME}: query, key and value must have a dimension of heads with enable_gqa=True, got {shapes}"
+        )
     if attn_mask is None:
         return
     if not isinstance(attn_mask, Tensor):
@@ -119,7 +125,7 @@ def _check(
 
 
 def _of_causal_bias(bias: CausalBias, query: Tensor, kv_len: int) -> tuple[Tensor | None, bool]:
-    """torch's CausalBias as attn_mask and is_causal."""
+    """Return torch's CausalBias as attn_mask and is_causal."""
     q_len = query.shape[-2]
     if (bias.seq_len_q, bias.seq_len_kv) != (q_len, kv_len):
         raise ValueError(
@@ -134,7 +140,7 @@ def _of_causal_bias(bias: CausalBias, query: Tensor, kv_len: int) -> tuple[Tenso
 def _to_heads(
     query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool
 ) -> tuple[Tensor, Tensor, Tensor, tuple[int, ...]]:
-    """q, k, v as 4-d, and the leading dimensions of the result."""
+    """Return q, k, v as 4-d tensors, and the leading dimensions of the result."""
     if enable_gqa:
         q_heads, k_heads, v_heads = query.shape[-3], key.shape[-3], value.shape[-3]
         if any(q_heads % heads if heads else q_heads for heads in (k_heads, v_heads)):
@@ -151,7 +157,7 @@ def _to_heads(
         leading = _broadcast(query.shape[:-2], key.shape[:-2], value.shape[:-2])
         kv_heads = (
             key.shape[-3:-2] if key.shape[-3:-2] == value.shape[-3:-2] == (1,) else leading[-1:]
-        )  # one head serves all
+        )  # one head for all
         expanded = [query.expand(*leading, *query.shape[-2:])]
         expanded += [tensor.expand(*leading[:-1], *kv_heads, *tensor.shape[-2:]) for tensor in (key, value)]
     if len(leading) == 2:
@@ -163,7 +169,7 @@ def _to_heads(
 
 
 def _repeated(tensor: Tensor, heads: int) -> Tensor:
-    """Repeat each head so that there are ``heads`` of them, a multiple of their number."""
+    """Repeat each head so that there are ``heads``, which is a multiple of the present number."""
     return tensor.repeat_interleave(heads // max(1, tensor.shape[-3]), -3)
 
 
@@ -180,7 +186,7 @@ def _broadcast(*shapes: torch.Size) -> tuple[int, ...]:
 
 
 def _to_mask(mask: Tensor, leading: tuple[int, ...], heads: torch.Size, q_len: int, kv_len: int) -> Tensor:
-    """The mask as 4-d with each size 1 or full."""
+    """Return the mask as a 4-d tensor in which each size is 1 or full."""
     shape = (*leading, q_len, kv_len)
     padded = mask[(None,) * (len(shape) - mask.dim())] if mask.dim() <= len(shape) else mask
     if padded.dim() != len(shape) or any(size not in (1, full) for size, full in zip(padded.shape, shape, strict=True)):

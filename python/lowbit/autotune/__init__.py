@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""autoquant: measure on this machine which format and kernel row suits each layer of a model, and make a Plan."""
+"""autoquant: measure on this machine which format and kernel row is best for each layer of a model, and return a
+Plan."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""autoquant: record the inputs of a model's linear layers, measure every candidate on them, choose.
+"""autoquant: record the inputs of a model's linear layers and experts, measure every candidate on them, and choose.
 
-record (recording.py) -> measure (measuring.py, timing.py, kept_times.py) -> choose (choosing.py, whole_model.py)
--> Plan (plan.py)
+record (seen_layer.py, seen_layers.py, recording.py) -> measure (measuring.py, timing.py, kept_times.py)
+-> choose (choosing.py, whole_model.py) -> Plan (plan.py)
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ from lowbit.autotune.choosing import Choice, choose, never_slower
 from lowbit.autotune.evaluated import Evaluated, Evaluation
 from lowbit.autotune.kept_times import KeptTimes, machine
 from lowbit.autotune.kv_choice import choose_cache
-from lowbit.autotune.measuring import NOISY, Measuring, kinds_of, margin_of
+from lowbit.autotune.measuring import Measuring, kinds_of, margin_of
 from lowbit.autotune.options import MeasuredLayer
 from lowbit.autotune.plan import Plan
-from lowbit.autotune.plan_row import PlanRow
+from lowbit.autotune.plan_row import BY_BYTES, PlanRow
 from lowbit.autotune.recording import Recording
 from lowbit.autotune.rows import forced_row
-from lowbit.autotune.seen_layer import SeenLayer, record
-from lowbit.autotune.timing import AGREE, Timer
+from lowbit.autotune.seen_layer import SeenLayer, float_bytes_of, record
+from lowbit.autotune.seen_layers import MEASURED, seen_layers
+from lowbit.autotune.timing import AGREE, BUSY, Timer
 from lowbit.autotune.whole_model import CACHE, WholeModel
 from lowbit.formats.base import FormatConfig
 from lowbit.formats.float import FloatWeightConfig
 from lowbit.quant.evaluation import evaluating
-from lowbit.quant.kinds import features_of, is_packed, kind_of
-from lowbit.quant.packing import by_weight
-from lowbit.quant.quant_linear import LINEAR
+from lowbit.quant.kinds import is_packed, kind_of, shape_of
+from lowbit.quant.output_head import INT8, head_config, head_layers
 from lowbit.quant.read_weights import weights_that_are_read
 from lowbit.quant.select import FilterFn, reason_to_skip, select
 
 MIN_SQNR = 20.0
-"""dB: errors of a tenth of the signal, in each layer's output and in the model's. int8 weights with int8 activations
-have 35 to 40 dB in a layer; int4 in groups of 32 about 20."""
+"""The default bound in dB for each layer's output and for the model's: the error is a tenth of the signal. A layer with
+int8 weights and int8 activations has 35 to 40 dB; int4 in groups of 32 has about 20 dB."""
 MODE = ("interpolate", 0.85)
 
 
@@ -59,42 +59,49 @@ def autoquant(
     cache: str | os.PathLike[str] | bool | None = None,
     evaluate: Callable[[nn.Module], float] | None = None,
     at_most: float | None = None,
+    head: FormatConfig | str | None = INT8,
 ) -> Plan | Recording:
-    """Choose for each linear layer the format and kernel row that is fastest on this machine and exact enough.
+    """Choose for each linear layer and module of experts the fastest format and kernel row that is accurate enough.
 
-    The model runs once on ``example_input`` to record the shapes that each layer sees. Every candidate is timed on them
-    with the real packed weight, interleaved, with the caches as the model leaves them. All layers get the fastest
-    format that holds ``min_sqnr`` in each of them and in the model's output; or each layer the fastest for itself, if
-    that is faster by 3 % and by more than times of the same call differ. At last the whole model is timed: it is never
-    slower than without the plan. The model stays as it is until ``plan.apply(model)``.
+    The model runs once on ``example_input`` to record the input shapes of each layer. Every candidate is timed on them
+    with the packed weight, in interleaved rounds, and with the CPU caches in the state that the model leaves them in.
+    By default all layers get the same format: the fastest that satisfies ``min_sqnr`` for each layer's output and for
+    the model's. If choosing the fastest format for each layer separately is faster by more than 3 % and by more than
+    the noise of the times, that choice is used instead. Finally the whole model is timed; if it is slower with the
+    plan, all layers stay float. The model is not changed before ``plan.apply(model)``.
 
     Args:
-        model: any module, in float; layers that are quantized already stay so. It is run in eval mode.
-        example_input: a tensor, a tuple or list of arguments, or a mapping of keyword arguments, of the shapes that
-            matter. It has to give the same result each time.
-        qtensor_class_list: torchao's name of ``candidates``; its classes are understood too.
-        filter_fn: called with (module, qualified name), True selects; as in `quantize_`.
-        mode: torchao's ("interpolate", 0.85), which weighs two kinds of timings. Here there is one kind, so nothing
-            else is taken.
-        manual: return a `Recording` at once; run the model as you like, then ``recording.finalize()``.
+        model: a float model; layers that are quantized already do not change. It is run in eval mode.
+        example_input: a tensor, a tuple or list of positional arguments, or a mapping of keyword arguments, with
+            representative shapes. The model must return the same result for it every time.
+        qtensor_class_list: torchao's name for ``candidates``; torchao's classes are accepted too.
+        filter_fn: called with (module, qualified name); True selects a layer, as in `quantize_`.
+        mode: must be torchao's default ("interpolate", 0.85), which weights two kinds of timings. lowbit has only one.
+        manual: return a `Recording` immediately; run the model as you like, then call ``recording.finalize()``.
         set_inductor_config: no effect; lowbit never changes Inductor's settings.
-        supress_autoquant_errors: leave a candidate out that raises, and note it in the plan. False: let it raise.
-        min_sqnr: dB that each layer's output and the model's output hold; None: no bound. With ``evaluate`` it is the
-            layers' alone.
-        candidates: configurations. Default: every one of `lowbit.formats.FORMATS`, bfloat16, W4A8 in groups of 128.
-        cache: measured times are kept in a file. None: ``$XDG_CACHE_HOME/lowbit/autoquant.json``; a path; False: none.
-        evaluate: called with the model, as it is and with formats in place of its layers, returns a figure of yours
-            that is better the smaller it is: a loss, a perplexity, a KL divergence. It is called some ten to a hundred
-            times, without gradients.
-        at_most: the largest result of ``evaluate`` that the model with the plan may have.
+        supress_autoquant_errors: whether a candidate that raises an error is omitted, with a note in the plan.
+        min_sqnr: the min signal-to-noise ratio in dB of each layer's output and of the model's output; None for no
+            bound. With ``evaluate`` it only applies to the layers.
+        candidates: configurations to try, or their texts. None is every one in `lowbit.formats.FORMATS` except the 2:4
+            sparse ones, bfloat16, and W4A8 in groups of 128.
+        cache: the file in which measured times are kept. None is ``$XDG_CACHE_HOME/lowbit/autoquant.json``, with
+            ``~/.cache`` as the default folder; False keeps none.
+        evaluate: called with the model, in which some layers may be replaced; returns a number that is better the
+            smaller it is, such as a loss, a perplexity or a KL divergence. It is called about ten to a hundred times,
+            without gradients.
+        at_most: the max result of ``evaluate`` for the model with the plan.
+        head: the formats of a language model's output head, as in `quantize_`: with "int8", 8 bits take the place of
+            candidates that have fewer. Embeddings are not measured: one that is tied to the head keeps its float
+            weight.
 
     Returns:
         A `Plan`; with ``manual`` a `Recording`.
 
     Raises:
-        ValueError: an argument has no meaning here, a row is forced (LOWBIT_KERNEL), a weight is not finite, no linear
-            layer is called, two runs of the model or of ``evaluate`` differ, or the float model is above ``at_most``.
-            TypeError: an argument is of another kind, or ``evaluate`` returns no number.
+        ValueError: an argument has an unsupported value; a kernel row is forced (LOWBIT_KERNEL); a weight is not
+            finite; no layer is called; two runs of the model or of ``evaluate`` differ; or the result of
+            ``evaluate`` for the float model is not below ``at_most``.
+        TypeError: an argument is of the wrong type, or ``evaluate`` does not return a number.
 
     Example:
         >>> plan = lowbit.autoquant(model, x)
@@ -111,9 +118,10 @@ def autoquant(
     if example_input is not None and manual:
         raise ValueError("autoquant: manual=True records what you run; give example_input to finalize()")
     _check_evaluate(evaluate, at_most)
-    model = getattr(model, "_orig_mod", model)  # the module in torch.compile's, whose graphs have no hooks
+    model = getattr(model, "_orig_mod", model)  # the original module, since torch.compile's graphs have no hooks
     maker = PlanMaker(configs, -math.inf if min_sqnr is None else float(min_sqnr), KeptTimes(cache), Timer())
     maker.raises, maker.evaluate, maker.at_most = not supress_autoquant_errors, evaluate, at_most
+    maker.of_head = [head_config("autoquant", head, config) or config for config in configs]
     layers = maker.layers_of(model, filter_fn)
     if manual:
         return Recording(model, layers, maker.plan)
@@ -123,8 +131,8 @@ def autoquant(
 def _check_mode(mode: Any) -> None:
     if mode is None or tuple(mode) != MODE:
         raise ValueError(
-            f"autoquant: mode must be {list(MODE)}: it weighs two kinds of timings of torchao's, and here a call is "
-            f"timed as a whole; got {mode!r}"
+            f"autoquant: mode must be {list(MODE)}, got {mode!r}: other modes of torchao weigh two kinds of timings, "
+            "and here a call is timed as a whole"
         )
 
 
@@ -133,32 +141,34 @@ def _check_evaluate(evaluate: Any, at_most: Any) -> None:
         given, missing = ("evaluate", "at_most") if at_most is None else ("at_most", "evaluate")
         raise ValueError(f"autoquant: {missing} must be given with {given}, got None")
     if evaluate is not None and not callable(evaluate):
-        raise TypeError(f"autoquant: evaluate must be called with a model, got {type(evaluate).__name__}")
+        raise TypeError(f"autoquant: evaluate must be a function of the model, got {type(evaluate).__name__}")
     if at_most is not None and not (isinstance(at_most, (int, float)) and math.isfinite(at_most)):
-        raise ValueError(f"autoquant: at_most must be a number, got {at_most!r}")
+        raise ValueError(f"autoquant: at_most must be a finite number, got {at_most!r}")
 
 
 class PlanMaker:
-    """Makes a plan from a recording; holds the settings that do not depend on the model."""
+    """Creates a plan from a recording. It has the settings that do not depend on the model."""
 
     def __init__(self, configs: Sequence[FormatConfig], bound_db: float, kept: KeptTimes, timer: Timer) -> None:
         self.configs, self.bound_db, self.kept, self.timer = configs, bound_db, kept, timer
         self.raises = False
+        self.of_head = configs  # the configuration that the output head gets in place of each
         self.evaluate: Callable[[nn.Module], float] | None = None
         self.at_most: float | None = None
-        self.left: dict[str, str] = {}  # layers that are not asked, and why
+        self.left: dict[str, str] = {}  # layers that are not measured, with the reasons
         self.notes: list[str] = []
+        self.by_bytes = False  # whether the times of layers say nothing
 
     def layers_of(self, model: nn.Module, filter_fn: FilterFn | None) -> list[SeenLayer]:
-        """The layers that may change, tied ones as one; every check that quantize_ would make comes here."""
+        """Return the layers that may change, with tied layers as one, after all checks that quantize_ would make."""
         _check_no_row_is_forced()
         read = weights_that_are_read(model)
 
         def is_free(module: nn.Module, name: str) -> bool:
-            is_one = kind_of(module) is LINEAR and not is_packed(module)
+            is_one = kind_of(module) in MEASURED and not is_packed(module)
             return is_one and not reason_to_skip(module) and id(module) not in read
 
-        selected, skipped = select(model, FloatWeightConfig(), filter_fn or is_free, None, False)
+        selected, skipped = select(model, FloatWeightConfig(), filter_fn or is_free, None, False, kinds=MEASURED)
         for item in skipped:
             reason = reason_to_skip(item.module) or read.get(id(item.module)) or item.reason
             if is_packed(item.module):
@@ -166,11 +176,19 @@ class PlanMaker:
             self.left[item.name] = reason
         if not selected:
             raise ValueError("autoquant: model must have a linear layer that can be quantized, got none")
-        return [SeenLayer({item.name: item.module for item in group}) for group in by_weight(selected)]
+        heads = set(map(id, head_layers(model)))
+        return seen_layers({item.name: item.module for item in selected}, heads)
 
     @torch.no_grad()
     def plan(self, model: nn.Module, layers: list[SeenLayer], example_input: Any, recorded: bool = True) -> Plan:
-        """Measure and choose. ``recorded`` False: the layers have seen nothing yet, the example is to be recorded."""
+        """Measure the layers, choose formats, and return the plan.
+
+        Args:
+            model: the model.
+            layers: its layers that may change.
+            example_input: the argument of `autoquant`.
+            recorded: whether inputs are recorded already. If False, the call with the example input is recorded.
+        """
         _check_no_row_is_forced()
         whole = None if example_input is None else WholeModel(model, example_input, self.timer)
         with evaluating(model):
@@ -183,15 +201,18 @@ class PlanMaker:
                 evaluated.run_float()
             called = [layer for layer in layers if layer.calls]
             if not called:
-                raise ValueError("autoquant: no linear layer of the model was called")
+                raise ValueError(
+                    f"autoquant: the model must call a layer that can be quantized, got {len(layers)} that it did not "
+                    "call"
+                )
             measured, noise = self._measure(layers, called)
             room_db, runs = self._bound_of(whole, evaluated)
             choice = choose(measured, room_db, self.bound_db, runs, margin_of(noise))
             return self._finish(model, layers, choice, whole, evaluated, recorded)
 
     def _bound_of(self, whole: WholeModel | None, evaluated: Evaluated | None) -> tuple[Callable[[Choice], float], int]:
-        """The function that gives a choice's distance from the model's bound, in dB, and the runs that may look
-        for the reason."""
+        """Return a function that computes how far a choice is from the model's bound in dB, and the max number of its
+        calls that may be used to attribute the error to layers."""
         if evaluated is not None:
             return evaluated.room_db, evaluated.affordable_runs
         if whole is None or not whole.is_bounded or self.bound_db == -math.inf:
@@ -199,19 +220,29 @@ class PlanMaker:
         return lambda choice: whole.sqnr_db(choice) - self.bound_db, whole.affordable_runs
 
     def _measure(self, layers: list[SeenLayer], called: list[SeenLayer]) -> tuple[list[MeasuredLayer], float]:
-        """Return the layers with their options, and by how much times of the same call differ; a note
-        explains the consequence."""
-        dtypes = {layer.module.weight.dtype for layer in called}
+        """Return the layers with their options, and the noise: the ratio by which times of the same call differ. If
+        there is much noise, a note explains the consequence."""
+        dtypes = {layer.dtype for layer in called}
         specs = {dtype: list(dict.fromkeys(config.spec(dtype) for config in self.configs)) for dtype in dtypes}
         kinds = kinds_of(called)
-        measuring = Measuring(layers, kinds, specs, self.timer, self.kept, self._failed)
+        of_head = {
+            config.spec(dtype): of_head.spec(dtype)
+            for dtype in dtypes
+            for config, of_head in zip(self.configs, self.of_head, strict=True)
+        }
+        measuring = Measuring(layers, kinds, specs, of_head, self.timer, self.kept, self._failed)
         measured = measuring.measure(self._progress(kinds))
-        if measuring.noise > AGREE:
-            then = "within that, kernel rows keep their order and all layers get one format"
-            if measuring.noise > NOISY:
-                then = "they are taken to go by the bytes of the weights"
+        self.by_bytes = measuring.by_bytes
+        by_bytes = "they are taken to go by the bytes of the weights"
+        if measuring.taken > BUSY:
             self.notes.append(
-                f"times of the same call differ by {measuring.noise - 1:.0%}, perhaps other programs run: {then}"
+                f"times say nothing, other programs took {measuring.taken:.0%} of the CPU time: {by_bytes}"
+            )
+        elif measuring.noise > AGREE:
+            then = "within that, kernel rows keep their order and all layers get one format"
+            self.notes.append(
+                f"times of the same call differ by {measuring.noise - 1:.0%}, perhaps other programs run: "
+                + (by_bytes if self.by_bytes else then)
             )
         return measured, measuring.noise
 
@@ -228,23 +259,24 @@ class PlanMaker:
         else:
             if not whole.is_bounded:
                 self.notes.append("the model returns no floating tensor: its error as a whole is not known")
-            if recorded:  # the example is one of the calls that count, perhaps one that gets slower
+            if recorded:  # the recorded calls count, not this example, which may become slower
                 before, after = whole.seconds(choice)
             else:
                 kept, before, after = never_slower(choice, whole.seconds)
                 if kept != choice:
                     self.notes.append("the model as a whole was slower with the plan: every layer stays as it is")
                 choice = kept
+            if math.isnan(after):
+                self.notes.append("the model as a whole is not timed, as other programs took much of the CPU time")
             model_db = whole.sqnr_db(choice)
             cache = choose_cache(getattr(whole.output, CACHE, None), self.bound_db)
-        rows = {row.layer: row for layer, option in choice.items() for row in _rows_of(layer, option)}
+        rows = {row.layer: row for layer, option in choice.items() for row in _rows_of(layer, option, self.by_bytes)}
         for seen in layers:
             for name, module in seen.modules.items():
                 if name not in rows:
-                    rows[name] = PlanRow.left(name, features_of(module), module.weight.nbytes, "was not called")
+                    rows[name] = _left(name, module, "was not called")
         for name, reason in self.left.items():
-            module = model.get_submodule(name)
-            rows[name] = PlanRow.left(name, features_of(module), module.weight.nbytes, reason)
+            rows[name] = _left(name, model.get_submodule(name), reason)
         return Plan(
             rows=[rows[name] for name, _ in model.named_modules() if name in rows],
             min_sqnr=self.bound_db,
@@ -268,16 +300,32 @@ class PlanMaker:
         except ImportError:
             self.notes.append("install tqdm for a progress bar")
             return kinds
-        return tqdm(kinds, desc="autoquant", unit="kind of layer")
+        return _counted(kinds, tqdm(total=sum(map(_layers, kinds)), desc="autoquant", unit="layer"))
 
 
-def _rows_of(layer: MeasuredLayer, option: Any) -> Iterable[PlanRow]:
+def _counted(kinds: list[list[SeenLayer]], bar: Any) -> Iterable[list[SeenLayer]]:
+    """Move the bar on by layers: those of a kind are measured together."""
+    with bar:
+        for kind in kinds:
+            yield kind
+            bar.update(_layers(kind))
+
+
+def _layers(kind: list[SeenLayer]) -> int:
+    return sum(len(seen.modules) for seen in kind)
+
+
+def _left(name: str, module: nn.Module, reason: str) -> PlanRow:
+    return PlanRow.left(name, shape_of(module), float_bytes_of(module), reason)
+
+
+def _rows_of(layer: MeasuredLayer, option: Any, by_bytes: bool) -> Iterable[PlanRow]:
     first = layer.seen.name
     for name in layer.seen.modules:
         owner = name == first
         yield PlanRow(
             layer=name,
-            shape=layer.seen.features,
+            shape=shape_of(layer.seen.module),
             calls=tuple((shape.m, shape.dtype, count) for shape, count in sorted(layer.seen.calls.items())),
             spec=option.spec,
             row=option.row,
@@ -286,7 +334,7 @@ def _rows_of(layer: MeasuredLayer, option: Any) -> Iterable[PlanRow]:
             error_db=layer.error_db(option),
             bytes_before=layer.as_float.bytes * owner,
             bytes_after=option.bytes * owner,
-            note="" if owner else f"shares the weight of {first}",
+            note=(BY_BYTES if by_bytes else "") if owner else f"shares the weight of {first}",
         )
 
 

@@ -1,9 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Choose one option for each layer: one format for all layers; or for each layer the fastest whose output holds the
-bound, made more exact until the model holds it too, if that is faster by more than the noise of the times.
+"""Choice of an option for each layer.
 
-Noise adds up: the model's relative noise is about the sum of its layers' contributions, and a layer contributes its own
-(10^(-dB / 10)) times a factor, which is measured. The layer that gives back the most noise for the time is moved first.
+The default is the fastest format for all layers. The alternative is the fastest option that satisfies the bound for
+each layer; options are replaced by more exact ones until the model satisfies its bound too. The alternative is used if
+it is faster by more than the noise of the times.
+
+Errors add up: the relative noise of the model's output is about the sum of the layers' contributions. A layer
+contributes its own noise (10^(-dB / 10)) times a factor, which is measured. The layer whose replacement removes the
+most noise per second of additional time is changed first.
 """
 
 from __future__ import annotations
@@ -15,8 +19,8 @@ from lowbit.autotune.options import MeasuredLayer, Option
 
 Choice = dict[MeasuredLayer, Option]
 Factors = dict[MeasuredLayer, float]
-TRIES = 3  # how often a choice that is slower than the float model is timed
-_LEAST = 1e-30  # noise of a layer that is as good as none
+TRIES = 3  # number of times that a choice slower than the float model is timed
+_LEAST = 1e-30  # min noise of a layer, to avoid divisions by zero
 
 
 def choose(
@@ -25,10 +29,11 @@ def choose(
     """Return an option for each layer: one format for all, or the fastest for each if that is faster by the margin.
 
     Args:
-        room_db: the margin in dB of the model's noise with a choice below the bound; inf where it is not known.
-        bound_db: SQNR that each layer holds.
-        runs: the max number of calls of ``room_db`` that find out which layers the noise comes from.
-        margin: the ratio of two times from which on they differ.
+        layers: the measured layers.
+        room_db: function that returns for a choice how far the model's noise is below the bound, in dB; inf if unknown.
+        bound_db: the min SQNR of each layer in dB.
+        runs: the max number of calls of ``room_db`` that may be used to attribute the noise to layers.
+        margin: the min ratio of two times that counts as a difference.
     """
     single = one_format(layers, room_db, bound_db)
     limit = seconds_of(single) / margin
@@ -41,23 +46,23 @@ def choose(
 
 
 def fastest_within(layer: MeasuredLayer, bound_db: float) -> Option:
-    """The first option that holds the bound; the float layer holds every one."""
+    """Return the fastest option that satisfies the bound. The float layer satisfies every bound."""
     return next(option for option in layer.options if layer.error_db(option) >= bound_db)
 
 
 def more_exact(layer: MeasuredLayer, option: Option) -> list[Option]:
-    """The slower options behind this one whose error is smaller."""
+    """Return the slower options with a smaller error than this one."""
     noise = noise_of(layer.error_db(option))
     behind = layer.options[layer.options.index(option) + 1 :]
     return [other for other in behind if noise_of(layer.error_db(other)) < noise]
 
 
 def hold_model_bound(choice: Choice, room_db: Callable[[Choice], float], runs: int) -> Choice:
-    """Move layers to more exact options until the model holds its bound; at the last all layers are as they are.
+    """Replace options by more exact ones until the model satisfies its bound. In the worst case all layers stay float.
 
     Args:
         choice: an option for each layer.
-        room_db, runs: the arguments of `choose`; inf if all layers are as they are.
+        room_db, runs: the arguments of `choose`. room_db returns inf if all layers are float.
     """
     choice = dict(choice)
     room = room_db(choice)
@@ -67,7 +72,7 @@ def hold_model_bound(choice: Choice, room_db: Callable[[Choice], float], runs: i
     while not room >= 0:
         part = 10 ** (room / 10) if math.isfinite(room) else 0.0
         allowed = _noise(choice, factors) * part
-        while True:  # at least one, however small the estimate says that the rest is
+        while True:  # replaces at least one option, even if the estimate says that the bound is satisfied
             layer, option = _best_move(choice, factors)
             choice[layer] = option
             if _noise(choice, factors) <= allowed:
@@ -77,8 +82,8 @@ def hold_model_bound(choice: Choice, room_db: Callable[[Choice], float], runs: i
 
 
 def _factors(choice: Choice, room_db: Callable[[Choice], float], runs: int) -> Factors:
-    """The factors of layers' noise on its way to the model's output: from runs in which only one layer is changed, or
-    only it and its neighbours where layers are more than runs."""
+    """Return the factor between each layer's noise and its contribution to the model's noise. It is measured in runs in
+    which a single layer is changed, or a group of consecutive layers if there are more layers than runs."""
     changed = [layer for layer, option in choice.items() if option.spec is not None]
     size = math.ceil(len(changed) / runs)
     factors: Factors = {}
@@ -88,12 +93,12 @@ def _factors(choice: Choice, room_db: Callable[[Choice], float], runs: int) -> F
         own = sum(noise_of(layer.error_db(choice[layer])) for layer in group)
         factor = min(noise_of(room_db(alone)) / max(own, _LEAST), 1 / _LEAST)
         factors |= dict.fromkeys(group, factor)
-    unseen = sum(factors.values()) / len(factors) / 10  # the factor of a layer with which a loss improved by chance
+    unseen = sum(factors.values()) / len(factors) / 10  # for layers with which the loss improved by chance
     return {layer: factor or unseen for layer, factor in factors.items()}
 
 
 def _best_move(choice: Choice, factors: Factors) -> tuple[MeasuredLayer, Option]:
-    """The move that takes back the most noise for a second."""
+    """Return the replacement that removes the most noise per second of additional time."""
     moves = [(layer, option, to) for layer, option in choice.items() for to in more_exact(layer, option)]
 
     def worth(move: tuple[MeasuredLayer, Option, Option]) -> float:
@@ -106,7 +111,7 @@ def _best_move(choice: Choice, factors: Factors) -> tuple[MeasuredLayer, Option]
 
 
 def noise_of(error_db: float) -> float:
-    """Noise to signal of an SQNR; of nan, a layer whose output is not finite, infinite."""
+    """Return the noise-to-signal ratio of an SQNR in dB; inf for nan, which means that the output is not finite."""
     return math.inf if math.isnan(error_db) else 10 ** (-error_db / 10)
 
 
@@ -115,11 +120,11 @@ def _noise(choice: Choice, factors: Factors) -> float:
 
 
 def one_format(layers: Sequence[MeasuredLayer], room_db: Callable[[Choice], float], bound_db: float) -> Choice:
-    """Return the fastest choice of one format for all layers that holds the bounds. A layer that is slower in that
-    format stays as it is; all do if none holds."""
+    """Return the fastest choice with one format for all layers that satisfies the bounds. Layers that are slower in
+    this format stay float. If no format satisfies the bounds, all layers stay float."""
     specs = dict.fromkeys(spec for layer in layers for spec in layer.formats)
     for choice in sorted(({layer: layer.in_format(spec) for layer in layers} for spec in specs), key=seconds_of):
-        known = [layer.errors.get(option.spec, math.inf) for layer, option in choice.items()]  # others cost packing
+        known = [layer.errors.get(option.spec, math.inf) for layer, option in choice.items()]  # others need packing
         if not all(error_db >= bound_db for error_db in known) or not room_db(choice) >= 0:
             continue
         if all(layer.error_db(option) >= bound_db for layer, option in choice.items()):
@@ -128,18 +133,20 @@ def one_format(layers: Sequence[MeasuredLayer], room_db: Callable[[Choice], floa
 
 
 def seconds_of(choice: Choice) -> float:
-    """Seconds of all layers in a run of the model."""
+    """Return the time of all layers in a run of the model, in seconds."""
     return sum(option.seconds for option in choice.values())
 
 
 def never_slower(choice: Choice, model_seconds: Callable[[Choice], tuple[float, float]]) -> tuple[Choice, float, float]:
-    """Return the choice, or that of all layers as they are if the model is slower with it; and both times.
+    """Return the choice, or the float layers if the model is slower with the choice, and the times before and after.
 
     Args:
-        model_seconds: seconds of the float model and of the model with a choice, measured against each other.
+        choice: an option for each layer.
+        model_seconds: function that returns the seconds of the float model and of the model with a choice, measured in
+            interleaved runs; nan if they are not known.
     """
-    for _ in range(TRIES):  # again: another program may have slowed a run, and no layer must go back for that
+    for _ in range(TRIES):  # repeated, because another program may have slowed down a run
         before, after = model_seconds(choice)
-        if after <= before:
+        if not after > before:
             return choice, before, after
     return {layer: layer.as_float for layer in choice}, before, before

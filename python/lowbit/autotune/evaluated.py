@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A figure that the user takes of the model, such as a loss or a perplexity, as the bound of the model as a whole.
+"""A bound for the whole model on the user's own metric, such as a loss or a perplexity.
 
-Its rise above the float model's counts as noise: like the relative noise of the output, the rise of a loss is about the
-sum of the layers' contributions.
+Its increase over the float model is treated as noise: like the relative noise of the output, the increase of a loss is
+about the sum of the layers' contributions.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from torch import nn
 from lowbit.autotune.choosing import Choice
 from lowbit.autotune.whole_model import changed
 
-RUNS_S, RUNS = 60.0, 8  # seconds to find the layers that the rise comes from, and the least number of runs
-AGREE = 0.01  # share of the allowed rise by which two figures of the float model may differ
+RUNS_S, RUNS = 60.0, 8  # time in seconds to attribute the increase to layers, and the min number of runs for it
+AGREE = 0.01  # max difference of two results for the float model, as a fraction of the allowed increase
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +32,12 @@ class Evaluation:
 
 
 class Evaluated:
-    """A model and its figure: the smaller, the better.
+    """A model and its metric, which is better the smaller it is.
 
     Args:
-        evaluate: called with the model, returns the figure.
-        at_most: the largest that is allowed.
+        model: the model.
+        evaluate: called with the model; returns the metric.
+        at_most: the max value that is allowed.
     """
 
     def __init__(self, model: nn.Module, evaluate: Callable[[nn.Module], Any], at_most: float) -> None:
@@ -45,10 +46,11 @@ class Evaluated:
         self._last: tuple[Choice, float] | None = None
 
     def run_float(self) -> None:
-        """Take the figure of the model as it is, twice.
+        """Compute the metric of the float model twice.
 
         Raises:
-            TypeError: it is no number. ValueError: it is above the bound, or differs the second time.
+            TypeError: it is not a number.
+            ValueError: it is not below the bound, or differs the second time.
         """
         start = time.perf_counter()
         self.before = self._figure()
@@ -67,16 +69,16 @@ class Evaluated:
 
     @property
     def affordable_runs(self) -> int:
-        """Runs that may find out which layers the rise comes from."""
+        """The max number of runs to attribute the increase to layers."""
         return max(RUNS, int(RUNS_S / max(self._run_s, 1e-9)))
 
     def room_db(self, choice: Choice) -> float:
-        """The dB by which the rise with a choice stays below the allowed one; nan for a figure that is nan."""
+        """Return how far the increase with a choice is below the allowed increase, in dB; nan if the metric is nan."""
         rise = self.figure(choice) - self.before
         return math.inf if rise <= 0 else 10 * math.log10((self.at_most - self.before) / rise)
 
     def figure(self, choice: Choice) -> float:
-        """The figure of the model with the choice."""
+        """Return the metric of the model with a choice."""
         if all(option.spec is None for option in choice.values()):
             return self.before
         if self._last is None or self._last[0] != choice:
@@ -88,5 +90,5 @@ class Evaluated:
         value = self.evaluate(self.model)
         try:
             return float(value)
-        except (TypeError, ValueError, RuntimeError):  # float() of a tensor with many elements
+        except (TypeError, ValueError, RuntimeError):  # such as RuntimeError for a tensor with several elements
             raise TypeError(f"autoquant: evaluate must return a number, got {type(value).__name__}") from None

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Earlier measurements, kept in a file of the user's cache folder.
+"""Earlier measurements, stored in a file in the user's cache folder.
 
-An entry holds all times of one set of calls, which were measured against each other: it is reused as a whole or
-measured again. Its key says everything that they depend on: machine, threads, instruction set, versions, shapes. """
+An entry has all times of one set of calls, which were measured in the same rounds. It is either reused as a whole or
+measured again. Its key has everything that the times depend on: machine, threads, instruction set, versions, shapes.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ SCHEMA = 1
 
 
 def machine() -> dict[str, str]:
-    """Facts about machine and software that times depend on besides the calls."""
+    """Return the properties of machine and software that times depend on."""
     return {
         "cpu": _cpu_model(),
         "isa": str(_C.isa()["chosen"]),
@@ -43,18 +44,18 @@ def _cpu_model() -> str:
 
 
 def default_path() -> Path:
-    """The file in the user's cache folder, by the XDG rules."""
+    """Return the path of the file in the user's cache folder, as defined by XDG."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lowbit" / "autoquant.json"
 
 
 class KeptTimes:
-    """Sets of seconds by key, read once and written after each new set.
+    """Sets of times in seconds by key, which are read once, and written after each new set.
 
     Args:
-        cache: None is the file in the user's cache folder, False none at all, else the path of a file.
+        cache: None for the file in the user's cache folder, False for no file, or the path of a file.
 
     Raises:
-        TypeError: ``cache`` is something else.
+        TypeError: ``cache`` is anything else.
     """
 
     def __init__(self, cache: str | os.PathLike[str] | bool | None = None) -> None:
@@ -65,20 +66,20 @@ class KeptTimes:
         self._sets = self._read()
 
     def key(self, **call: Any) -> str:
-        """The key of a set of calls."""
+        """Return the key for a set of calls."""
         return ", ".join(f"{name} {value}" for name, value in (self._machine | call).items())
 
     def get(self, key: str, names: list[str]) -> dict[str, float] | None:
-        """Return the seconds of the set if it has all these names."""
+        """Return the times of a set if it has all these names, or None."""
         kept = self._sets.get(key, {})
         return {name: kept[name] for name in names} if all(name in kept for name in names) else None
 
     def put(self, key: str, seconds: dict[str, float]) -> None:
-        """Keep a set, in the file too."""
+        """Store a set of times, in the file too."""
         self._sets[key] = seconds
         if self.path is None:
             return
-        self._sets = self._read(warn=False) | {key: seconds}  # another process may have written meanwhile
+        self._sets = self._read(warn=False) | {key: seconds}  # another process may have written to the file
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             write_whole(self.path, json.dumps({"schema": SCHEMA, "sets": self._sets}, indent=1))

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Choose the format of the KV cache that holds the bound on the keys and values that a decoder returned.
+"""Choice of a KV cache format that satisfies the bound for the keys and values that a decoder returned.
 
-A plan cannot put it into the model: the cache is an argument of each call. The plan names the cache to hand over.
+A plan cannot install the cache in the model, because it is an argument of each call. So the plan only names the cache
+to pass.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ class CacheChoice:
     """The format for the KV cache of a decoder.
 
     Args:
-        format: "int8" or "int4" of `lowbit.QuantizedKVCache`, or "float": neither holds the bound.
-        error_db: the min SQNR of the keys and of the values of a layer by format, in dB.
-        bytes: the bytes of the recorded tokens by format.
+        format: "int8" or "int4" for `lowbit.QuantizedKVCache`, or "float" if neither satisfies the bound.
+        error_db: for each format, the min SQNR in dB over the keys and values of all layers.
+        bytes: for each format, the size of the recorded tokens in bytes.
     """
 
     format: str
@@ -33,10 +34,12 @@ class CacheChoice:
 
 
 def choose_cache(cache: Any, bound_db: float) -> CacheChoice | None:
-    """Return the smallest format that holds the bound; None if ``cache`` is none of transformers' caches or is empty.
+    """Return the smallest format that satisfies the bound, or None if ``cache`` is not a cache of transformers or is
+    empty.
 
     Args:
-        cache: a model's ``past_key_values``: layers with ``keys`` and ``values`` [B, H, L, E].
+        cache: a model's ``past_key_values``, whose layers have ``keys`` and ``values`` ``[B, H, L, E]``.
+        bound_db: the min SQNR in dB.
     """
     pairs = [(getattr(layer, "keys", None), getattr(layer, "values", None)) for layer in getattr(cache, "layers", ())]
     pairs = [pair for pair in pairs if all(isinstance(it, Tensor) and it.dim() == 4 and it.numel() for it in pair)]

@@ -7,34 +7,31 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from lowbit.autotune.plan_row import PlanRow
-from lowbit.tables.pyplot import pyplot
+from lowbit.autotune.plan_row import BY_BYTES, PlanRow
+from lowbit.tables.layer_picture import layer_picture
 
 
 def picture(layers: Sequence[PlanRow], bound_db: float) -> Any:
-    """Draw bars of each measured layer's time before and after, below them its dB and the bound; return both axes.
+    """Plot the time of each measured layer before and after, and below it the SQNR and the bound; return both axes.
 
     Raises:
         ImportError: matplotlib is not installed.
     """
-    plt = pyplot("Plan.plot")
     rows = [row for row in layers if row.seconds]
-    formats = ["float" if row.spec is None else row.spec.name for row in rows]
-    places = range(len(rows))
-    size = (min(16, 4 + 0.22 * len(rows)), 5.5)
-    _, (times, errors) = plt.subplots(2, 1, sharex=True, figsize=size, layout="constrained")
-    times.bar(places, [1e3 * row.float_seconds for row in rows], color="0.85", label="float, before")
-    for index, name in enumerate(dict.fromkeys(formats)):
-        of_name = [place for place in places if formats[place] == name]
-        color = "0.6" if name == "float" else f"C{index}"
-        times.bar(of_name, [1e3 * rows[place].seconds for place in of_name], color=color, label=name)
-        exact = [place for place in of_name if math.isfinite(rows[place].error_db)]
-        errors.scatter(exact, [rows[place].error_db for place in exact], color=color)
+    times, errors = layer_picture(
+        "Plan.plot",
+        [row.layer for row in rows],
+        [1e3 * row.float_seconds for row in rows],
+        [1e3 * row.seconds for row in rows],
+        ["float" if row.spec is None else row.spec.name for row in rows],
+        [row.error_db for row in rows],
+        label_before="float, before",
+        unchanged="float",
+    )
     if math.isfinite(bound_db):
         errors.axhline(bound_db, color="0.3", linestyle="--", label=f"bound {bound_db:g} dB")
         errors.legend()
-    times.set_ylabel("ms in a run of the model")
-    times.legend(fontsize="small")
+    by_bytes = any(row.note == BY_BYTES for row in rows)
+    times.set_ylabel("ms in a run of the model" + (", by bytes" if by_bytes else ""))
     errors.set_ylabel("dB of the layer's output")
-    errors.set_xticks(list(places), [row.layer for row in rows], rotation=90, fontsize="x-small")
     return times, errors

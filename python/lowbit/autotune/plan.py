@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plan: autoquant's choice for each linear layer, with the reason. It prints, plots, is kept as JSON, and is applied
-to a model."""
+"""Plan: autoquant's choice for each layer, with the reason. It can be printed, plotted, saved as JSON, and
+applied to a model."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from lowbit.autotune.kv_choice import CacheChoice
 from lowbit.autotune.picture import picture
 from lowbit.autotune.plan_checks import check_fits, check_names_of_formats, check_rows, text_of_size
 from lowbit.autotune.plan_row import PlanRow
+from lowbit.autotune.seen_layers import MEASURED
 from lowbit.documents.declared import as_declared
 from lowbit.documents.whole_file import write_whole
 from lowbit.formats.base import FormatConfig
@@ -40,18 +41,24 @@ _NO_MODEL = (
 
 @dataclass(repr=False)
 class Plan(LayerTable):
-    """The formats that `autoquant` chose. Print it, let a notebook show it, `plot`, `save`, and `apply` it.
-    ``layers`` has a line for each layer.
+    """The formats and kernel rows that `autoquant` chose for the layers of a model.
+
+    It can be printed or shown in a notebook; `plot`, `save` and `apply` are methods. ``layers`` has one line per layer.
 
     Args:
-        rows: one per linear layer, in the order of ``named_modules``.
-        min_sqnr: the bound in dB, -inf without one.
-        model_db: SQNR of the model's output on the example input, in dB; nan where it is not known.
-        float_seconds, seconds: the times of the model on the example input, before and after; nan without one.
-        kv_cache: the format of the KV cache that holds the bound, for a decoder that returns one.
-        evaluation: the figure of ``evaluate`` without and with the plan.
-        machine: the machine that it was measured on.
+        rows: one row per linear layer and module of experts, in the order of ``named_modules``.
+        min_sqnr: the bound in dB; -inf if there is none.
+        model_db: SQNR of the model's output on the example input, in dB; nan if unknown.
+        float_seconds, seconds: time in seconds of the model on the example input before and after; nan if there is no
+            example input.
+        kv_cache: a format of the KV cache that satisfies the bound, for a decoder that returns a cache.
+        evaluation: the result of ``evaluate`` without and with the plan.
+        machine: the machine on which the plan was measured.
         notes: further remarks.
+
+    Example:
+        >>> plan = lowbit.Plan.load("plan.json")
+        >>> plan.apply(model)
     """
 
     rows: list[PlanRow]
@@ -68,19 +75,22 @@ class Plan(LayerTable):
 
     @property
     def specs(self) -> dict[str, LinearSpec]:
-        """The formats of the layers that do not stay float, by name."""
+        """The formats of the layers that do not stay float, by layer name."""
         return {row.layer: row.spec for row in self.rows if row.spec is not None}
 
     def apply(self, model: nn.Module) -> QuantizationReport:
-        """Quantize ``model`` in place as the plan says; each layer prefers its row from then on.
+        """Quantize ``model`` in place according to the plan, and make each layer prefer its kernel row.
 
-        Every check comes before the first change. On another machine the plan is valid, though perhaps not the fastest:
+        All checks are made before the first change. On another machine, the plan is valid, but perhaps not the fastest;
         a warning says so.
 
+        Returns:
+            The report of ``quantize_``.
+
         Raises:
-            ValueError: names all layers that the model does not have, or has in another size or already quantized,
-                those without a line, and those whose kernel row is not in this build or serves none of their calls; a
-                weight that is not finite.
+            ValueError: a layer of the plan is missing in the model, has another size, or is already quantized; a linear
+                layer or module of experts of the model is missing in the plan; a kernel row does not exist in this
+                build, or can serve none of its layer's calls; or a weight is not finite. The message names the layers.
         """
         model = getattr(model, "_orig_mod", model)
         check_rows(self.rows)
@@ -89,7 +99,7 @@ class Plan(LayerTable):
         for name, spec in self.specs.items():
             configs[spec].add(name)
         for spec, names in configs.items():
-            select(model, _Fixed(spec), _named(names), None, True)
+            select(model, _Fixed(spec), _named(names), None, True, kinds=MEASURED)
         here = machine()
         if other := [name for name, value in self.machine.items() if here.get(name) != value]:
             told = ", ".join(f"{name} {self.machine[name]} (here {here.get(name)})" for name in other)
@@ -101,7 +111,11 @@ class Plan(LayerTable):
         return _merged(reports)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the plan as JSON; a file that is there is replaced as a whole. Raises ValueError as `to_dict`."""
+        """Write the plan to a JSON file. An existing file is replaced atomically.
+
+        Raises:
+            ValueError: a value cannot be saved, see `to_dict`.
+        """
         write_whole(Path(path), json.dumps(self.to_dict(), indent=1))
 
     @classmethod
@@ -109,8 +123,8 @@ class Plan(LayerTable):
         """Read a plan that `save` wrote.
 
         Raises:
-            ValueError: it is no plan, or of another version; a layer has two lines, a format that is not here or that
-                its weight cannot have, or a kernel row that this build does not have.
+            ValueError: the file is not a plan, or has another version; a layer has two rows, an unknown format or one
+                that does not fit its weight, or a kernel row that does not exist in this build.
         """
         try:
             return cls.from_dict(json.loads(Path(path).read_text()))
@@ -118,23 +132,30 @@ class Plan(LayerTable):
             raise ValueError(f"Plan: {path}: {error}") from None
 
     def to_dict(self) -> dict[str, Any]:
-        """Return numbers, strings, lists and dictionaries; numbers that are not finite are strings, as JSON has none.
+        """Return the plan as numbers, strings, lists and dictionaries. Numbers that are not finite become strings,
+        since JSON does not have them.
 
         Raises:
-            ValueError: a format has a value that is no number and no text, and could not be read again.
+            ValueError: a format has a value that is neither a number nor a string, and could not be loaded again.
         """
         for name, spec in self.specs.items():
             for part in fields(spec):
                 value = getattr(spec, part.name)
                 if not isinstance(value, (str, int, float, type(None))):
-                    raise ValueError(f"Plan: {name} cannot be kept in a file with {part.name}={value!r}")
+                    raise ValueError(
+                        f"Plan: {part.name} of {name} must be text, a number or None to be saved, got {value!r}"
+                    )
         return _plain({"lowbit_plan": VERSION, **asdict(self)})
 
     @classmethod
     def from_dict(cls, values: Any) -> Plan:
-        """Return the plan of `to_dict`. Raises ValueError as `load`."""
+        """Return the plan for a result of `to_dict`.
+
+        Raises:
+            ValueError: the values are not a plan, see `load`.
+        """
         if not isinstance(values, dict) or "lowbit_plan" not in values:
-            raise ValueError("this is no plan of lowbit.autoquant")
+            raise ValueError(f"a plan of lowbit.autoquant must be a dict with lowbit_plan, got {values!r:.80}")
         values = dict(values)
         version = values.pop("lowbit_plan")
         if version != VERSION:
@@ -145,7 +166,7 @@ class Plan(LayerTable):
         return plan
 
     def plot(self) -> Any:
-        """Draw with matplotlib the time of each layer before and after and its dB; return the two axes.
+        """Plot the time of each layer before and after, and its SQNR, with matplotlib; return both axes.
 
         Raises:
             ImportError: matplotlib is not installed.
@@ -153,7 +174,7 @@ class Plan(LayerTable):
         return picture(self.rows, self.min_sqnr)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Raise TypeError: a plan is no model."""
+        """Raise TypeError, since a plan is not a model."""
         raise TypeError(f"Plan: a plan cannot be called, {_NO_MODEL}")
 
     def __getattr__(self, name: str) -> Any:
@@ -165,7 +186,8 @@ class Plan(LayerTable):
 
     @staticmethod
     def _cells(rows: list[PlanRow]) -> tuple[str, ...]:
-        """The cells of a line of layers that are alike: bytes of all of them, the spread of their times and errors."""
+        """Return the cells of a line for layers of the same kind: their total size, and the range of their times and
+        errors."""
         row = rows[0]
         before, after = (sum(getattr(row, name) for row in rows) for name in ("bytes_before", "bytes_after"))
         return (
@@ -181,7 +203,7 @@ class Plan(LayerTable):
 
     def _title(self) -> str:
         bound = "no bound" if math.isinf(self.min_sqnr) else f"bound {self.min_sqnr:.1f} dB"
-        return f"plan: {len(self.specs)} of {len(self.rows)} linear layers quantized, {bound}"
+        return f"plan: {len(self.specs)} of {len(self.rows)} layers quantized, {bound}"
 
     def _below(self) -> list[str]:
         before, after = (sum(getattr(row, name) for row in self.rows) for name in ("bytes_before", "bytes_after"))
@@ -203,7 +225,7 @@ class Plan(LayerTable):
 
 @dataclass(frozen=True, slots=True)
 class _Fixed(FormatConfig):
-    """The configuration of one spec."""
+    """A configuration with a given spec."""
 
     fixed: LinearSpec
     function: ClassVar[str] = "Plan"
@@ -220,7 +242,7 @@ def _named(names: set[str]) -> Any:
 
 
 def _merged(reports: list[QuantizationReport]) -> QuantizationReport:
-    """One report of several calls, each of which changed other layers."""
+    """Merge the reports of several calls of quantize_, each of which changed different layers."""
     if not reports:
         return QuantizationReport("plan", notes=["the plan leaves every layer as it is"])
     stays = "stays float in the plan"

@@ -1,93 +1,108 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of a plan that was read from a file, and before it changes a model: a plan may have been edited, or made of
+"""Checks of a plan that is loaded from a file or applied to a model, since it may have been edited, or belong to
 another model."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Sequence
-from difflib import get_close_matches
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
 
 from lowbit import _C
 from lowbit.autotune.plan_row import PlanRow
-from lowbit.autotune.rows import serves
+from lowbit.autotune.rows import alike, serves
+from lowbit.autotune.seen_layers import MEASURED
 from lowbit.devices import places
-from lowbit.quant.kinds import features_of, is_packed, kind_of
-from lowbit.quant.quant_linear import LINEAR
+from lowbit.formats.nearest import nearest
+from lowbit.quant.kinds import is_packed, kind_of, shape_of
 
 _KNOWN = {
     "format": _C.FORMATS, "x_format": _C.X_FORMATS, "mapping": _C.MAPPINGS, "scale": _C.SCALE_CHOICES,
 }  # fmt: skip
-"""The names of a spec that a file may give."""
+"""The allowed names in the fields of a spec."""
 
 
 def check_names_of_formats(rows: Any) -> None:
-    """Raise ValueError for a format that is not here; values of a wrong type are left to `as_declared`."""
+    """Raise ValueError for an unknown format. Values of the wrong type are left to `as_declared`."""
     for row in rows if isinstance(rows, list) else ():
         spec = row.get("spec") if isinstance(row, dict) else None
         for name, known in _KNOWN.items() if isinstance(spec, dict) else ():
             if isinstance(value := spec.get(name), str) and value not in known:
-                raise ValueError(f"{row.get('layer')} has a format that is not here: {spec}")
+                raise ValueError(f"{row.get('layer')}: {name} must be one that this lowbit has, got {value!r}")
 
 
 def check_rows(rows: Sequence[PlanRow]) -> None:
-    """Raise ValueError, with the layer, for a layer with two lines, a format that its weight cannot have, and a kernel
-    row that this build does not have."""
+    """Raise ValueError if a layer has two rows, a format that does not fit its weight, or a kernel row that does not
+    exist in this build. The message names the layer."""
     if twice := [name for name, count in Counter(row.layer for row in rows).items() if count > 1]:
-        raise ValueError(f"a layer must have one line, got several for {', '.join(twice)}")
+        raise ValueError(f"a layer must have one row, got several for {', '.join(twice)}")
     known = [str(found["name"]) for found in _C.kernels("linear")]
     for row in rows:
         try:
             if row.spec is not None:
-                row.spec.shape(*row.shape)
+                row.spec.shape(*row.shape[-2:])
         except (ValueError, TypeError) as error:
             raise ValueError(f"{row.layer}: {error}") from None
+        if len(row.shape) not in (2, 3):
+            raise ValueError(f"{row.layer}: shape must be (n, k) or (experts, n, k), got {row.shape}")
+        if row.row and len(row.shape) == 3:
+            raise ValueError(f"{row.layer}: row must be empty for experts, got {row.row!r}")
         if row.row and row.row not in known:
-            nearest = ", ".join(get_close_matches(row.row, known)) or known[0]
-            raise ValueError(f"{row.layer}: row must be one of linear here, such as {nearest}, got {row.row!r}")
+            near = nearest(row.row, known)
+            raise ValueError(f"{row.layer}: row must be one that lowbit.kernels() lists, got {row.row!r}{near}")
 
 
 def check_fits(rows: Sequence[PlanRow], model: nn.Module) -> None:
-    """Raise ValueError with all layers that the model does not have, or has in another size or already quantized, with
-    those that have no line, and those whose kernel row serves none of their calls."""
+    """Raise ValueError if the plan does not fit the model.
+
+    The message lists the layers that are missing in the model, have another size, or are already quantized; those that
+    are missing in the plan; and those whose kernel row can serve none of their calls.
+    """
     modules, named = dict(model.named_modules()), {row.layer for row in rows}
-    here = {str(found["name"]) for found in _C.kernels("linear") if found["available"]}
-    wrong = [f"{row.layer} ({reason})" for row in rows if (reason := _misfit(row, modules.get(row.layer), here))]
+    wrong = [f"{row.layer} ({reason})" for row in rows if (reason := _misfit(row, modules.get(row.layer)))]
     wrong += [
         f"{name} (no line in the plan)"
         for name, module in modules.items()
-        if name not in named and kind_of(module) is LINEAR and not is_packed(module)
+        if name not in named and kind_of(module) in MEASURED and not is_packed(module)
     ]
     if wrong:
         raise ValueError(f"Plan: model must have the layers of the plan, got {', '.join(wrong)}")
 
 
-def _misfit(row: PlanRow, module: nn.Module | None, here: Container[str]) -> str:
-    """Why a layer cannot be as its line says; empty: it can. ``here``: the kernel rows that this machine can run."""
+def _misfit(row: PlanRow, module: nn.Module | None) -> str:
+    """Return the reason why a row of the plan cannot be applied to a layer, which is None if the model does not have
+    it, or an empty string."""
     if row.spec is None:
-        return ""
-    if module is None or kind_of(module) is not LINEAR:
-        return "no linear layer" if module is not None else "not there"
+        return f"{row.row} is preferred, and it stays float" if row.row else ""
+    if module is None or kind_of(module) not in MEASURED:
+        return "neither a linear layer nor experts" if module is not None else "not there"
     if is_packed(module):
         return f"already quantized as {module.spec.name}"
-    if features_of(module) != row.shape:
-        return f"{text_of_size(features_of(module))}, wanted {text_of_size(row.shape)}"
-    # A row that wants another machine is no fault: a plan is valid on all of them, and the first that fits serves.
-    return _unserved(row, module) if row.row in here and row.calls else ""
+    if shape_of(module) != row.shape:
+        return f"{text_of_size(shape_of(module))}, wanted {text_of_size(row.shape)}"
+    return _unserved(row, module) if row.row else ""
 
 
 def _unserved(row: PlanRow, module: nn.Module) -> str:
-    """Why the kernel row of a line can serve none of its calls; empty: it can."""
+    """Return the reason why the kernel row of a layer can serve none of its calls, or an empty string.
+
+    A plan is valid on every machine, and the default kernel row serves calls where the preferred one is missing. The
+    same row of other instruction sets answers for it there. A layer without calls is asked for one row of x and many.
+    """
+    rows = alike(row.row)
+    if not rows:
+        return ""
     device = places.type_of_rows(next(module.parameters()).device, "linear")
     numbers = row.spec.op_args(*row.shape)
-    if any(serves(row.row, m, *numbers, dtype, device) for m, dtype, _ in row.calls):
+    own = str(module.weight.dtype).removeprefix("torch.")
+    calls = [(m, dtype) for m, dtype, _ in row.calls] or [(1, own), (64, own)]
+    if any(serves(name, m, *numbers, dtype, device) for name in rows for m, dtype in calls):
         return ""
     return f"{row.row} serves no {row.spec.name} of its calls"
 
 
 def text_of_size(shape: tuple[int, ...]) -> str:
-    """Return "rows x columns"."""
+    """Return "rows x columns", or "experts x rows x columns"."""
     return " x ".join(map(str, shape))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recording: a model that is used as usual until `finalize` makes a plan from its layers' inputs."""
+"""Recording: a model that is used as usual, until `finalize` creates a plan from the inputs of its layers."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from lowbit.autotune.seen_layer import SeenLayer, noting
 
 
 class Recording:
-    """Notes the inputs of a model's linear layers, until `finalize` measures and makes the plan.
+    """A recording of the inputs of a model's linear layers and experts, from which `finalize` creates a plan.
 
-    The model is used as before; calls and attributes of this object are the model's, so that it can stand in its place.
+    The model is used as before. Calls and attributes of this object are passed on to the model, so that it can replace
+    the model.
 
     Example:
         >>> recording = lowbit.autoquant(model, manual=True)
@@ -35,25 +36,26 @@ class Recording:
         return self.model(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # names that copy and pickle ask for are not the model's
+        if name.startswith("__"):  # copy and pickle must not get special methods of the model
             raise AttributeError(name)
         return getattr(self.model, name)
 
     def finalize(self, example_input: Any = None) -> Plan:
-        """Stop recording, measure the candidates on the recorded inputs, and return the plan; the model stays as it is.
+        """Stop recording, measure the candidates on the recorded inputs, and return the plan. The model does not
+        change.
 
         Args:
-            example_input: the argument of `autoquant`, for the bounds of the model as a whole. None: there is no input
-                that could be run again, so the layers' own bounds hold alone, and the plan says so.
+            example_input: the argument of `autoquant`, for the bound of the whole model. Without it, only the bounds of
+                the layers apply, and the plan has a note about this.
 
         Raises:
-            ValueError: no linear layer was called.
+            ValueError: no layer that can be quantized was called.
         """
         self.close()
         return self._make_plan(self.model, self.layers, example_input)
 
     def finalize_autoquant(self) -> Plan:
-        """torchao's name: `finalize`, and apply the plan to the model, as torchao's autoquant does it."""
+        """Call `finalize`, apply the plan to the model, and return it, like torchao's method of this name."""
         plan = self.finalize()
         plan.apply(self.model)
         return plan

@@ -1,20 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time calls against each other, with the CPU caches in the state that the model leaves them in.
+"""Comparison of the times of calls, with the CPU caches in the state that the model leaves them in.
 
-Between two calls of a layer the model reads the rest of its weights. So before each call that is timed, as many bytes
-of another buffer are read. It matters: a 384 x 1536 layer with one row (W8A8, one thread of a Sapphire Rapids) takes
-26 us when it is called again and again, with its weight in L2; 126 us with the 10 MB of the other layers of MiniLM
-between two calls; 188 us from memory. Nothing changes past the last cache, so no more than twice its size is read.
+Between two calls of a layer the model reads the rest of its weights. So before each timed call, the same number of
+bytes of another buffer is read. This matters: a 384 x 1536 layer with one row (W8A8, one thread of a Sapphire Rapids)
+takes 26 us when it is called repeatedly, with its weight in L2; 126 us when the 10 MB of the other layers of MiniLM are
+read in between; and 188 us from memory. More than twice the size of the last-level cache makes no difference, so not
+more is read.
 
-Rounds are interleaved, one sample of each call in a round and in changing order, so that a drift of the machine meets
-all alike. Every second round is of the other half, and each half keeps its best sample of a call. On an idle machine
-the halves soon agree on every call. Where other programs run, a call in which a thread waits for the system takes a
-hundred times as long: rounds go on until the time is spent, and the difference of the halves is then the noise.
+Rounds are interleaved: each round takes one sample of every call, in random order, so that a drift of the machine
+affects all calls equally. Rounds belong alternately to two halves, and each half keeps the best sample of each call. On
+an idle machine the halves soon agree on every call. If other programs are running, a call whose thread has to wait for
+the system takes a hundred times as long. Then rounds continue until the time is used up, and the difference between the
+halves is the noise. Two halves may also agree on a call that waited in every round, so the share of the CPU time that
+other programs took is measured too.
 """
 
 from __future__ import annotations
 
 import math
+import os
 import random
 import statistics
 import time
@@ -28,17 +32,25 @@ import torch
 
 Call = Callable[[], object]
 Key = TypeVar("Key", bound=Hashable)
-LEAST = 3  # samples of a call in each half, if there is time
-AGREE = 1.05  # the halves agree on a call if their best samples differ by no more
-BUDGET_S = 16.0  # budget of all calls of a model's layers, without the first sample of each half
-HOPELESS = 3.0  # a call whose first samples take so many times those of the best of its kind gets no more
+LEAST = 3  # min number of samples of a call in each half, if there is time
+AGREE = 1.05  # max ratio of the halves' best samples for which they agree on a call
+BUSY = 0.2  # share of the CPU time; if other programs take more, times say nothing
+BUDGET_S = 16.0  # time in seconds for all calls of a model's layers, excluding the first sample of each half
+HOPELESS = 3.0  # a call slower by this ratio than the best of its kind is not sampled again
 _UNKNOWN_CACHE = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """A call; the bytes that the model reads between two of them; its kind, of which the best is wanted; the kind that
-    it must beat; and a context around it, which is not timed."""
+    """A call to be timed.
+
+    Args:
+        call: the call.
+        bytes_between: the number of bytes that the model reads between two such calls.
+        kind: a name for calls of which only the best one matters.
+        rival: the kind that the call has to beat, or None.
+        around: returns a context for the call, which is not timed.
+    """
 
     call: Call
     bytes_between: int = 0
@@ -49,21 +61,29 @@ class Timed:
 
 @dataclass(frozen=True, slots=True)
 class Times(Generic[Key]):
-    """Best seconds of each call, and the ratio by which the halves differ on half of the calls or more."""
+    """The best time of each call in seconds, the noise, which is the median ratio between the halves, and the share of
+    the machine's CPU time that other programs took meanwhile."""
 
     seconds: dict[Key, float]
     noise: float = 1.0
+    taken: float = 0.0
 
 
 class Timer:
-    """Measures seconds per call. autoquant takes any object with this method, so that tests need no clock."""
+    """Measures the time of calls. autoquant accepts any object with this method, so that tests do not need a clock."""
 
     def best(self, calls: Mapping[Key, Timed], share: float = 1.0) -> Times[Key]:
-        """Return the best seconds of one call each. ``share``: how much of BUDGET_S the rounds may take."""
+        """Return the best time of each call.
+
+        Args:
+            calls: the calls.
+            share: the fraction of BUDGET_S that the rounds may take.
+        """
         between = min(max((it.bytes_between for it in calls.values()), default=0), 2 * last_cache_bytes())
-        # Written to: memory that never was is one page of zeros.
+        # ones instead of empty or zeros: memory that was never written is mapped to a single page of zeros.
         buffer = torch.ones(between // 4, dtype=torch.float32, device="cpu")
         end = time.perf_counter() + share * BUDGET_S
+        others = OtherPrograms()
         halves = [{key: _sample(it, buffer) for key, it in calls.items()} for _ in range(2)]
         order, shuffle = _hopeful(calls, halves), random.Random(0).shuffle
         done, ratios = 1, _ratios(halves, order)
@@ -74,16 +94,41 @@ class Timer:
                     half[key] = min(half[key], _sample(calls[key], buffer))
             done, ratios = done + 1, _ratios(halves, order)
         seconds = {key: min(half[key] for half in halves) for key in calls}
-        return Times(seconds, statistics.median(ratios) if ratios else 1.0)
+        return Times(seconds, statistics.median(ratios) if ratios else 1.0, others.share() or 0.0)
+
+
+class OtherPrograms:
+    """The CPU time that other programs take from now on."""
+
+    def __init__(self) -> None:
+        self._begin = _cpu_seconds()
+
+    def share(self) -> float | None:
+        """Return their share of the machine's CPU time, or None if the system does not say."""
+        now = _cpu_seconds()
+        if now is None or self._begin is None:
+            return None
+        total, idle, own = (after - before for after, before in zip(now, self._begin, strict=True))
+        return max(0.0, total - idle - own) / max(total, 1e-9)
+
+
+def _cpu_seconds() -> tuple[float, float, float] | None:
+    """Return the CPU time of all cores, its idle part, and the part that this process has used, in seconds."""
+    try:
+        ticks = [int(word) for word in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
+    except (OSError, ValueError):
+        return None
+    per_second = os.sysconf("SC_CLK_TCK")
+    return sum(ticks) / per_second, (ticks[3] + ticks[4]) / per_second, sum(os.times()[:2])
 
 
 def _ratios(halves: list[dict[Key, float]], order: list[Key]) -> list[float]:
-    """The ratio between the two halves on each call."""
+    """Return the ratio between the two halves for each call."""
     return [max(half[key] for half in halves) / min(half[key] for half in halves) for key in order]
 
 
 def _hopeful(calls: Mapping[Key, Timed], halves: list[dict[Key, float]]) -> list[Key]:
-    """The calls that may be the best of their kind, and faster than their rivals."""
+    """Return the calls that may still be the best of their kind and beat their rivals."""
     first = {key: min(half[key] for half in halves) for key in calls}
     fastest: dict[str | None, float] = {}
     for key, timed in calls.items():
@@ -97,7 +142,7 @@ def _hopeful(calls: Mapping[Key, Timed], halves: list[dict[Key, float]]) -> list
 
 def _sample(timed: Timed, buffer: torch.Tensor) -> float:
     if timed.bytes_between:
-        buffer[: timed.bytes_between // 4].sum()  # all threads sum, which evicts the caches of all cores
+        buffer[: timed.bytes_between // 4].sum()  # all threads read, which evicts the caches of all cores
     with timed.around():
         start = time.perf_counter()
         timed.call()
@@ -105,7 +150,7 @@ def _sample(timed: Timed, buffer: torch.Tensor) -> float:
 
 
 def last_cache_bytes() -> int:
-    """Bytes of the largest cache of the first core, 64 MiB where the system does not say."""
+    """Return the size in bytes of the largest cache of the first core, or 64 MiB if it is unknown."""
     sizes = [_size(path) for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")]
     return max(sizes, default=0) or _UNKNOWN_CACHE
 

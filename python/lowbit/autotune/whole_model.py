@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The model as a whole on the example input: its error and its time with some layers replaced.
+"""The whole model on the example input: its error and its time with some layers replaced.
 
-Padding does not count: where the input has an ``attention_mask`` [B, L], as models of transformers take it, tensors
-[B, L, ...] are compared at the tokens that it lets through. The outputs of padding mean nothing: all-MiniLM-L6-v2 with
-int8 weights and activations has 15.7 dB with them and 22.7 dB without, on 32 sentences.
+Padding is ignored: if the input has an ``attention_mask`` [B, L], as in transformers, tensors [B, L, ...] are only
+compared at the tokens that are not masked. The outputs for padding are meaningless: all-MiniLM-L6-v2 with int8 weights
+and activations has 15.7 dB with them and 22.7 dB without them, on 32 sentences.
 
-The model is changed for the length of a call only, and by one attribute: ``forward`` of the instance, which is
-taken away again.
+The model is only changed during a call, and only by an attribute ``forward`` of the layers, which is removed
+afterwards.
 """
 
 from __future__ import annotations
@@ -21,22 +21,23 @@ from torch import Tensor, nn
 from torch.utils import _pytree
 
 from lowbit.autotune.choosing import Choice
-from lowbit.autotune.options import preferring, sqnr_db
-from lowbit.autotune.timing import Timed, Timer
-from lowbit.quant.evaluation import arguments_of
-from lowbit.quant.load_check import without_encoder_fast_path
+from lowbit.autotune.options import sqnr_db
+from lowbit.autotune.timing import BUSY, Timed, Timer
+from lowbit.quant.evaluation import arguments_of, without_encoder_fast_path
 
 MASK = "attention_mask"
-CACHE = "past_key_values"  # the name of the cache that transformers' models return
-RUNS_S = 10.0  # seconds to find out which layers the error at the output comes from
-REPRODUCIBLE_DB = 20.0  # required margin between the agreement of two runs of the float model and the bound
+CACHE = "past_key_values"  # name of the cache that transformers' models return
+RUNS_S = 10.0  # time in seconds to attribute the error of the output to layers
+REPRODUCIBLE_DB = 20.0  # margin by which the SQNR between two runs of the float model must exceed the bound
 
 
 class WholeModel:
     """A model and an example input.
 
     Args:
-        example_input: one tensor, a tuple or list of positional arguments, or a mapping of keyword arguments.
+        model: the model.
+        example_input: a tensor, a tuple or list of positional arguments, or a mapping of keyword arguments.
+        timer: the timer.
     """
 
     def __init__(self, model: nn.Module, example_input: Any, timer: Timer) -> None:
@@ -45,13 +46,13 @@ class WholeModel:
         self.output: Any = None
         self._wanted: list[Tensor] = []
         self._run_s = 0.0
-        self._last: tuple[Choice, float] | None = None  # the choice that sqnr_db was asked for last, and its result
+        self._last: tuple[Choice, float] | None = None  # argument and result of the last call of sqnr_db
 
     def run(self) -> Any:
         return self.model(*self.args, **self.kwargs)
 
     def run_float(self) -> None:
-        """Run the model as it is and keep its result, with which others are compared."""
+        """Run the float model and keep its result for comparison."""
         start = time.perf_counter()
         self.output = self.run()
         self._run_s = time.perf_counter() - start
@@ -59,16 +60,16 @@ class WholeModel:
 
     @property
     def affordable_runs(self) -> int:
-        """Runs of the model that fit into RUNS_S, 2 at least."""
+        """The number of runs of the model that fit into RUNS_S, at least 2."""
         return max(2, int(RUNS_S / max(self._run_s, 1e-9)))
 
     @property
     def is_bounded(self) -> bool:
-        """Whether it returns a floating tensor, whose error can be told."""
+        """Whether the model returns a floating tensor, so that its error can be computed."""
         return bool(self._wanted)
 
     def check_reproducible(self, bound_db: float) -> None:
-        """Raise ValueError if a second run differs so much that the bound means nothing."""
+        """Raise ValueError if a second run differs so much that the bound is meaningless."""
         got = self._db(self.run())
         if not got >= bound_db + REPRODUCIBLE_DB:
             raise ValueError(
@@ -77,7 +78,7 @@ class WholeModel:
             )
 
     def sqnr_db(self, choice: Choice) -> float:
-        """The smallest SQNR of a tensor that the model returns, in dB; nan where it returns no floating one."""
+        """Return the min SQNR in dB over the tensors that the model returns; nan if none is floating."""
         if not self._wanted:
             return math.nan
         if all(option.spec is None for option in choice.values()):
@@ -95,7 +96,7 @@ class WholeModel:
         return -math.inf if any(map(math.isnan, values)) else min(values, default=math.inf)
 
     def _tensors(self, output: Any) -> list[Tensor]:
-        """The floating tensors of a model's result, but for a cache and padding."""
+        """Return the floating tensors of a model's result, without the cache and without padding."""
         if isinstance(output, Mapping):
             output = [value for name, value in output.items() if name != CACHE]
         mask = self.kwargs.get(MASK)
@@ -106,24 +107,27 @@ class WholeModel:
         ]
 
     def seconds(self, choice: Choice) -> tuple[float, float]:
-        """Best seconds of a run of the float model and of the model with the choice, interleaved."""
+        """Return the best times in seconds of the float model and of the model with the choice, from interleaved runs;
+        nan if other programs took so much of the CPU time that these say nothing."""
         before = Timed(self.run, kind="before")
         after = Timed(self.run, kind="after", around=lambda: changed(self.model, choice))
-        best = self.timer.best({"before": before, "after": after}, share=0.5).seconds
-        return best["before"], best["after"]
+        times = self.timer.best({"before": before, "after": after}, share=0.5)
+        if times.taken > BUSY:
+            return math.nan, math.nan
+        return times.seconds["before"], times.seconds["after"]
 
 
 @contextlib.contextmanager
 def changed(model: nn.Module, choice: Choice) -> Iterator[None]:
-    """Let the layers of ``model`` compute as the choice says for a while."""
+    """Replace the layers of ``model`` according to the choice within the block."""
     others = [(layer, option) for layer, option in choice.items() if option.spec is not None]
     served: list[nn.Module] = []
     try:
         with without_encoder_fast_path(model) if others else contextlib.nullcontext():
             for layer, option in others:
-                weight = layer.pack(option.spec).weight
+                packed = layer.pack(option.spec)
                 for module in layer.seen.modules.values():
-                    module.forward = preferring(module, weight, option.spec, option.row).forward
+                    module.forward = layer.seen.in_place_of(module, packed, option.spec, option.row).forward
                     served.append(module)
             yield
     finally:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Api, the argument of a package's function: `def register(api)`."""
+"""Api, the argument of a package's entry point `def register(api)`."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from lowbit import _C
 
 
 class Api:
-    """Takes the kernel rows of one package. All of them join the list when ``register`` returns; none, if it raises.
+    """The object through which a package adds its kernel rows. All rows are added when ``register`` returns, and none
+    if it raises.
 
     Attributes:
-        version: of this interface, 1.
-        lowbit_version: of lowbit, such as ``"0.1.0"``.
-        by: name of the package, as its metadata have it.
+        version: the version of this interface, 1.
+        lowbit_version: the version of lowbit, such as ``"0.1.0"``.
+        by: the name of the package, from its metadata.
     """
 
     version = 1
@@ -31,15 +32,15 @@ class Api:
         """Add the C rows of a shared library (``lowbit/backend.h``).
 
         Args:
-            path: of the library, which exports ``lowbit_backend_rows``.
+            path: the library, which exports ``lowbit_backend_rows``.
 
         Returns:
-            Names of the rows.
+            The names of the rows.
 
         Raises:
-            RuntimeError: ``register`` has returned.
-            ValueError: the library cannot be loaded, has no table, one of another version, or one with a row that
-                cannot be: says which. None of its rows is added then.
+            RuntimeError: ``register`` has already returned.
+            ValueError: the library cannot be loaded, or its table is missing, has another version, or has an invalid
+                row. The message says which. No row is added then.
         """
         names: list[str] = self._open().add_library(os.fspath(path))
         self.names += names
@@ -59,35 +60,35 @@ class Api:
 
         Args:
             op: one of ``lowbit.backends.OPS``.
-            name: of the row, ``<op>_<what>_<who>``; no other row may have it.
-            device: type of the device that it runs on, as `lowbit.kernels` names it.
-            function: gets the arguments of the op by the names that they have in ``lowbit/backend.h``: tensors, which
-                are views of the memory of the call, for the time of the call; names of enumerations; numbers. It
-                writes its results into the tensors that are there for them.
-            refuses: gets the same, with tensors of torch's device ``"meta"``; returns why the row cannot run the call,
-                or None. Without it the row runs every call.
-            first: the row comes before those of lowbit; else behind them.
+            name: the name of the row, ``<op>_<what>_<who>``; it must be unique.
+            device: the type of device that it runs on, as in `lowbit.kernels`.
+            function: gets the arguments of the op by their names in ``lowbit/backend.h``: tensors, which are views of
+                the call's memory and valid during the call; names of enumerators; numbers. It writes its results to the
+                tensors passed for them.
+            refuses: gets the same arguments, with tensors on torch's device ``"meta"``, and returns why the row cannot
+                run the call, or None. Without it, the row runs every call.
+            first: whether the row is tried before lowbit's; by default it is tried after them.
 
         Raises:
-            RuntimeError: ``register`` has returned.
-            ValueError: op is not offered.
+            RuntimeError: ``register`` has already returned.
+            ValueError: ``op`` is not in ``OPS``.
         """
         self._open().add_kernel(op, name, device, function, refuses, first)
         self.names.append(name)
 
     def commit(self) -> None:
-        """Put the rows into the list; lowbit calls it when ``register`` has returned.
+        """Add the rows to the list. lowbit calls this when ``register`` has returned.
 
         Raises:
-            ValueError: a row has a name that another one has, or that does not begin with its op; device is no type of
-                device. Then none is added.
+            ValueError: the name of a row is already used or does not begin with its op, or device is not a type of
+                device. No row is added then.
         """
         rows = self._open()
         self.close()
         rows.commit(self.by)
 
     def close(self) -> None:
-        """Take nothing more; lowbit calls it when ``register`` has returned or raised."""
+        """Reject further rows. lowbit calls this when ``register`` has returned or raised."""
         self._rows = None
 
     def _open(self) -> Any:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Collect the kernel rows of other packages, once, when the list of backends is first needed: by an op or a question,
+"""Collect the kernel rows of other packages, once, when the list of backends is first needed: by an op or a query,
 never by an import. csrc/bindings/external.cpp calls `fill`."""
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ GROUP, ALLOWED = "lowbit.backends", "LOWBIT_BACKENDS"
 
 @dataclass(slots=True)
 class Found:
-    """A package that has an entry point in the group, and its result.
+    """A package with an entry point in the group, and its result.
 
     Attributes:
-        name: of the package, as its metadata have it.
-        version: of the package.
+        name: the name of the package, from its metadata.
+        version: the version of the package.
         entry: its function, ``module:function``.
-        rows: that it added, best first.
-        info: the result of the function, as text; ``""`` for None.
+        rows: the rows that it added, best first.
+        info: the result of the function as text; ``""`` for None.
         reason: why it added nothing; ``""`` if it did.
-        failure: the exception that was raised; None if there was none.
+        failure: the exception that it raised, or None.
     """
 
     name: str
@@ -45,23 +45,26 @@ _state = "empty"  # then "being filled", "full"
 
 
 def fill() -> None:
-    """Ask every package once, in the order of their names; an exception of one of them stays in `found`.
+    """Call the entry point of every package once, in the order of their names. An exception is stored in `found`.
 
     Raises:
-        KeyboardInterrupt: the next call goes on with the package that was being asked.
-        RuntimeError: with LOWBIT_STRICT=1, a package failed; or a package asked for an op or for rows while it
-            added its own.
+        KeyboardInterrupt: the call was interrupted; the next one resumes with the same package.
+        RuntimeError: a package failed and LOWBIT_STRICT=1, or a package called an op or asked for rows while it added
+            its own.
     """
     global _state
     with _lock:
         if _state == "being filled":
-            raise RuntimeError("lowbit.backends: register() runs no op and asks for no row: the list is being made")
+            raise RuntimeError(
+                "lowbit.backends: register() must not run an op or ask for kernel rows: their list is still being made"
+            )
         if _state == "empty":
             _state, then = "being filled", "full"
             try:
                 for entry in _entries():
                     if all((package.name, package.entry) != (_package(entry)[0], entry.value) for package in found):
-                        found.append(_asked(entry))  # else before a fork or Ctrl-C, which cut the filling short
+                        # The others were called before a fork or Ctrl-C interrupted this loop.
+                        found.append(_asked(entry))
             except KeyboardInterrupt:
                 then = "empty"
                 raise
@@ -73,12 +76,12 @@ def fill() -> None:
 
 
 def normalized(name: str) -> str:
-    """Return the name of a package as its index spells it: lowbit_example is lowbit-example."""
+    """Return the name of a package as package indexes normalize it: lowbit_example is lowbit-example."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def allowed() -> set[str] | None:
-    """Return the packages that LOWBIT_BACKENDS names, or None where it is not set: all are."""
+    """Return the packages that LOWBIT_BACKENDS names, or None if it is not set, which allows all."""
     names = os.environ.get(ALLOWED)
     return None if names is None else {normalized(name.strip()) for name in names.split(",") if name.strip()}
 
@@ -110,7 +113,7 @@ def _asked(entry: metadata.EntryPoint) -> Found:
             package.reason = "it added nothing"
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # SystemExit too: a package cannot end the program
+    except BaseException as error:  # including SystemExit, so that a package cannot end the program
         package.failure, package.reason = _kept(error), f"failed: {type(error).__name__}: {error}"
     finally:
         api.close()
@@ -118,8 +121,8 @@ def _asked(entry: metadata.EntryPoint) -> Found:
 
 
 def _kept(error: Exception) -> Exception:
-    """The error as `found` keeps it: without frames, which would keep the arguments of the op that came first. With
-    LOWBIT_STRICT=1 it will be raised, and has them."""
+    """Return the error without its frames, which would keep the arguments of the first op alive. With LOWBIT_STRICT=1
+    it keeps them, because it will be raised."""
     link: BaseException | None = None if os.environ.get("LOWBIT_STRICT") == "1" else error
     while link is not None:
         link.__traceback__ = None
@@ -128,7 +131,7 @@ def _kept(error: Exception) -> Exception:
 
 
 def _in_child() -> None:
-    """A lock that another thread holds while a process is forked is never released there: begin anew."""
+    """Reset the lock after a fork: if another thread held it, nobody would release it in the child."""
     global _lock, _state
     _lock = threading.RLock()
     if _state == "being filled":

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The packages that were found, their order, and the reasons of those that added nothing."""
+"""The packages that were found, in order, with the reasons of those that added nothing."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from lowbit.backends.loading import Found
 
 
 class Report(list[Found]):
-    """One `Found` per package, in the order in which they were asked; prints as text."""
+    """One `Found` per package, in the order in which they were called; prints as text."""
 
     def __init__(self, packages: list[Found], autoload: str, missing: tuple[str, ...]) -> None:
         super().__init__(packages)
         self.autoload = autoload
         self.missing = missing
-        """Names in LOWBIT_BACKENDS that no package has."""
+        """Names in LOWBIT_BACKENDS that match no package."""
 
     def __repr__(self) -> str:
         lines = [f"torch.backends   lowbit: {self.autoload}"]
@@ -31,19 +31,19 @@ def told(package: Found) -> str:
 
 
 def report() -> Report:
-    """Report the packages that have kernels for lowbit: the rows that each added, or why it added none.
+    """Report the packages with kernels for lowbit: the rows that each added, or why it added none.
 
-    Completes the list of backends, as the first op does.
+    Like the first op, this completes the list of backends.
 
     Returns:
-        ``Report``, a list with an entry per package; prints as text.
+        A ``Report``, a list with an entry per package, which prints as text.
 
     Example:
         >>> lowbit.backends.report()
         torch.backends   lowbit: ran at import torch
         lowbit.backends  acme-kernels 1.2: added linear_int8_acme
     """
-    from lowbit.devices.autoload import autoload_state  # the rest is there without torch, which this asks
+    from lowbit.devices.autoload import autoload_state  # here, because it needs torch, and the rest does not
 
     _C.external.added()
     missing = (loading.allowed() or set()) - {loading.normalized(package.name) for package in loading.found}
@@ -51,10 +51,10 @@ def report() -> Report:
 
 
 def added_by() -> dict[str, str]:
-    """Return the package of each row that another one added."""
+    """Return the package of each row that another package added."""
     return {str(row["name"]): str(row["by"]) for row in _C.external.added()}
 
 
 def named(row: str, by: dict[str, str]) -> str:
-    """Return the name of a row as tables show it: with its package in brackets, if it is not lowbit's."""
+    """Return the name of a row for tables, with its package in parentheses if it is not lowbit's."""
     return f"{row} ({by[row]})" if row in by else row

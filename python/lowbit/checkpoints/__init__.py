@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""File and weight formats that other projects define: GGUF, MXFP4 and NVFP4, checkpoints of transformers. Nothing here
-is imported unless it is asked for."""
+"""File and weight formats defined by other projects: GGUF, MXFP4 and NVFP4, and transformers checkpoints. Submodules
+are imported on first use."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Release the memory of a tensor in a mapped file.
 
-transformers maps a checkpoint, so that each page that was read stays in the process until the last tensor of the file
-is gone: a model that is packed while it is read would peak at its float size instead of its packed size.
+transformers maps a checkpoint, so each page that was read stays in memory until the last tensor of the file is gone.
+Without this, packing a model while it is read would peak at its float size instead of its packed size.
 """
 
 from __future__ import annotations
@@ -18,10 +18,9 @@ _DONTNEED = getattr(mmap, "MADV_DONTNEED", None)
 
 
 def release_pages(tensor: Tensor, files: list[str]) -> None:
-    """Unmap the whole pages under ``tensor`` if it is a view of one of ``files``, read again when they are touched.
+    """Release the whole pages under ``tensor`` if it is a view of one of ``files``. They are read again on access.
 
-    Only a private mapping of one of these files, and nothing else, is touched: of memory that belongs to no file the
-    values would be lost.
+    This requires a private mapping of one of these files: pages without a file behind them would lose their values.
     """
     if sys.platform != "linux" or _DONTNEED is None or not tensor.is_contiguous():
         return
@@ -32,7 +31,7 @@ def release_pages(tensor: Tensor, files: list[str]) -> None:
 
 
 def _lies_in(begin: int, end: int, files: set[str]) -> bool:
-    """Whether one private mapping of one of the files holds all of the range; /proc/self/maps has a line for each."""
+    """Whether one private mapping of one of the files covers the range. /proc/self/maps has a line for each mapping."""
     with open("/proc/self/maps") as maps:
         for line in maps:
             addresses, access, _, _, _, *path = line.split(maxsplit=5)

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parameters that transformers merges while it loads a checkpoint: the experts of a layer, which most checkpoints hold
-one by one (``experts.7.gate_proj.weight``) and its models as one tensor."""
+"""Parameters that transformers merges while it loads a checkpoint: most checkpoints store the experts of a layer
+separately (``experts.7.gate_proj.weight``), but the models have them as one tensor."""
 
 from __future__ import annotations
 
 import copy
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -18,11 +18,11 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, dot
 
 @dataclass(frozen=True)
 class MergedWeight:
-    """A parameter that is made of several tensors of a checkpoint, or of one by more than a new name.
+    """A parameter that is made from several tensors of a checkpoint, or converted from one.
 
     Args:
         name: the name of the parameter.
-        sources: names of the tensors, in the order that transformers reads them in.
+        sources: the names of the tensors, in the order in which transformers reads them.
     """
 
     name: str
@@ -32,7 +32,7 @@ class MergedWeight:
     _model: nn.Module
 
     def value(self, read: Callable[[str], Tensor]) -> Tensor:
-        """Make the parameter of its tensors; all of them are in memory with it for a moment."""
+        """Return the parameter made from its tensors. All of them are in memory at the same time."""
         converter = copy.deepcopy(self._converter)
         for pattern, key in zip(self._patterns, self.sources, strict=True):
             converter.add_tensor(self.name, key, pattern, read(key))
@@ -40,15 +40,19 @@ class MergedWeight:
         return value[0] if isinstance(value, list) else value
 
     def missing(self, experts: int) -> list[int]:
-        """The experts of which the checkpoint lacks a tensor."""
-        count = len({*self._patterns})
-        found = [int(number) for key in self.sources for number in re.findall(r"\.(\d+)\.", key)[-1:]]
-        return [expert for expert in range(experts) if found.count(expert) < count]
+        """Return the experts with missing tensors in the checkpoint."""
+        return missing_experts(self.sources, len({*self._patterns}), experts)
+
+
+def missing_experts(keys: Iterable[str], count: int, experts: int) -> list[int]:
+    """Return the experts of which there are fewer than ``count`` tensors among these names in a checkpoint."""
+    found = Counter(int(number) for key in keys for number in re.findall(r"\.(\d+)\.", key)[-1:])
+    return [expert for expert in range(experts) if found[expert] < count]
 
 
 def merged_weights(model: nn.Module, keys: Iterable[str]) -> dict[str, MergedWeight]:
-    """Return the parameters of a model of transformers, by their names, of which each is made of some of these tensors
-    by a converter that makes nothing else."""
+    """Return, by name, the parameters of a transformers model that are made from these tensors by a converter with one
+    result."""
     conversions = get_model_conversion_mapping(model)
     renamings = [item for item in conversions if isinstance(item, WeightRenaming)]
     converters = [item for item in conversions if isinstance(item, WeightConverter)]

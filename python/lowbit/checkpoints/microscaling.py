@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights of e2m1 codes with a scale per block, as QuantLinear holds them, exactly: MXFP4 of OCP Microscaling (MX) 1.0,
-and NVIDIA's NVFP4."""
+"""MXFP4 (OCP Microscaling 1.0) and NVIDIA's NVFP4 weights as QuantLinear layers, exactly. Both have e2m1 codes and one
+scale per block."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ _SMALLEST = 2.0**-24  # smallest positive float16: a group scale is a float16 fr
 
 
 def from_mxfp4(blocks: Tensor, scales: Tensor, bias: Tensor | None = None) -> QuantLinear:
-    """Return the layer of an MXFP4 weight ``[n, k]``: e2m1 codes, and a power of two for each 32 of them.
+    """Return a QuantLinear with an MXFP4 weight ``[n, k]``: e2m1 codes, with a power of two for each block of 32.
 
     Args:
-        blocks: uint8 ``[n, k / 2]``, or ``[n, k / 32, 16]``: two codes in a byte, the first in the low nibble.
+        blocks: uint8 ``[n, k / 2]`` or ``[n, k / 32, 16]``: two codes per byte, the first in the low nibble.
         scales: uint8 ``[n, k / 32]``, e8m0: 2 ** (scale - 127).
         bias: ``[n]`` or None.
 
     Raises:
-        ValueError: another dtype or shape, a scale of nan (255), or scales of one row more than 2 ** 24 apart.
+        ValueError: a dtype or shape differs, a scale is nan (255), or the scales of a row differ by more than a factor
+            of 2 ** 24.
 
     Example:
         >>> layer = from_mxfp4(state["down_proj_blocks"][0], state["down_proj_scales"][0])
@@ -38,7 +39,7 @@ def from_mxfp4(blocks: Tensor, scales: Tensor, bias: Tensor | None = None) -> Qu
             f"got {blocks.dtype} {list(blocks.shape)} and {scales.dtype} {list(scales.shape)}"
         )
     scale = torch.exp2(scales.double() - 127).float()
-    largest = scale.amax(1, keepdim=True).clamp(min=2.0**-102)  # 2 ** -126 is the least that a scale may be
+    largest = scale.amax(1, keepdim=True).clamp(min=2.0**-102)  # 2 ** -126 is the smallest possible scale
     if (scales == 255).any() or (scale < largest * _SMALLEST).any():
         raise ValueError(
             "from_mxfp4: scales of a row must be within 2 ** 24 of its largest, 2 ** -126 or more, and no nan (255)"
@@ -49,19 +50,20 @@ def from_mxfp4(blocks: Tensor, scales: Tensor, bias: Tensor | None = None) -> Qu
 def from_nvfp4(
     weight: Tensor, weight_scale: Tensor, weight_scale_2: Tensor | float = 1.0, bias: Tensor | None = None
 ) -> QuantLinear:
-    """Return the layer of an NVFP4 weight ``[n, k]``: ``w = e2m1 * weight_scale * weight_scale_2``, a float8 scale for
-    each 16 codes and one float32 for all. The names are those of ModelOpt's files. compressed-tensors has
-    ``weight_packed``, ``weight_scale`` and ``weight_global_scale``, which is ``1 / weight_scale_2``; torchao's
-    NVFP4Tensor ``qdata``, ``scale`` and ``per_tensor_scale``.
+    """Return a QuantLinear with an NVFP4 weight ``[n, k]``: ``w = e2m1 * weight_scale * weight_scale_2``.
+
+    There is a float8 scale for each block of 16 codes and a float32 scale for the whole weight. The argument names are
+    those of ModelOpt's files. compressed-tensors has ``weight_packed``, ``weight_scale`` and ``weight_global_scale``,
+    which is ``1 / weight_scale_2``; torchao's NVFP4Tensor has ``qdata``, ``scale`` and ``per_tensor_scale``.
 
     Args:
-        weight: uint8 ``[n, k / 2]``: two codes in a byte, the first in the low nibble.
-        weight_scale: torch.float8_e4m3fn ``[n, k / 16]``, in that order (not swizzled for tensor cores).
+        weight: uint8 ``[n, k / 2]``: two codes per byte, the first in the low nibble.
+        weight_scale: torch.float8_e4m3fn ``[n, k / 16]``, in row-major order (not swizzled for tensor cores).
         weight_scale_2: one float32.
         bias: ``[n]`` or None.
 
     Raises:
-        ValueError: another dtype or shape, or a scale of inf or nan.
+        ValueError: a dtype or shape differs, or a scale is inf or nan.
 
     Example:
         >>> layer = from_nvfp4(state["up_proj.weight"], state["up_proj.weight_scale"], state["up_proj.weight_scale_2"])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CheckpointProgress: the shards of a checkpoint that are written, with their checksums, so that a run can resume."""
+"""CheckpointProgress: the shards of a checkpoint written so far, with their checksums, so that a run can resume."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ _FILE = "progress.json"
 
 
 class CheckpointProgress:
-    """The shards in ``folder`` that are done; one that is missing there is not.
+    """The finished shards in ``folder``. A shard whose file is missing counts as unfinished.
 
     Args:
-        folder: the folder of the shards, and of the file ``progress.json`` if a run was interrupted.
-        identity: values of JSON that have to be the same for a run to go on.
+        folder: the folder of the shards, which has ``progress.json`` if a run was interrupted.
+        identity: JSON values that must be equal for a run to resume.
 
     Raises:
-        ValueError: the folder is of a run with another identity, or a file in it is damaged. Names the file or
-        folder to remove.
+        ValueError: the folder belongs to a run with another identity, or a file in it is damaged. The message names the
+            file or folder to remove.
     """
 
     def __init__(self, folder: Path, identity: Mapping[str, Any]) -> None:
@@ -66,7 +66,7 @@ class CheckpointProgress:
             self.rows[name], self._checksums[name] = rows, checksum
 
     def add(self, name: str, checksum: int, rows: list[ReportRow]) -> None:
-        """Note that a shard is written."""
+        """Record that a shard was written."""
         self.rows[name], self._checksums[name] = rows, checksum
         done = {
             name: {"crc32": self._checksums[name], "rows": [asdict(row) for row in rows]}
@@ -75,5 +75,5 @@ class CheckpointProgress:
         write_whole(self.folder / _FILE, json.dumps({**self.identity, "done": done}))
 
     def remove(self) -> None:
-        """Forget all: the folder is whole."""
+        """Remove the record: the folder is complete."""
         (self.folder / _FILE).unlink()

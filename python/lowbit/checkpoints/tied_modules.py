@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The modules of a model of transformers that share a weight."""
+"""The modules of a transformers model that share a weight."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from lowbit.quant.kinds import layer_with
 
 
 def tied_modules(model: nn.Module) -> dict[str, tuple[str, ...]]:
-    """By the name of each module whose weight transformers ties: the names of all that share it, sorted."""
+    """Return the sorted names of all modules that share a weight, by the name of each module whose weight transformers
+    ties."""
     shared: dict[str, set[str]] = defaultdict(set)
     ties: Mapping[str, str] = model.all_tied_weights_keys
     for target, source in ties.items():

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""lowbit.compile_blocks: the repeated block of a model is compiled once for all layers.
+"""lowbit.compile_blocks: compile the repeated block of a model once for all layers.
 
-Blocks of one structure have one graph because parameters are inputs of it. Other differences are kept out: no forward
-of ours reads a name or an address, and the index of a layer, by which transformers finds its part of a cache, is looked
-up before the graph begins.
+Blocks with the same structure share a graph, because parameters are inputs of it. Other differences are kept out of the
+graph: no forward of lowbit reads a name or an address, and the layer index, by which transformers finds a layer's part
+of a cache, is looked up before the graph begins.
 
-`torch.compiler.nested_compile_region` would enter one graph in a call and not one for each block, 0.1 ms each. In torch
-2.13 it gives each block the parameters of the first where a method is marked on an object, without an error.
+`torch.compiler.nested_compile_region` would enter one graph per call instead of one per block. It is not used, because
+torch 2.13 silently gives each block the parameters of the first if a bound method is marked.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from lowbit.tables.folding import LayerNames
 def compile_blocks(model: nn.Module, **options: Any) -> LayerNames:
     """Compile the blocks that a model repeats, in place, as one graph for all of them.
 
-    A block is an entry of an ``nn.ModuleList`` or ``nn.Sequential`` that has at least one other of its class and
-    structure (names, classes, shapes and dtypes) beside it; blocks within blocks are part of these. Nothing is compiled
-    before the first call. A cache of transformers, and a ``lowbit.QuantizedKVCache`` of which a block gets its
-    ``layer(i)``, are written in place and make no graph of their own for a layer.
+    A block is an entry of an ``nn.ModuleList`` or ``nn.Sequential`` with at least one other entry of its class and
+    structure (names, classes, shapes and dtypes); blocks within blocks are compiled as part of these. Compilation
+    starts with the first call. A transformers cache, or a ``lowbit.QuantizedKVCache`` whose ``layer(i)`` is passed to
+    each block, is written in place and does not cause a separate graph per layer.
 
     Args:
         model: any module.
         options: arguments of ``torch.compile`` (``options=lowbit.compile_options()``, ``dynamic``, ``fullgraph``, ...).
 
     Returns:
-        Names of the blocks, a list that prints as one line for those of a kind.
+        The names of the blocks, in a list that prints one line per kind.
 
     Raises:
-        TypeError: model is no module.
+        TypeError: ``model`` is not a module.
         ValueError: no block of the model is repeated.
 
     Example:
@@ -59,7 +59,7 @@ def compile_blocks(model: nn.Module, **options: Any) -> LayerNames:
 
 
 def _repeated(model: nn.Module) -> dict[str, nn.Module]:
-    """The outermost blocks of ``model`` that have another of their structure beside them, by name."""
+    """Return by name the outermost blocks of ``model`` that have another of the same structure in their list."""
     found: dict[str, nn.Module] = {}
     for name, parent in model.named_modules():
         if not isinstance(parent, (nn.ModuleList, nn.Sequential)) or any(
@@ -90,8 +90,8 @@ def _structure(block: nn.Module) -> Hashable:
 
 
 def _compiled(block: nn.Module, options: dict[str, Any]) -> Callable[..., Any]:
-    """The call of a block, its forward and hooks, as `nn.Module.compile` makes it; with its own layer of the cache
-    where it says which that is."""
+    """Return the compiled call of a block (its forward and hooks), as `nn.Module.compile` makes it. If the block has a
+    layer index, the call gets only its own layer of the cache."""
     call = torch.compile(block._call_impl, **options)
     indices = {module.layer_idx for module in block.modules() if isinstance(getattr(module, "layer_idx", None), int)}
     if len(indices) != 1:

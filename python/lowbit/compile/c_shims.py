@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""lowbit.c_shim_options: options by which a .pt2 of AOTInductor calls our ops as C functions."""
+"""lowbit.c_shim_options: options that make a .pt2 of AOTInductor call lowbit's ops as C functions."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ register()
 
 
 def c_shim_options() -> dict[str, Any]:
-    """Return the ``inductor_configs`` by which a .pt2 calls the ops of lowbit on the CPU as C functions of
-    ``liblowbit.so``, and not through torch's executor of custom ops.
+    """Return ``inductor_configs`` that make a .pt2 call lowbit's CPU ops as C functions of ``liblowbit.so``, without
+    going through torch's executor of custom ops.
 
-    A process that loads the .pt2 has to have the library: Python after ``import lowbit``, or ``import torch`` where
-    lowbit is installed; a C++ program that is linked to it. A .pt2 that was compiled for another schema of an op is
-    refused by its first call.
+    A process that loads the .pt2 must have the library: in Python after ``import lowbit``, or ``import torch`` if
+    lowbit is installed; in C++ by linking to it. If a .pt2 was compiled for another schema of an op, its first call
+    raises an error.
 
     Example:
         >>> configs = lowbit.compile_options() | lowbit.c_shim_options()
@@ -29,10 +29,10 @@ def c_shim_options() -> dict[str, Any]:
     """
     lookup = "void (*lowbit_c_shim(const char*))()"
     shims = {
-        getattr(torch.ops.lowbit, name).detached: [lookup, declaration]  # the entry in graphs of Inductor
+        getattr(torch.ops.lowbit, name).detached: [lookup, declaration]  # the overload in graphs of Inductor
         for name, declaration in _C.c_declarations().items()
     }
-    folder = shlex.quote(str(Path(_C.__file__).parent))  # Inductor has no option for the folder of a library
+    folder = shlex.quote(str(Path(_C.__file__).parent))  # Inductor has no option for library folders
     return {
         "aot_inductor.custom_ops_to_c_shims": shims,
         "aot_inductor.custom_op_libs": [f"lowbit -L{folder}"],

@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""max_autotune of float layers: our packed kernels as one more choice of Inductor's autotuning on a CPU.
+"""max_autotune of float layers: lowbit's packed kernels as one more choice in Inductor's autotuning on a CPU.
 
-Freezing makes weights constants. Inductor then has two choices for ``act(x @ w.T + bias)``: a call of oneDNN, MKL or
-ATen, and its own C++ templates. It gives the list to its preprocessing functions, times what they return and takes the
-fastest. The function here appends `DenseChoice`; another one is told the times. Both do nothing in a compilation whose
-options are not those of `compile_options(max_autotune=True)`.
+Freezing makes weights constants. Inductor then has two kinds of choices for ``act(x @ w.T + bias)``: a call of oneDNN,
+MKL or ATen, and its own C++ templates. It passes the list through its preprocessing functions, times the result and
+takes the fastest. The preprocessing function here appends `DenseChoice`; a feedback function receives the times. Both
+do nothing in compilations without `compile_options(max_autotune=True)`.
 
-A weight is packed when its call is timed and when ours is taken, into a constant that replaces Inductor's own.
+A weight is packed when its call is timed, and when lowbit's choice is taken, into a constant that replaces Inductor's
+own.
 
-Inductor times a call again and again, with its weight in a cache. Of the 128 x 576 by 576 x 1536 products of a model in
-float32, one thread of a Xeon with AMX, ours then takes 0.96 of MKL's time; from memory, as the other layers leave the
-weight, 1.03. So ours is timed from memory and taken only where it still wins.
+Inductor times repeated calls, so the weight is in a cache. For the 128 x 576 by 576 x 1536 products of a float32 model
+on one thread of a Xeon with AMX, lowbit then takes 0.96 of MKL's time. From memory, where the other layers leave the
+weight, it takes 1.03. So lowbit's choice is timed from memory and taken only if it still wins.
 """
 
 from __future__ import annotations
@@ -44,15 +45,16 @@ _MOST_COPIES, _MOST_BYTES = 16, 2**28  # max copies and max bytes of a weight th
 _NAME = "lowbit_linear"
 _ACTIVATIONS = {("none", ""): "none", ("relu", ""): "relu", ("gelu", "none"): "gelu", ("gelu", "tanh"): "gelu_tanh",
                 ("swish", ""): "silu"}  # fmt: skip
-"""oneDNN's post-op and its algorithm, by our name."""
+"""lowbit's activation by oneDNN's post-op and its algorithm."""
 _log = logging.getLogger("lowbit.compile")
 
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """Where the tensors of ``act(x @ w.T + bias) + add`` are among the inputs of a choice.
+    """The positions of the tensors of ``act(x @ w.T + bias) + add`` among the inputs of a choice.
 
-    ``transposed``: the weight is ``[k, n]``. ``vector``: the bias is broadcast there, and is a constant vector.
+    ``transposed`` means that the weight is ``[k, n]``, and ``vector`` that the bias is a constant vector, broadcast to
+    all rows.
     """
 
     x: int
@@ -65,7 +67,7 @@ class Product:
 
 
 class DenseChoice(ExternKernelCaller):
-    """`lowbit::linear` with the weight of another choice, packed."""
+    """A choice that calls `lowbit::linear` with the packed weight of another choice."""
 
     def __init__(self, product: Product, like: ExternKernelCaller) -> None:
         ChoiceCaller.__init__(self, _NAME, like.input_nodes, like.layout, description="")
@@ -82,7 +84,7 @@ class DenseChoice(ExternKernelCaller):
         return "torch.ops.lowbit.linear.detached"
 
     def hash_key(self) -> str:
-        """All that the time depends on besides the inputs: Inductor keeps times by it."""
+        """Return all that the time depends on besides the inputs. Inductor caches times by this key."""
         return repr((_NAME, self.product, self._state))
 
     def info_dict(self) -> dict[str, Any]:
@@ -92,8 +94,8 @@ class DenseChoice(ExternKernelCaller):
         return _NAME
 
     def benchmark(self, *args: Tensor, out: Tensor) -> float:
-        """Return milliseconds of a call, as Inductor measures its own choices, but with a weight that is in a cache
-        only if all of the model's are; infinity where no row serves it."""
+        """Return the milliseconds of a call, measured as for Inductor's own choices, except that the weight is in a
+        cache only if all weights of the model fit. Return infinity if no kernel row supports the call."""
         product = self.product
         bias = None if product.bias is None else args[product.bias]
         if bias is not None and product.vector:
@@ -109,7 +111,7 @@ class DenseChoice(ExternKernelCaller):
 
         try:
             out.copy_(call())
-        except NotImplementedError as error:  # the forced row does not serve it
+        except NotImplementedError as error:  # the forced kernel row does not support it
             self.refusal = str(error).partition("\n")[0]
             return float("inf")
         return benchmarker.benchmark_cpu(call)
@@ -135,7 +137,8 @@ class DenseChoice(ExternKernelCaller):
 
 
 def offer() -> None:
-    """Offer our choice in every compilation with `compile_options(max_autotune=True)`. Calling again does nothing."""
+    """Offer lowbit's choice in every compilation with `compile_options(max_autotune=True)`. Further calls do
+    nothing."""
     selector = select_algorithm.get_algorithm_selector_cache()
     if _with_ours not in selector.preprocessing_fns:
         selector.add_preprocessing_fn(_with_ours)
@@ -144,13 +147,13 @@ def offer() -> None:
 
 
 def _report() -> FoldReport | None:
-    """The report of the compilation that is going on, if it is one of ours."""
+    """Return the report of the current compilation, or None if lowbit's max_autotune is not part of it."""
     owner = config.post_grad_custom_pre_pass
     return owner.report if isinstance(owner, FoldPostOps) and owner.max_autotune else None
 
 
 def _with_ours(choices: list[ChoiceCaller]) -> list[ChoiceCaller]:
-    """The choices, and ours where it can compute the same."""
+    """Return the choices, with lowbit's added if it can compute the same."""
     report = _report()
     like = next((choice for choice in choices if isinstance(choice, ExternKernelCaller)), None)
     if report is None or like is None or like.choice.name not in _PRODUCTS:
@@ -170,7 +173,7 @@ def _with_ours(choices: list[ChoiceCaller]) -> list[ChoiceCaller]:
 def _note(
     timings: dict[ChoiceCaller, float], name: str, inputs: list[Any], choices: list[ChoiceCaller], *_: Any
 ) -> None:
-    """Write down what was taken, and the milliseconds of each choice."""
+    """Record the choice that was taken and the milliseconds of each."""
     report, ours = _report(), next((choice for choice in timings if isinstance(choice, DenseChoice)), None)
     if report is None or ours is None:
         return
@@ -182,7 +185,7 @@ def _note(
 
 
 def _named(product: Product, choice: ChoiceCaller) -> tuple[str, str, str]:
-    """``n x k``, m and the dtype as the report has them."""
+    """Return ``n x k``, m and the dtype, as the report shows them."""
     m, n = choice.layout.size
     k = choice.input_nodes[product.x].get_size()[-1]
     hint = V.graph.sizevars.optimization_hint(m)
@@ -209,7 +212,7 @@ def _addmm(choice: ExternKernelCaller) -> Product | str:
 _PRODUCTS = {
     "_linear_pointwise": _mkldnn,
     "_linear_pointwise.binary": _mkldnn,
-    "_mkl_linear": lambda choice: Product(0, 2),  # x, the weight as MKL packs it, the weight
+    "_mkl_linear": lambda choice: Product(0, 2),  # x, the weight in MKL's layout, the weight
     "mm": lambda choice: Product(0, 1, transposed=True),
     "addmm": _addmm,
     "bias_addmm": _addmm,
@@ -217,7 +220,7 @@ _PRODUCTS = {
 
 
 def _problem(product: Product, choice: ExternKernelCaller) -> str:
-    """Why `lowbit::linear` cannot be a choice, or nothing."""
+    """Return why `lowbit::linear` cannot be a choice, or an empty string."""
     x, weight, layout = choice.input_nodes[product.x], choice.input_nodes[product.weight], choice.layout
     if layout.device.type != "cpu":
         return f"on {layout.device.type}: only products on a CPU are timed"
@@ -242,12 +245,12 @@ def _is_constant(node: Any) -> bool:
 
 
 def _is_constant_vector(node: Any, n: Any) -> bool:
-    """Whether a node is one constant vector for all rows."""
+    """Whether a node is a constant vector that is the same for all rows."""
     return _is_constant(node) and V.graph.constants[node.get_name()].shape == (n,)
 
 
 def _constant(node: Any) -> Tensor:
-    """The tensor behind a node, as the node views it."""
+    """Return the constant tensor behind a node, in the node's view of it."""
     tensor = V.graph.constants[node.get_name()]
     if tensor.is_mkldnn:
         return tensor
@@ -261,7 +264,7 @@ def _dense(tensor: Tensor) -> Tensor:
 
 
 def _packed(weight: Tensor, transposed: bool) -> tuple[Tensor, tuple[int, ...]]:
-    """The weight ``[n, k]`` (``[k, n]`` if ``transposed``) as the kernels take it, and the numbers that say so."""
+    """Return the packed weight ``[n, k]`` (``[k, n]`` if ``transposed``), and its numbers for the op."""
     with _disable_current_modes(), torch.no_grad():
         dense = _dense(weight).T if transposed else _dense(weight)
         spec = LinearSpec(FLOAT_FORMATS[dense.dtype])

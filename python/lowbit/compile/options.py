@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""lowbit.compile_options: options of torch.compile that make it fold post-ops into our ops, and time our kernels."""
+"""lowbit.compile_options: options of torch.compile that fold post-ops into lowbit's ops, and time lowbit's kernels."""
 
 from __future__ import annotations
 
@@ -13,28 +13,30 @@ _DENSE_HOOK = "get_algorithm_selector_cache"
 
 
 def compile_options(*, max_autotune: bool = False) -> dict[str, Any]:
-    """Return the ``options`` of ``torch.compile`` by which Inductor folds the ops behind a quantized linear
-    layer into it.
+    """Return ``options`` for ``torch.compile`` that make Inductor fold the ops after a quantized linear layer into it.
 
-    Bias, relu, gelu (both), silu, a product and a sum with a tensor of the shape of the result become arguments of
-    ``lowbit::linear``, in this order: the post-op chain of the op, which ``lowbit.fuse`` uses in eager mode. Ops that
-    do not fit the chain are compiled as without it. Nothing outside of the compilation changes, and Inductor's cache
-    knows the pass. ``lowbit.explain(options)`` lists the folded ops.
+    Bias, relu, gelu (both kinds), silu, a product and a sum with a tensor of the result's shape become arguments of
+    ``lowbit::linear``, in this order. This is the post-op chain of the op, which ``lowbit.fuse`` uses in eager mode.
+    Ops that do not fit the chain are compiled as usual. The options affect only this compilation, and Inductor's cache
+    takes the pass into account. ``lowbit.explain(options)`` lists the folded ops.
 
-    ``max_autotune`` is torch's mode "max-autotune" with our kernels among the choices: float layers with constant
-    weights (``torch._inductor.config.freezing``) take the fastest of the library that torch calls, Inductor's C++
-    templates and our packed weight; quantized layers prefer the kernel row that is fastest on their shape. Times are
-    taken while a graph is compiled. ``lowbit.explain(options)`` and ``TORCH_LOGS`` show them.
+    ``max_autotune`` is torch's mode "max-autotune" with lowbit's kernels among the choices. Float layers with constant
+    weights (``torch._inductor.config.freezing``) use the fastest of torch's library call, Inductor's C++ templates and
+    lowbit's packed weight. Quantized layers prefer the kernel row that is fastest for their shape. Times are measured
+    while a graph is compiled; ``lowbit.explain(options)`` and ``TORCH_LOGS`` show them.
 
-    Where torch has no hook for such a pass, the options are empty, with one warning. Where it has none for choices,
-    float layers have Inductor's alone, with one warning.
+    If this version of torch has no hook for such a pass, the options are empty, with one warning. If it has no hook for
+    choices, float layers have Inductor's choices only, with one warning.
 
     Args:
-        max_autotune: time our kernels, and let Inductor time its own.
+        max_autotune: whether to time lowbit's kernels, and let Inductor time its own.
+
+    Returns:
+        The options, a dict.
 
     Raises:
-        TypeError: max_autotune is no bool.
-        ValueError: ``torch._inductor.config`` has another pass, which the options would replace.
+        TypeError: ``max_autotune`` is not a bool.
+        ValueError: ``torch._inductor.config`` already has another pass, which the options would replace.
 
     Example:
         >>> compiled = torch.compile(model, options=lowbit.compile_options())
@@ -47,7 +49,9 @@ def compile_options(*, max_autotune: bool = False) -> dict[str, Any]:
         _say_once(f"compile_options: torch {torch.__version__} has no {_HOOK}; models are compiled, nothing is folded")
         return {}
     if getattr(config, _HOOK) is not None:
-        raise ValueError(f"compile_options: torch._inductor.config.{_HOOK} must be None, got a pass that would be lost")
+        raise ValueError(
+            f"compile_options: torch._inductor.config.{_HOOK} must be None, got a pass, which ours would replace"
+        )
     from lowbit.compile.post_ops import FoldPostOps
 
     options: dict[str, Any] = {_HOOK: FoldPostOps(max_autotune)}
@@ -71,7 +75,7 @@ def _offer_dense() -> None:
 
 
 def fold_report(options: dict[str, Any]) -> Any:
-    """Return the report of the pass in these options, or None where they are not of `compile_options`."""
+    """Return the report of the pass in these options, or None if they are not from `compile_options`."""
     return getattr(options.get(_HOOK), "report", None)
 
 

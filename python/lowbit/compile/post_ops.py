@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A pass over graphs of Inductor: pointwise ops after `lowbit::linear` become its post-op chain.
+"""A pass over Inductor graphs that moves pointwise ops after `lowbit::linear` into its post-op chain.
 
     y = act(x @ w.T + bias) * mul + add
 
-Activations are those of `ops/linear.py`: each is traced with Inductor's own decompositions, once per dtype, and the
-graph is searched for the result. A node is folded where no other node reads its inputs.
+The activations are those of `ops/linear.py`. Each is traced with Inductor's own decompositions, once per dtype, and the
+graph is searched for the resulting pattern. A node is folded only if no other node reads its inputs.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ _BINARY = {torch.ops.aten.mul.Tensor: "mul", torch.ops.aten.add.Tensor: "add"}
 
 
 class FoldPostOps(CustomGraphPass):
-    """The pass; ``report`` has a line for each linear op of the graphs that it has seen.
+    """The pass. ``report`` has a line for each linear op of the graphs it has seen.
 
     Args:
-        max_autotune: whether calls of `lowbit::linear` prefer the row that is fastest on their shape.
+        max_autotune: whether calls of `lowbit::linear` prefer the kernel row that is fastest for their shape.
     """
 
     def __init__(self, max_autotune: bool = False) -> None:
@@ -77,8 +77,11 @@ class FoldPostOps(CustomGraphPass):
                 _note_values(node)
 
     def uuid(self) -> bytes | None:
-        """Return what a graph in Inductor's cache depends on, or None, which keeps it out: a frozen weight is in the
-        key of a graph by its shape alone, and one that we packed would be in the graph with its numbers."""
+        """Return the cache key of the pass in Inductor's cache, or None to disable caching.
+
+        A frozen weight is in the key of a graph only by its shape, so the cached graph of another model would come with
+        the weight that lowbit packed for this one.
+        """
         if self.max_autotune and config.freezing:
             return None
         state = repr((machine(), forced_row())) if self.max_autotune else ""
@@ -86,7 +89,7 @@ class FoldPostOps(CustomGraphPass):
 
 
 def _fold_activation(node: fx.Node, folded: dict[fx.Node, list[str]]) -> str:
-    """Fold the activation that ends in ``node``; return its name, or nothing."""
+    """Fold the activation that ends in ``node``; return its name, or an empty string."""
     result = node.meta.get("val")
     if not isinstance(result, torch.Tensor) or result.dtype not in FLOATS:
         return ""
@@ -98,7 +101,7 @@ def _fold_activation(node: fx.Node, folded: dict[fx.Node, list[str]]) -> str:
         linear = bound.pop(start)
         if linear not in folded or not _only_within(linear, set(bound.values()), node):
             continue
-        if linear.meta["val"].dtype is not result.dtype:  # casts around the activation that are not its own
+        if linear.meta["val"].dtype is not result.dtype:  # casts around the activation that do not belong to it
             continue
         arguments = _arguments(linear)
         if not arguments["activation"] and arguments["mul"] is None and arguments["add"] is None:
@@ -108,7 +111,7 @@ def _fold_activation(node: fx.Node, folded: dict[fx.Node, list[str]]) -> str:
 
 
 def _fold_binary(node: fx.Node, folded: dict[fx.Node, list[str]]) -> str:
-    """Fold a sum or a product with a tensor of the shape of the result, or the bias; return its name, or nothing."""
+    """Fold a sum or product with a tensor of the result's shape, or the bias; return its name, or an empty string."""
     name = _BINARY.get(node.target)
     if name is None or len(node.args) != 2 or node.kwargs or not all(isinstance(arg, fx.Node) for arg in node.args):
         return ""
@@ -125,7 +128,7 @@ def _fold_binary(node: fx.Node, folded: dict[fx.Node, list[str]]) -> str:
 
 
 def _slot(name: str, linear: fx.Node, other: fx.Node, node: fx.Node) -> str:
-    """The argument of the op that ``other`` can be: mul, add, bias or none."""
+    """Return the argument of the op that ``other`` can be: "mul", "add", "bias" or an empty string."""
     y, value, result = linear.meta["val"], other.meta.get("val"), node.meta["val"]
     if not isinstance(value, torch.Tensor) or result.dtype is not y.dtype or value.device != y.device:
         return ""
@@ -144,8 +147,8 @@ def _slot(name: str, linear: fx.Node, other: fx.Node, node: fx.Node) -> str:
 def _replace(
     node: fx.Node, linear: fx.Node, changed: dict[str, Any], folded: dict[fx.Node, list[str]], name: str
 ) -> None:
-    """Put the op with more post-ops in the place of ``node``. Its tensors keep the layouts that they were traced with,
-    because these are noted."""
+    """Replace ``node`` by the op with more post-ops. Its tensors keep the strides they were traced with, because
+    `_note_values` records them."""
     arguments = _arguments(linear) | changed
     graph = node.graph
     with graph.inserting_before(node):
@@ -158,12 +161,12 @@ def _replace(
 
 
 def _note_values(node: fx.Node) -> None:
-    """Inductor reads there how the arguments of a call were laid out when it was traced."""
+    """Record the traced arguments of a call, from which Inductor reads their strides."""
     node.meta["eager_input_vals"] = tuple(arg.meta["val"] if isinstance(arg, fx.Node) else arg for arg in node.args), {}
 
 
 def _erase(node: fx.Node) -> None:
-    """Remove a node that no other node reads, and the inputs that only it has read."""
+    """Remove a node that no other node reads, and inputs that only it reads."""
     inputs = node.all_input_nodes
     if node.users or node.op != "call_function":
         return
@@ -174,7 +177,7 @@ def _erase(node: fx.Node) -> None:
 
 
 def _arguments(linear: fx.Node) -> dict[str, Any]:
-    """The arguments of a call by name, in the order of the schema, with defaults."""
+    """Return the arguments of a call by name, in the order of the schema, including defaults."""
     schema = _LINEAR._schema.arguments
     defaults = {argument.name: argument.default_value for argument in schema if argument.has_default_value()}
     given = dict(zip(argument_names("linear"), linear.args, strict=False)) | linear.kwargs
@@ -183,9 +186,9 @@ def _arguments(linear: fx.Node) -> dict[str, Any]:
 
 @functools.cache
 def _pattern(activation: int, dtype: torch.dtype) -> tuple[fx.Node, fx.Node]:
-    """Input and result of the activation as Inductor sees it."""
+    """Return the input and result nodes of the activation as Inductor traces it."""
     function = linear_op.activation_functions[activation]
-    with unset_fake_temporarily(), torch.no_grad():  # it is asked for while Inductor compiles
+    with unset_fake_temporarily(), torch.no_grad():  # called while Inductor compiles
         x = torch.empty(2, 3, dtype=dtype, device="cpu")
         traced = make_fx(lambda y: function(y), select_decomp_table())(x)
     (start,) = (node for node in traced.graph.nodes if node.op == "placeholder")
@@ -194,7 +197,7 @@ def _pattern(activation: int, dtype: torch.dtype) -> tuple[fx.Node, fx.Node]:
 
 
 def _matches(pattern: Any, node: Any, bound: dict[fx.Node, Any]) -> bool:
-    """Whether ``node`` is computed as ``pattern`` is; ``bound`` maps nodes of the pattern to those of the graph."""
+    """Whether ``node`` is computed as ``pattern`` is. ``bound`` maps nodes of the pattern to those of the graph."""
     if not isinstance(pattern, fx.Node):
         return type(node) in (int, float, bool, torch.dtype) and pattern == node
     if pattern in bound:
@@ -213,12 +216,12 @@ def _matches(pattern: Any, node: Any, bound: dict[fx.Node, Any]) -> bool:
 
 
 def _only_within(linear: fx.Node, inside: set[fx.Node], end: fx.Node) -> bool:
-    """Whether nothing but ``end`` leaves a part of the graph that begins with ``linear``."""
+    """Whether only ``end`` is read outside the part of the graph that begins with ``linear``."""
     return all(user in inside for node in (linear, *(inside - {end})) for user in node.users)
 
 
 def _left(linear: fx.Node, arguments: dict[str, Any]) -> str:
-    """Why the ops behind ``linear`` stay outside of it; nothing where they are no post-ops."""
+    """Return why the op after ``linear`` was not folded, or an empty string if it is no post-op."""
     reasons = []
     for user in linear.users:
         name = _BINARY.get(user.target) or ("cast" if user.target is _CAST else "")

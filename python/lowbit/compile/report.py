@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tables of what `compile_options` did: ops folded into quantized linear layers, products timed by max_autotune."""
+"""The report of `compile_options`: the ops folded into quantized linear layers, and the products timed by
+max_autotune."""
 
 from __future__ import annotations
 
@@ -11,8 +12,8 @@ from lowbit.tables.table import Table
 
 @dataclass(frozen=True, slots=True)
 class FoldedLinear:
-    """One call of `lowbit::linear` in a compiled graph: ``n x k``, its dtype, the post-ops that it took, and what
-    follows it but stayed outside, with the reason."""
+    """One call of `lowbit::linear` in a compiled graph: ``n x k``, its dtype, the folded post-ops, and the op after it
+    that was not folded, with the reason."""
 
     shape: str
     dtype: str
@@ -22,16 +23,16 @@ class FoldedLinear:
 
 @dataclass(frozen=True, slots=True)
 class TimedProduct:
-    """One product that was timed, or left alone.
+    """One product that was timed, or not timed for a reason.
 
     Args:
         shape: ``n x k`` of the weight.
-        m: rows of x; those that it was timed with, where only a run will say them.
+        m: the rows of x; for a dynamic shape, the number it was timed with.
         dtype: the dtype of x.
-        taken: the fastest: ``lowbit_linear``, a kernel row, or the choice of Inductor.
-        microseconds: the times of the choices by name, the fastest first.
-        left: why there was no choice.
-        first: the kernel row that is first anyway, of a quantized layer.
+        taken: the fastest choice: ``lowbit_linear``, a kernel row, or one of Inductor's.
+        microseconds: the times of the choices by name, fastest first.
+        left: the reason why it was not timed.
+        first: the kernel row that a quantized layer uses by default.
     """
 
     shape: str
@@ -44,13 +45,13 @@ class TimedProduct:
 
 
 def microseconds(seconds: dict[str, float]) -> tuple[tuple[str, float], ...]:
-    """Times as a `TimedProduct` holds them."""
+    """Return the times in the form of `TimedProduct.microseconds`."""
     return tuple((name, 1e6 * time) for name, time in sorted(seconds.items(), key=lambda item: item[1]))
 
 
 class FoldReport(list[FoldedLinear]):
-    """An entry for each linear op of the graphs that were compiled; equal ones share a line. ``timed`` has an entry for
-    each product that max_autotune looked at."""
+    """An entry for each linear op of the compiled graphs; equal ones share a line. ``timed`` has an entry for each
+    product that max_autotune considered."""
 
     _HEADER = ("n x k", "dtype", "calls", "folded", "left")
     _TIMED_HEADER = ("n x k", "m", "dtype", "calls", "taken", "us", "left")

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""max_autotune of quantized layers: each call of `lowbit::linear` in a graph prefers the kernel row that is fastest on
-its shape, timed once while the graph is compiled."""
+"""max_autotune of quantized layers: each call of `lowbit::linear` in a graph prefers the kernel row that is fastest for
+its shape. Each shape is timed once, while the graph is compiled."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from lowbit.compile.report import TimedProduct, microseconds
 from lowbit.ops.fakes import described, name_of
 
 _LINEAR = torch.ops.lowbit.linear.detached
-_SHARE = 0.02  # fraction of the time that autoquant gives a model: 0.3 s for a shape
+_SHARE = 0.02  # fraction of autoquant's time for a whole model, per shape
 _log = logging.getLogger("lowbit.compile")
 
 
 class RowChoice:
-    """Chooses rows; shapes that are alike are timed once.
+    """Chooses kernel rows. Equal shapes are timed only once.
 
     Args:
-        timer: measures; tests have one without a clock.
+        timer: measures times; tests pass one without a clock.
     """
 
     def __init__(self, timer: Any = None) -> None:
@@ -36,10 +36,10 @@ class RowChoice:
         self._known: dict[tuple[Any, ...], TimedProduct] = {}
 
     def best(self, arguments: dict[str, Any], bytes_between: int) -> TimedProduct:
-        """Return the times of the rows that can serve a call.
+        """Return the times of the kernel rows that support a call.
 
         Args:
-            arguments: the op's arguments by name, with nodes of a graph instead of tensors.
+            arguments: the op's arguments by name, with graph nodes in place of tensors.
             bytes_between: bytes of weights that the model reads between two such calls.
         """
         x, weight = arguments["x"].meta["val"], arguments["weight"].meta["val"]

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where lowbit's ops run: `list()`, `check()`, `prebuild()`; devices that lowbit makes known to torch:
-`simulated.enable()`, `level_zero.enable()`, which are loaded at first use."""
+"""The devices that lowbit's ops run on (`list()`, `check()`, `prebuild()`), and devices that lowbit adds to torch:
+`simulated.enable()` and `level_zero.enable()`, which are imported on first use."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""State of the autoload entry point (`lowbit_autoload`, group `torch.backends`), for `lowbit.info()`."""
+"""The state of the autoload entry point (`lowbit_autoload`, group `torch.backends`), for `lowbit.info()`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ SWITCH = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 
 
 def autoload_state() -> str:
-    """Say in one sentence whether `import torch` registered the ops, and why not."""
+    """Return one sentence: whether `import torch` registered the ops, and why not."""
     module = sys.modules.get("lowbit_autoload")
     if module is not None and "torch" in module.failures:
         return f"failed: {module.failures['torch']}"

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`lowbit_ze`: Intel GPUs by oneAPI Level Zero, for a torch that is not built for them. docs/ops/level_zero.md lists
-the ops that run on them.
+"""`lowbit_ze`: Intel GPUs through oneAPI Level Zero, for a torch that was not built for them. docs/ops/level_zero.md
+lists the ops that run on them.
 
 Example:
     >>> from lowbit.devices import level_zero
@@ -22,7 +22,7 @@ _lock = threading.Lock()
 
 
 class LevelZeroModule(DeviceModule):
-    """`torch.lowbit_ze`: GPUs by the names that their driver gives them."""
+    """The module `torch.lowbit_ze`. GPUs have the names that their driver gives them."""
 
     def name_of(self, index: int) -> str:
         names: list[str] = _C.level_zero.facts()["names"]
@@ -30,17 +30,17 @@ class LevelZeroModule(DeviceModule):
 
 
 def enable() -> None:
-    """Make the Intel GPUs known to torch as ``lowbit_ze:0`` ...; calling again does nothing.
+    """Add the Intel GPUs to torch as ``lowbit_ze:0`` and so on; further calls do nothing.
 
-    Must come before the first ``backward()`` of the process. Cannot be undone. The first time for a version of torch
-    it builds 150 lines of C++ (some seconds). A torch that is built for Intel GPUs has them as ``xpu`` and needs
-    none of this.
+    It must be called before the first ``backward()`` of the process, and cannot be undone. The first call with a
+    version of torch builds 150 lines of C++, which takes some seconds. A torch that was built for Intel GPUs has them
+    as ``xpu`` and does not need this.
 
     Raises:
-        RuntimeError: there is no loader, no driver or no GPU (says which), another device has taken torch's one place
-            for one that is not its own, a backward() has run, or there is no C++ compiler.
+        RuntimeError: there is no loader, driver or GPU (the message says which), another device uses torch's only slot
+            for external devices, a backward() has run, or there is no C++ compiler.
     """
-    from lowbit.devices.private_use import registration  # imports torch's internals, for this function alone
+    from lowbit.devices.private_use import registration  # here, because it imports torch internals
 
     with _lock:
         if not enabled():
@@ -49,5 +49,5 @@ def enable() -> None:
 
 
 def enabled() -> bool:
-    """Return True once torch knows the GPUs by us."""
+    """Whether lowbit has added the GPUs to torch."""
     return claimed.name == DEVICE

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The devices that lowbit has kernels for, and the one check of a tensor's device."""
+"""The devices that lowbit has kernels for, and the check of a tensor's device."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import torch
 
 from lowbit import _C
 
-_served: tuple[str, ...] = ("cpu",)  # devices that every op serves
-_listed: tuple[str, ...] = ("cpu",)  # devices that some op serves
-_asked: dict[tuple[str, str], bool] = {}  # (type of device, op): whether a row of the op runs there
+_served: tuple[str, ...] = ("cpu",)  # devices that all ops support
+_listed: tuple[str, ...] = ("cpu",)  # devices that at least one op supports
+_asked: dict[tuple[str, str], bool] = {}  # (type of device, op): whether the op has a kernel row there
 
 
 def serve(device_type: str, *, every_op: bool = True) -> None:
-    """Note that lowbit's ops, or some of them, have kernels for a type of device from now on."""
+    """Record that lowbit's ops, or some of them, now have kernels for a type of device."""
     global _served, _listed
     if device_type not in _listed:
         _listed = (*_listed, device_type)
@@ -21,32 +21,32 @@ def serve(device_type: str, *, every_op: bool = True) -> None:
 
 
 def has_kernels(device: torch.device) -> bool:
-    """Return True if lowbit's ops run on tensors of ``device``."""
+    """Whether lowbit's ops run on tensors of ``device``."""
     return device.type in _served
 
 
 def types() -> tuple[str, ...]:
-    """Return the types of device that ops of lowbit run on in this process, as torch names them."""
+    """Return the types of device that lowbit's ops run on in this process, by torch's names."""
     return _listed
 
 
 def type_of_rows(device: torch.device, kernel: str) -> str:
-    """Return the type of device whose rows of ``kernel`` serve a tensor of ``device``: the CPU's, once moved, if
-    not its own."""
+    """Return the type of device whose rows of ``kernel`` handle a tensor of ``device``: its own, or the CPU's, to which
+    the tensor is then moved."""
     return device.type if device.type != "meta" and has_rows(kernel, device) else "cpu"
 
 
 def packing(device: torch.device) -> torch.device:
-    """Return where a weight on ``device`` is quantized: there, or on the CPU if no row of ``quantize`` is there. The
-    result is the same, bit for bit, and the same layout serves both."""
+    """Return the device on which a weight on ``device`` is quantized: the same one, or the CPU if ``quantize`` has no
+    row there. The result and its layout are the same, bit for bit."""
     return device if device.type == "meta" or has_rows("quantize", device) else torch.device("cpu")
 
 
 def has_rows(kernel: str, device: torch.device) -> bool:
-    """Return True if the op ``kernel`` of `_C.OPS` has rows for ``device``: some have where others have none.
+    """Whether the op ``kernel`` of `_C.OPS` has rows for ``device``, which may be true for some ops only.
 
     Raises:
-        RuntimeError: it has, and this machine cannot run them; says why.
+        RuntimeError: it has rows, but this machine cannot run them; the message says why.
     """
     if device.type in _served:
         return True
@@ -62,8 +62,8 @@ def has_rows(kernel: str, device: torch.device) -> bool:
 
 
 def refuses_layers(device: torch.device) -> str:
-    """Return why quantized layers cannot live on ``device``, "" if they can: on a GPU ``linear`` has rows,
-    not every op."""
+    """Return why quantized layers cannot be on ``device``, or an empty string. On a GPU, ``linear`` is sufficient;
+    other ops may be missing."""
     try:
         return "" if has_rows("linear", device) else f"linear: no kernels for {device.type}"
     except RuntimeError as error:
@@ -79,7 +79,8 @@ def check(
     meta: bool = False,
     error: type[Exception] = ValueError,
 ) -> None:
-    """Raise ``error`` unless lowbit has kernels for ``device``, of every op or of ``kernel``; ``meta`` passes too.
+    """Raise ``error`` unless lowbit has kernels for ``device``, for all ops or for ``kernel``. ``meta`` allows the meta
+    device too.
 
     Example:
         >>> check("flex_attention", "query", query.device)
@@ -91,12 +92,12 @@ def check(
 
 
 def wanted() -> str:
-    """Return the served devices for an error text: ``"the CPU"``, ``"the CPU or lowbit_sim"``."""
+    """Return the supported devices for an error message: ``"the CPU"``, ``"the CPU or lowbit_sim"``."""
     return " or ".join(("the CPU", *_served[1:]))
 
 
 def list() -> list[str]:
-    """Return the devices that ops of lowbit run on in this process, by the names that torch gives them."""
+    """Return the devices that lowbit's ops run on in this process, by torch's names."""
     names = ["cpu"]
     for device_type in _listed[1:]:
         names += [f"{device_type}:{index}" for index in range(torch.get_device_module(device_type).device_count())]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Warm-up calls: kernels of a device are compiled, loaded and planned at their first use."""
+"""Warm-up calls: a device's kernels are compiled, loaded and planned on first use."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from torch import Tensor, nn
 def warmup(
     model: nn.Module, inputs: Iterable[Tensor | Mapping[str, Any] | Sequence[int]], *, backward: bool = False
 ) -> None:
-    """Call a model once for each input, so that everything it runs is compiled, loaded and planned: before a CUDA graph
-    is captured, in which nothing can be, or before the first request.
+    """Call a model once for each input, so that everything it runs is compiled, loaded and planned.
 
-    Parameters, their gradients, buffers and the state of torch's generators stay as they are.
+    Use it before the first request, or before the capture of a CUDA graph, during which none of this is possible.
+    Parameters, their gradients, buffers and the state of torch's generators do not change.
 
     Args:
         model: a model on the device where it will run.
-        inputs: one item per call: a tensor, a dict of keyword arguments, or a shape, which stands for zeros of the
-            dtype and device of the model's first floating parameter.
-        backward: also compute gradients of the parameters and floating inputs.
+        inputs: one item per call: a tensor, a dict of keyword arguments, or a shape, which stands for zeros with the
+            dtype and device of the model's first floating-point parameter.
+        backward: whether to compute gradients of the parameters and floating-point inputs too.
 
     Raises:
         TypeError: an input is none of these.
-        ValueError: a shape is given, and the model has no floating parameter.
+        ValueError: an input is a shape, and the model has no floating-point parameter.
 
     Example:
         >>> lowbit.warmup(model, [(1, 4096), (512, 4096)])
@@ -65,7 +65,7 @@ def _arguments(model: nn.Module, given: Any) -> tuple[tuple[Tensor, ...], dict[s
 
 
 def _gradients(model: nn.Module, arguments: list[Any], result: Any) -> None:
-    """Compute the gradients of a backward, and drop them."""
+    """Compute the gradients of a backward and discard them."""
     tensors = [tensor for tensor in [*model.parameters(), *arguments] if isinstance(tensor, Tensor)]
     wanted = [tensor for tensor in tensors if tensor.requires_grad]
     outputs = [tensor for tensor in _tensors(result) if tensor.requires_grad]

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Diagnostics: the kernel row that runs and why the others do not; facts about this machine and this torch."""
+"""Diagnostics: the kernel row that runs and why others do not, and facts about this machine and this torch."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""compare_checkpoints: how far the weights of one checkpoint are from those of another, layer by layer, in dB."""
+"""compare_checkpoints: the difference between the weights of two checkpoints, layer by layer, in dB."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from lowbit.tables.pyplot import pyplot
 
 @dataclass(frozen=True, slots=True)
 class ComparedLayer:
-    """One weight that both checkpoints hold.
+    """One weight that both checkpoints have.
 
     Args:
         layer: its name, without ``.weight``.
-        a, b: the format of each, such as ``bfloat16`` or ``int4 g32``.
+        a, b: its formats, such as ``bfloat16`` or ``int4 g32``.
         shape: the shape of the float weight.
-        signal, noise: sums of squares of the weight in a, and of its difference to that in b.
+        signal, noise: the sums of squares of the weight in a, and of its difference from that in b.
     """
 
     layer: str
@@ -43,19 +43,19 @@ class ComparedLayer:
 
     @property
     def error_db(self) -> float:
-        """10 log10(signal / noise); larger is better, inf is the same weight."""
+        """The value 10 log10(signal / noise); larger is better, and inf means equal weights."""
         return decibel(self.signal, self.noise)
 
 
 @dataclass(repr=False)
 class Comparison(LayerTable):
-    """The result of `compare_checkpoints`. Print it, let a notebook show it, or ``plot()`` it. ``layers`` has a line
-    for each weight.
+    """The result of `compare_checkpoints`. It prints as a table, in notebooks too; ``plot()`` draws it, and ``layers``
+    has a line for each weight.
 
     Args:
         a, b: the checkpoints.
         rows: one per weight of two or more dimensions, in the order of a's names.
-        only_a, only_b: names of such weights that the other does not hold.
+        only_a, only_b: the names of such weights that only one checkpoint has.
     """
 
     a: str
@@ -81,7 +81,11 @@ class Comparison(LayerTable):
         return row.a, row.b, "x".join(map(str, row.shape)), spread((row.error_db for row in rows), _text)
 
     def plot(self, ax: Any = None) -> Any:
-        """Draw the error of each layer that differs, in the order of the model, a colour per kind; return the axes.
+        """Draw the error of each layer that differs, in the order of the model, with a colour per kind; return the
+        axes.
+
+        Args:
+            ax: matplotlib axes to draw into; None creates new ones.
 
         Raises:
             ImportError: matplotlib is not installed.
@@ -104,26 +108,27 @@ class Comparison(LayerTable):
     def _below(self) -> list[str]:
         same = sum(not row.noise for row in self.rows)
         lines = [f"all weights: {_text(self.error_db)} dB; {same} of {len(self.rows)} are the same"]
-        for place, names in ((self.a, self.only_a), (self.b, self.only_b)):
+        for path, names in ((self.a, self.only_a), (self.b, self.only_b)):
             if names:
                 more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-                lines.append(f"only in {place}: {', '.join(names[:3])}{more}")
+                lines.append(f"only in {path}: {', '.join(names[:3])}{more}")
         return lines
 
 
 def compare_checkpoints(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> Comparison:
-    """Compare the weights of two checkpoints by name, one at a time: float ones, packed ones, or one of each.
+    """Compare the weights of two checkpoints by name, one at a time. Each may be float or packed.
 
     Args:
-        a: the checkpoint that counts as exact: a folder with safetensors files, or such a file.
-        b: the one that is measured against it.
+        a: the reference: a folder with safetensors files, or such a file.
+        b: the checkpoint that is compared with it.
 
     Returns:
-        A Comparison: print it, or ``plot()`` it.
+        A Comparison, which prints as a table; ``plot()`` draws it.
 
     Raises:
-        FileNotFoundError: there is no checkpoint.
-        ValueError: a file is no safetensors file, no weight is in both, or a weight has another shape in b.
+        FileNotFoundError: a checkpoint does not exist.
+        ValueError: a file is not safetensors, the checkpoints have no weight in common, or a weight has different
+            shapes.
 
     Example:
         >>> lowbit.compare_checkpoints("model", "model-int4")
@@ -143,11 +148,11 @@ def compare_checkpoints(a: str | os.PathLike[str], b: str | os.PathLike[str]) ->
 class _Weights:
     """The weights of a checkpoint, decoded one at a time."""
 
-    def __init__(self, place: Path) -> None:
-        self.place = place
+    def __init__(self, path: Path) -> None:
+        self.path = path
         self.homes: dict[str, SafetensorsFile] = {}
         self.layouts: dict[str, SafetensorsFile] = {}
-        for file in map(SafetensorsFile, safetensors_files(place)):
+        for file in map(SafetensorsFile, safetensors_files(path)):
             for name, entry in file.entries.items():
                 layer = layer_with(weight_name(name) or name)
                 if layer is not None and weight_name(name) is not None:
@@ -156,12 +161,15 @@ class _Weights:
                     self.homes[layer] = file
 
     def read(self, name: str) -> tuple[str, Tensor]:
-        """Return the format of a weight and the weight in float32."""
+        """Return the format of a weight, and the weight in float32."""
         file, key = self.homes[name], weight_in(name)
         weight = file.read(key)
         if name not in self.layouts:
             if not weight.is_floating_point():
-                raise ValueError(f"compare_checkpoints: {key} of {file.path} is {weight.dtype} without layout")
+                raise ValueError(
+                    f"compare_checkpoints: {key} of {file.path} must be floating or have a layout, got {weight.dtype} "
+                    "without one"
+                )
             return str(weight.dtype).removeprefix("torch."), weight.float()
         try:
             stored = numbers_of(self.layouts[name].read(layout_name(key)))
@@ -178,11 +186,11 @@ def _decoded(weight: Tensor, stored: StoredWeight) -> Tensor:
 def _compared(name: str, first: _Weights, second: _Weights) -> ComparedLayer:
     (a_format, a), (b_format, b) = first.read(name), second.read(name)
     if a.shape != b.shape and a.shape == b.T.shape:
-        b = b.T  # a Conv1D of transformers, whose float weight lies the other way round
+        b = b.T  # the weight of transformers' Conv1D, which is transposed if float
     if a.shape != b.shape:
         raise ValueError(
-            f"compare_checkpoints: {name} must have the shape {list(a.shape)} of {first.place}, "
-            f"got {list(b.shape)} in {second.place}"
+            f"compare_checkpoints: {name} must have the shape {list(a.shape)} of {first.path}, "
+            f"got {list(b.shape)} in {second.path}"
         )
     signal = noise = 0.0
     for a_rows, b_rows in _slices(a, b):
@@ -192,7 +200,7 @@ def _compared(name: str, first: _Weights, second: _Weights) -> ComparedLayer:
 
 
 def _slices(a: Tensor, b: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Parts of at most a MiB of float64 or one row, so that no copy of the whole is made."""
+    """Yield parts of at most a MiB of float64, or one row, so that the whole is never copied."""
     rows = max(1, (1 << 17) // max(1, a[0].numel())) if len(a) else 1
     for i in range(0, len(a), rows):
         yield a[i : i + rows], b[i : i + rows]

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""explain: the kernel row that serves each quantized layer of a module, and why the others do not; the program of a mod
-of flex_attention; the ops that a compilation has folded."""
+"""explain: the kernel row that each quantized layer uses, and why others do not run; the program of a mod of
+flex_attention; the ops that a compilation has folded."""
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +21,8 @@ from lowbit.tables.table import Table
 
 @dataclass(frozen=True, slots=True)
 class LayerExplanation:
-    """One layer: its format, the row that serves it, and the other rows with the first reason each was not taken."""
+    """One layer: its format, the kernel row that it uses, and the other rows, each with the first reason why it was not
+    used."""
 
     layer: str
     format: str
@@ -30,8 +32,8 @@ class LayerExplanation:
 
 
 class Explanation(list[LayerExplanation]):
-    """One entry per quantized layer; prints as a table with one line for layers of one kind, and below it why other
-    rows do not serve each format: of rows with one reason the first."""
+    """One entry per quantized layer. It prints as a table with one line for layers of one kind. Below, it says for each
+    format why other rows do not run; of the rows with the same reason, only the first is listed."""
 
     _HEADER = ("layer", "format", "n x k", "row")
     _BELOW = ("format", "why not", "other rows")
@@ -39,7 +41,7 @@ class Explanation(list[LayerExplanation]):
 
     @property
     def layers(self) -> Table:
-        """Every layer with a line of its own; the explanation itself has one line for layers of one kind."""
+        """A table with one line for each layer. The explanation itself has one line for layers of one kind."""
         return Table(self._HEADER, [(label(entry.layer), *_cells(entry)) for entry in self])
 
     def _table(self) -> Table:
@@ -73,25 +75,32 @@ def _cells(entry: LayerExplanation) -> tuple[str, ...]:
 
 
 def explain(module: Any, *, m: int = 1, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
-    """Return the kernel row that serves each ``QuantLinear`` inside a module, and why the others do not.
+    """Return the kernel row that each ``QuantLinear`` in a module uses, and why others do not run.
 
     A score_mod, a mask_mod or a BlockMask is explained by its program and its blocks. The options of `compile_options`
-    are explained by the ops that were folded into linear ops compiled with them, and by the times of ``max_autotune``.
+    are explained by the ops that were folded into linear ops when compiling with them, and by the times of
+    ``max_autotune``.
 
     Args:
-        module: a ``QuantLinear`` or any module that contains some; or a function for flex_attention, or a BlockMask; or
-            the dict of ``compile_options``.
-        m: rows of the activations (tokens).
-        dtype: dtype of the activations.
-        options: ``q_len``, ``kv_len`` and ``block_size`` for counting the blocks of a mask_mod.
+        module: a ``QuantLinear`` or any module that contains some; or a mod for flex_attention, or a BlockMask; or the
+            dict of ``compile_options``; or the folder of a checkpoint, which is explained by the line that loads it into
+            packed weights, or by the reason why lowbit does not read it.
+        m: the rows of the activations (tokens).
+        dtype: the dtype of the activations.
+        options: ``q_len``, ``kv_len`` and ``block_size``, for counting the blocks of a mask_mod.
 
     Returns:
-        ``Explanation``, a list with an entry per layer, ``FoldReport`` or ``ModExplanation``. All print as text;
-        ``source("cuda")`` or ``source("opencl")`` of the last is the program as device functions in CUDA C or OpenCL C.
+        An ``Explanation`` (a list with an entry per layer), a ``ModExplanation``, a ``FoldReport`` or a
+        ``CheckpointExplanation``. All print as text. ``source("cuda")`` or ``source("opencl")`` of a ``ModExplanation`` is its program as device functions in
+        CUDA C or OpenCL C.
 
     Raises:
         TypeError: ``module`` is none of these.
     """
+    if isinstance(module, str | os.PathLike):
+        from lowbit.diagnostics.explain_checkpoint import explain_checkpoint
+
+        return explain_checkpoint(module)
     if not isinstance(module, nn.Module) and (callable(module) or type(module).__name__ == "BlockMask"):
         from lowbit.attention.explain_mod import explain_mod
 

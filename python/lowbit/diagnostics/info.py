@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""info: versions, ISA, threads and registered ops of this build on this machine, and the reason for every fallback."""
+"""info: versions, ISA, threads and registered ops of this build on this machine, with the reason for each fallback."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Info(dict[str, str]):
 
 
 def info() -> Info:
-    """Collect the facts; the same text as ``python -m lowbit info``."""
+    """Return facts about lowbit on this machine, as ``python -m lowbit info`` prints them."""
     isa, threads = _C.isa(), _C.threads()
     facts = Info(version=_C.version)
     facts["weight layout"] = f"{_C.LAYOUT} (readable: {', '.join(_C.LAYOUTS)})"
@@ -59,7 +59,7 @@ def info() -> Info:
 
 
 def _backends() -> dict[str, str]:
-    """One line for each instruction set and each device whose rows of linear do not run here, with the first reason;
+    """Return a line for each instruction set and device whose rows of linear do not run here, with the first reason.
     `lowbit.kernels` has a line for each row."""
     running, reasons = set(), {}
     for row in _C.kernels("linear"):
@@ -72,7 +72,7 @@ def _backends() -> dict[str, str]:
 
 
 def _recorder() -> str:
-    """The file of this process's recorder, or why there is none; off unless it was asked for."""
+    """Return the path of this process's recording, or why there is none; "off" unless it was enabled."""
     state = _C.recorder.state()
     if not state["on"]:
         return "off (LOWBIT_RECORD=1 turns it on)"
@@ -82,13 +82,13 @@ def _recorder() -> str:
 
 
 def _onednn() -> str:
-    """The library that was found and whether its rows can run, or the places that were searched."""
+    """Return the library that was found and whether its rows can run, or the paths that were searched."""
     found = _C.onednn.facts()
     return found["reason"] or f"{found['version']}, {found['path']}"
 
 
 def _cuda() -> dict[str, str]:
-    """NVIDIA's libraries that were found, and the ops that run on the first device."""
+    """Return NVIDIA's libraries that were found, and the ops that run on the first device."""
     facts = {"cuda:0": f"not available: {_C.cuda.unavailable(0)}"}
     if not _C.cuda.unavailable(0):
         ops = [op for op in _C.OPS if any(row["device"] == "cuda" for row in _C.kernels(op))]
@@ -98,7 +98,7 @@ def _cuda() -> dict[str, str]:
 
 
 def _level_zero() -> str:
-    """The Intel GPUs and how torch has them, or why there is none."""
+    """Return the Intel GPUs and how torch has them, or why there is none."""
     found = _C.level_zero.facts()
     if found["reason"]:
         return f"not available: {found['reason']}"
@@ -110,7 +110,7 @@ def _level_zero() -> str:
 
 
 def _modules() -> str:
-    """The compiler of this build's SPIR-V modules, or why it has none."""
+    """Return the compiler of this build's SPIR-V modules, or why there are none."""
     if reason := _C.level_zero.modules_missing():
         return f"none: {reason}"
     return f"{len(_C.level_zero.modules())}, by {_C.level_zero.modules_compiler()}"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernel rows of an op, and forcing one by name."""
+"""The kernel rows of an op, and a context manager that forces one by name."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lowbit.tables.table import html_table, text_table
 
 
 class KernelTable(list[dict[str, object]]):
-    """Rows ``{"name", "backend", "device", "available", "reason"}`` in the order in which they are tried; the backend
+    """Rows ``{"name", "backend", "device", "available", "reason"}`` in the order in which they are tried. The backend
     of a row that another package added is that package. Prints as a table."""
 
     _HEADER = ("row", "device", "runs here", "why not")
@@ -33,7 +33,10 @@ class KernelTable(list[dict[str, object]]):
 
 
 def kernels(op: str = "linear") -> KernelTable:
-    """List the kernel rows of an op on the devices that lowbit serves in this process, best first.
+    """List the kernel rows of an op on the devices that lowbit supports in this process, best first.
+
+    Args:
+        op: the name of the op.
 
     Raises:
         ValueError: there is no such op.
@@ -43,10 +46,14 @@ def kernels(op: str = "linear") -> KernelTable:
 
 @contextlib.contextmanager
 def force_kernel(name: str) -> Iterator[None]:
-    """Let only the row of this name serve its op on this thread; a call that it cannot serve fails with its reason.
+    """Allow only the kernel row of this name for its op, on this thread. A call that the row cannot run fails with the
+    reason.
+
+    Args:
+        name: the name of the row.
 
     Raises:
-        ValueError: there is no row of this name (lists the rows).
+        ValueError: there is no row of this name; the message lists the rows.
 
     Example:
         >>> with lowbit.force_kernel("linear_int8_scalar"):

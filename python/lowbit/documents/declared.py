@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Values of a JSON file as the types that dataclasses declare: a value of another type raises a ValueError that names
-its place in the file."""
+"""Values of a JSON file as the types that dataclasses declare. A value of another type raises a ValueError that gives
+its position in the file."""
 
 from __future__ import annotations
 
@@ -11,16 +11,18 @@ from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 _WORDS = {str: "a text", int: "an integer", float: "a number", bool: "true or false", NoneType: "null"}
-_NOT_FINITE = ("inf", "-inf", "nan")  # JSON has no such numbers: they are texts
+_NOT_FINITE = ("inf", "-inf", "nan")  # strings, because JSON has no such numbers
 
 
 def as_declared(kind: Any, value: Any, where: str) -> Any:
     """Return ``value`` as ``kind``: a dataclass, a list, tuple or dict of such, a plain type, or one of these or None.
 
-    A number of a float may be one of the texts "inf", "-inf" and "nan".
+    A float may be given as one of the strings "inf", "-inf" and "nan".
 
     Args:
-        where: place of the value in the file, for errors.
+        kind: the declared type.
+        value: the value from the JSON file.
+        where: the position of the value in the file, for errors.
 
     Raises:
         ValueError: something is missing, unknown or of another type.
@@ -66,7 +68,7 @@ def _dataclass(kind: Any, value: Any, where: str) -> Any:
 
 @cache
 def _fields_of(kind: Any) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """The types of a dataclass by field, and the fields without a default."""
+    """Return the types of a dataclass by field, and the fields without a default."""
     needed = (it.name for it in fields(kind) if it.default is MISSING and it.default_factory is MISSING)
     return get_type_hints(kind), tuple(needed)
 

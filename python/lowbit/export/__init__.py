@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packed models as programs of other runtimes, ONNX and ExecuTorch. Nothing here is imported unless it is asked for."""
+"""Export of packed models to other runtimes: ONNX and ExecuTorch. Submodules are imported on first use."""
 
 from __future__ import annotations
 

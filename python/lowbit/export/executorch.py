@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ExecuTorch: a quantized model as the program that its XNNPACK partitioner takes. It need not be installed here.
+"""ExecuTorch: export a quantized model as a program for its XNNPACK partitioner. ExecuTorch need not be installed.
 
-The program has torch's ops of quantized graphs (``quantized_decomposed``). They round activations to int8 per token,
-decode the codes of weights and multiply; the partitioner makes one kernel of these.
+The program uses torch's ops of quantized graphs (``quantized_decomposed``), which round activations to int8 per token,
+decode the codes of weights, and multiply. The partitioner replaces them by one kernel.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from lowbit.quant.kinds import kind_of
 from lowbit.quant.layout import numbers_of
 
 _ops = torch.ops.quantized_decomposed
-_GROUP = 32  # groups of int4 weights are multiples of it in XNNPACK
+_GROUP = 32  # XNNPACK's int4 groups are multiples of this
 _INT8 = (-128, 127, torch.int8)
 
 
 class AffineLinear(nn.Linear):
-    """A `QuantLinear` in ops of quantized graphs: codes int8 ``[n, k]``, scale and zero point (0) ``[n, groups]``, or
-    ``[n]`` for a scale per channel."""
+    """A `QuantLinear` in ops of quantized graphs: codes int8 ``[n, k]``, with scale and zero point (0) ``[n, groups]``,
+    or ``[n]`` if there is one scale per channel."""
 
     bits: int
     group_size: int
@@ -52,7 +52,8 @@ class AffineLinear(nn.Linear):
 
 
 class AffineEmbedding(RewrittenEmbedding):
-    """Codes int8 ``[n, k]``, scale and zero point float32 ``[n, groups]``."""
+    """A `QuantEmbedding` in ops of quantized graphs: codes int8 ``[n, k]``, scale and zero point float32 ``[n,
+    groups]``."""
 
     def rows(self, indices: Tensor) -> Tensor:
         groups = self.scale.shape[1]
@@ -65,17 +66,20 @@ def export(
 ) -> ExportedProgram:
     """Export a quantized model for ExecuTorch's XNNPACK backend.
 
-    Codes of weights stay what they are. XNNPACK rounds activations to int8 per token with a zero point, whatever int8
-    activations the layer has, and scales of groups to bfloat16; so results differ from lowbit's by these roundings.
+    The codes of weights do not change. XNNPACK rounds activations to int8 per token with a zero point, whatever int8
+    activations the layer has, and rounds group scales to bfloat16. So results differ from lowbit's by these roundings.
 
     Args:
-        model: a module with `QuantLinear` layers of symmetric int4 (or fewer bits) in groups or per channel, or int8
-            per channel, all with int8 activations, and `QuantEmbedding` layers of integers. It stays as it is.
+        model: a module whose `QuantLinear` layers are symmetric with int8 activations: int4 (or fewer bits) in groups
+            or per channel, or int8 per channel. Its `QuantEmbedding` layers have integer codes. It does not change.
         args, kwargs, dynamic_shapes: the arguments of torch.export.export.
 
+    Returns:
+        The exported program.
+
     Raises:
-        ValueError: XNNPACK has no form for a layer; names it, and says why.
-        NotImplementedError: an op of lowbit is left that ExecuTorch does not have; names the layer that calls it.
+        ValueError: XNNPACK does not support the format of a layer. The message names the layer and the reason.
+        NotImplementedError: the model calls an op of lowbit that ExecuTorch does not have. The message names the layer.
 
     Example:
         >>> config = lowbit.int8_dynamic_activation_int4_weight(group_size=32, scale="absmax")
@@ -111,7 +115,7 @@ def _written(layer: nn.Module, name: str) -> nn.Module:
 
 
 def _problem(spec: LinearSpec, k: int, looks_up: bool) -> str:
-    """The first demand of XNNPACK that a layer does not meet, after "must"."""
+    """Return the first requirement of XNNPACK that a layer does not meet, worded to follow "must"."""
     facts = _C.FORMAT_FACTS[spec.format]
     if facts["kind"] != "integer":
         return "have integer codes"
@@ -129,7 +133,7 @@ def _problem(spec: LinearSpec, k: int, looks_up: bool) -> str:
 
 
 def _positive(name: str, codes: Tensor, scale: Tensor) -> dict[str, Tensor]:
-    """The weight with scales as XNNPACK wants them, above 0; those of zeros alone become 1."""
+    """Return the weight with positive scales, as XNNPACK requires. A scale of 0 becomes 1, and its codes 0."""
     if (scale < 0).any():
         count = f"{int((scale < 0).sum())} of {scale.numel()}"
         raise ValueError(f"export: {name} must have no negative scales for XNNPACK, got {count}: use scale='absmax'")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rewritten model as a program of torch.export in which no op of lowbit is left."""
+"""A rewritten model as a program of torch.export without ops of lowbit."""
 
 from __future__ import annotations
 
@@ -20,11 +20,14 @@ _ATTENTION = torch.ops.lowbit.attention_forward.default
 def exported(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None, dynamic_shapes: Any, runtime: str
 ) -> ExportedProgram:
-    """Export a model that `rewritten` made. Attention becomes torch's own op. With a mask or a sink it becomes
-    lowbit's formula in torch's ops, because rows that see nothing are 0 in lowbit alone.
+    """Export a model made by `rewritten`.
+
+    Attention becomes torch's own op. With a mask or a sink it becomes lowbit's formula in torch's ops, because only
+    lowbit returns 0 for rows that see nothing.
 
     Raises:
-        NotImplementedError: another op of lowbit is in it, which ``runtime`` does not have; names the layer.
+        NotImplementedError: the program has another op of lowbit, which ``runtime`` does not have. The message names
+            the layer.
     """
     program = torch.export.export(model, tuple(args), kwargs, dynamic_shapes=dynamic_shapes, strict=False)
     for node in program.graph.nodes:
@@ -50,7 +53,7 @@ def _by_name(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
 
 def _attention(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
     call = _by_name(args, kwargs)
-    out, lse, largest = attention_formulas.forward(call)  # unused results leave the graph
+    out, lse, largest = attention_formulas.forward(call)  # unused results are removed from the graph
     if call["mask"] is None and call["sink"] is None:
         q, k, v = call["q"], call["k"], call["v"]
         out = functional.scaled_dot_product_attention(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A copy of a model whose packed layers are written in the ops of another runtime; the model itself stays unchanged."""
+"""A copy of a model whose packed layers use the ops of another runtime. The model itself does not change."""
 
 from __future__ import annotations
 
@@ -12,20 +12,22 @@ from torch import Tensor, nn
 
 from lowbit.quant.fused import Fused, unfuse
 from lowbit.quant.kinds import is_packed, is_trained, kind_of, weights_of
+from lowbit.quant.permuted_linear import PermutedLinear
 from lowbit.quant.quant_embedding import EMBEDDING, QuantEmbedding
 from lowbit.quant.quant_linear import LINEAR
 
 
 def rewritten(model: nn.Module, write: Callable[[nn.Module, str], nn.Module]) -> nn.Module:
-    """Return a copy of ``model`` with ``write(layer, name)`` in place of each packed layer, and no fused pieces.
+    """Return a copy of ``model`` with ``write(layer, name)`` in place of each packed layer, and with all modules
+    unfused.
 
-    All other parameters and buffers are those of the model, not copies. Linear layers are written before the embeddings
-    that may share their weights.
+    All other parameters and buffers are shared with the model. Linear layers are written before the embeddings that may
+    share their weights.
 
     Raises:
-        TypeError: ``model`` is no module.
-        ValueError: a weight is on the meta device, or a layer is being trained by `lowbit.training`, or is a
-            `QuantExperts`; names the layer.
+        TypeError: ``model`` is not a module.
+        ValueError: a weight is on the meta device, or a layer is being trained by `lowbit.training` or is a
+            `QuantExperts`. The message names the layer.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"export: model must be a torch.nn.Module, got {type(model).__name__}")
@@ -40,6 +42,11 @@ def rewritten(model: nn.Module, write: Callable[[nn.Module, str], nn.Module]) ->
                 f"export: {name} must be a linear layer or an embedding, got a {kind_of(layer).name}; "
                 "leave it float with filter_fn of quantize_"
             )
+        if isinstance(layer, PermutedLinear):
+            raise ValueError(
+                f"export: {name} must read its inputs in their order, got a permutation of them (act order of GPTQ); "
+                "call lowbit.dequantize_ and quantize_ on it"
+            )
         if layer.weight.is_meta:
             raise ValueError(f"export: {name} must have its weight in memory, got the meta device")
     packed.sort(key=lambda each: not kind_of(each[1]).multiplies)
@@ -53,13 +60,13 @@ def rewritten(model: nn.Module, write: Callable[[nn.Module, str], nn.Module]) ->
 
 
 class RewrittenEmbedding(nn.Embedding):
-    """A `QuantEmbedding` in other ops: the rows that are looked up are decoded, and no others."""
+    """A `QuantEmbedding` in other ops. Only the rows that are looked up are decoded."""
 
     dtype: torch.dtype
     factor: float | None
 
     def rows(self, indices: Tensor) -> Tensor:
-        """Return these rows of the table, float32 ``[..., k]``."""
+        """Return these rows of the weight, float32 ``[..., k]``."""
         raise NotImplementedError
 
     def forward(self, input: Tensor) -> Tensor:
@@ -68,7 +75,7 @@ class RewrittenEmbedding(nn.Embedding):
 
 
 def with_class(layer: nn.Module, cls: type[nn.Module]) -> nn.Module:
-    """Return a module of this class with the attributes, hooks and bias of ``layer``, and without its weight."""
+    """Return a module of this class with the attributes, hooks and bias of ``layer``, without its weight."""
     module = copy.copy(layer)
     module.__class__ = cls
     packed = {weight.key for weight in weights_of(layer)}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The formats that ``quantize_`` takes. ``FORMATS`` is the list: tests, documentation and benchmarks walk it."""
+"""The formats that ``quantize_`` accepts. Tests, documentation and benchmarks iterate over ``FORMATS``."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Algorithms that find the codes of a weight where rounding each weight to its nearest code is not enough."""
+"""Algorithms that choose the codes of a weight better than rounding each value to the nearest code."""
 
 from __future__ import annotations
 
@@ -9,12 +9,15 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class GPTQ:
-    """Round one input channel after the other, and let the channels that follow make up for its error (Frantar et al.,
-    arXiv 2210.17323). Needs ``quantize_(..., calibration=lowbit.calibrate(model, batches, hessian=True))``.
+    """The GPTQ algorithm: input channels are rounded one after another, and the channels that are not yet rounded
+    compensate for the error (Frantar et al., arXiv 2210.17323).
+
+    Needs ``quantize_(..., calibration=lowbit.calibrate(model, batches, hessian=True))``.
 
     Args:
-        act_order: channels with the largest activations first; scales are then those of the weight as it was.
-        damping: added to the diagonal of the second moments, as a part of its mean.
+        act_order: round the channels with the largest activations first. Scales are then computed from the original
+            weight.
+        damping: the value added to the diagonal of the second moments, as a fraction of its mean.
 
     Raises:
         ValueError: damping is not above 0.
@@ -30,16 +33,18 @@ class GPTQ:
 
 @dataclass(frozen=True, slots=True)
 class HQQ:
-    """Choose real zero points that make the error sparse (Badri and Shaji, half-quadratic quantization, 2023). Needs no
-    data; weights become asymmetric.
+    """Half-quadratic quantization: real-valued zero points are optimized so that the error is sparse (Badri and Shaji,
+    2023).
+
+    Needs no data. The weights become asymmetric.
 
     Args:
         iterations: the max number of iterations.
-        p: the exponent of the norm |error|^p, at most 1.
-        beta, kappa: the first penalty, and its growth per iteration.
+        p: the exponent of the norm |error|^p, above 0 and at most 1.
+        beta, kappa: the initial penalty, and its growth factor per iteration; both above 0.
 
     Raises:
-        ValueError: a number is out of its range.
+        ValueError: an argument is out of range.
     """
 
     iterations: int = 20
@@ -61,9 +66,7 @@ Algorithm = GPTQ | HQQ
 
 
 def algorithm_of(function: str, algorithm: Any) -> Algorithm | None:
-    """Check an algorithm; None rounds each weight to its nearest code."""
+    """Check and return an algorithm; None means that each weight is rounded to its nearest code."""
     if algorithm is None or isinstance(algorithm, (GPTQ, HQQ)):
         return algorithm
-    raise TypeError(
-        f"{function}: algorithm must be lowbit.GPTQ(), lowbit.HQQ() or None, got algorithm={algorithm!r}"
-    )
+    raise TypeError(f"{function}: algorithm must be lowbit.GPTQ(), lowbit.HQQ() or None, got algorithm={algorithm!r}")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The common part of the configurations: their base class, torchao's vocabulary for scales, and checks of fields."""
+"""What all configurations share: the base class, torchao's classes that describe scales, and checks of fields."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ GROUP_SIZES = (32, 64, 128, 256)
 
 
 class MappingType(enum.Enum):
-    """How a range of weights is mapped to codes (torchao's enum; each value is the name that ``_C`` uses)."""
+    """How a range of values is mapped to codes (torchao's enum). Each value is the name that ``_C`` uses."""
 
     SYMMETRIC = "symmetric"
     SYMMETRIC_NO_CLIPPING_ERR = "symmetric_no_clipping_err"
@@ -30,7 +30,7 @@ class PerRow:
     """One scale per row: per output channel of a weight, per token of an activation.
 
     Args:
-        dim: torchao's; the dimension that a scale spans, -1.
+        dim: the dimension that a scale spans, as in torchao; -1.
     """
 
     dim: int = -1
@@ -38,19 +38,19 @@ class PerRow:
 
 @dataclass(frozen=True, slots=True)
 class PerAxis:
-    """One scale per index of ``axis``: ``PerAxis(0)`` of a weight is `PerRow`."""
+    """One scale per index of ``axis``. For a weight, ``PerAxis(0)`` is the same as `PerRow`."""
 
     axis: int
 
 
 @dataclass(frozen=True, slots=True)
 class PerToken:
-    """One scale per token of an activation: `PerRow`."""
+    """One scale per token of an activation; the same as `PerRow`."""
 
 
 @dataclass(frozen=True, slots=True)
 class PerGroup:
-    """One scale per ``group_size`` neighbours along k."""
+    """One scale per group of ``group_size`` consecutive values along k."""
 
     group_size: int
 
@@ -59,11 +59,12 @@ Granularity = PerRow | PerAxis | PerToken | PerGroup
 
 
 class FormatConfig:
-    """Base of every configuration that ``quantize_`` takes. A configuration is immutable and checked when
-    it is made."""
+    """Base class of every configuration that ``quantize_`` accepts. A configuration is immutable, and is checked when
+    it is created."""
 
     __slots__ = ()
-    function: ClassVar[str]  # the lower-case function that makes it: names it in errors
+    function: ClassVar[str]  # name of the lower-case function that creates it, for error messages
+    quant_method: ClassVar[str] = "lowbit"  # by which transformers finds our quantizer for a quantization_config
 
     def __post_init__(self) -> None:
         self.spec(torch.float32)
@@ -72,16 +73,17 @@ class FormatConfig:
         """Return the spec for a weight of ``dtype``.
 
         Raises:
-            ValueError: a field has none of the values that it may have; names it.
+            ValueError: a field is outside its accepted values; the message names it.
         """
         raise NotImplementedError
 
     def refuses(self, weight: Tensor) -> str:
-        """Say why this finite float weight ``[n, k]`` cannot be stored so, or return an empty string."""
+        """Return the reason why this finite float weight ``[n, k]`` cannot be stored in this format, or an empty
+        string."""
         return ""
 
     def __str__(self) -> str:
-        """Return the call that makes it, with the arguments that differ from the defaults."""
+        """Return the call that creates this configuration, with the arguments that differ from the defaults."""
         changed = {field.name: getattr(self, field.name) for field in fields(self)}  # type: ignore[arg-type]
         default = {field.name: field.default for field in fields(self)}  # type: ignore[arg-type]
         told = ", ".join(
@@ -97,7 +99,7 @@ def _short(value: Any) -> str:
 
 
 def group_size_of(function: str, group_size: int | None) -> int:
-    """Check a group size; None (per channel) becomes 0."""
+    """Check and return a group size; None (per channel) becomes 0."""
     if group_size is None:
         return 0
     if type(group_size) is not int or group_size not in GROUP_SIZES:
@@ -107,7 +109,7 @@ def group_size_of(function: str, group_size: int | None) -> int:
 
 
 def granularity_of(function: str, argument: str, granularity: Any) -> int:
-    """Return the group size of a granularity, 0 for None; torchao's own classes of these names are understood too."""
+    """Return the group size of a granularity, 0 for None. torchao's classes of the same names are accepted too."""
     kind = type(granularity).__name__
     per_row = {"PerRow": ("dim", (-1, 1)), "PerAxis": ("axis", (0,)), "PerToken": ("", ())}
     if granularity is None:
@@ -125,7 +127,7 @@ def granularity_of(function: str, argument: str, granularity: Any) -> int:
 def mapping_of(
     function: str, argument: str, value: Any, allowed: tuple[MappingType, ...] = tuple(MappingType)
 ) -> MappingType:
-    """Return the mapping of this name: a MappingType, torchao's enum of the same names, or the name itself."""
+    """Return the `MappingType` for ``value``: a MappingType, a member of torchao's enum, or the name of one."""
     name = getattr(value, "name", value)
     for mapping in allowed:
         if isinstance(name, str) and name.upper() == mapping.name:
@@ -135,12 +137,12 @@ def mapping_of(
 
 
 def act_mapping_of(function: str, value: Any) -> MappingType:
-    """Check how activations are mapped."""
+    """Check and return the mapping type of activations."""
     return mapping_of(function, "act_mapping_type", value, (MappingType.SYMMETRIC, MappingType.ASYMMETRIC))
 
 
 def require(function: str, argument: str, value: Any, only: Any, why: str) -> None:
-    """Refuse a value of a torchao field that cannot be honoured here."""
+    """Raise unless a field that exists for torchao's sake has the only supported value."""
     if value != only:
         raise ValueError(f"{function}: {argument} must be {only!r} ({why}), got {argument}={value!r}")
 
@@ -155,8 +157,7 @@ def integer_spec(
     scale: str | None = None,
     algorithm: Algorithm | None = None,
 ) -> LinearSpec:
-    """Check how scales are chosen and codes found, and return the spec of an integer weight; HQQ
-    makes it asymmetric."""
+    """Check ``scale`` and ``algorithm``, and return the spec of an integer weight. HQQ makes the weight asymmetric."""
     if scale not in (None, *_C.SCALE_CHOICES):
         names = ", ".join(map(repr, _C.SCALE_CHOICES))
         raise ValueError(f"{function}: scale must be one of {names} or None, got scale={scale!r}")
@@ -164,7 +165,7 @@ def integer_spec(
     if algorithm is not None and isinstance(algorithm_of(function, algorithm), HQQ):
         require(function, "scale", scale, None, "HQQ takes the range of each group")
         if no_clipping:
-            raise ValueError(f"{function}: HQQ makes asymmetric weights, got mapping_type={mapping}")
+            raise ValueError(f"{function}: mapping_type must be MappingType.ASYMMETRIC with HQQ, got {mapping}")
         mapping = MappingType.ASYMMETRIC
     if scale == "search" and no_clipping:
         raise ValueError(f"{function}: scale must be 'absmax' or None with {mapping}: a searched scale may clip")
@@ -172,22 +173,29 @@ def integer_spec(
 
 
 def group_sizes_of(function: str, granularity: Any) -> tuple[int, int]:
-    """Return the group sizes of activations and weight: of a pair of granularities, or of one for both."""
+    """Return the group sizes of activations and weight, from a pair of granularities or from one for both."""
     pair = granularity if isinstance(granularity, (tuple, list)) else (granularity,) * 2
     if len(pair) != 2:
-        raise ValueError(f"{function}: granularity must be one or a pair, got {len(pair)}")
+        raise ValueError(
+            f"{function}: granularity must be one granularity, or a pair for activations and weight, got {len(pair)}"
+        )
     act, weight = (granularity_of(function, "granularity", item) for item in pair)
     return act, weight
 
 
 def x_format_of(function: str, group_size: int, act_group_size: int | None, act_mapping_type: Any) -> str:
-    """Return how activations are rounded. Groups of activations are the groups of the weight, for None where they are
-    symmetric; a zero point is per row."""
+    """Return the x_format, which says how activations are rounded.
+
+    Symmetric activations may share the groups of the weight, and do so if ``act_group_size`` is None. Asymmetric
+    activations have one scale and one zero point per row.
+    """
     act_mapping = act_mapping_of(function, act_mapping_type)
     if act_group_size is None:
         act_group_size = group_size if act_mapping is MappingType.SYMMETRIC else 0
     if act_group_size and act_mapping is MappingType.ASYMMETRIC:
-        raise ValueError(f"{function}: asymmetric activations must be per row, got groups of {act_group_size}")
+        raise ValueError(
+            f"{function}: asymmetric activations must be per row, got groups of {act_group_size}"
+        )
     if act_group_size and act_group_size != group_size:
         raise ValueError(
             f"{function}: groups of activations must be those of the weight, "

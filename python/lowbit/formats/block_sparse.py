@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Block-sparse float weights: blocks of zeros are neither stored nor multiplied."""
+"""Block-sparse float weights: blocks that contain only zeros are neither stored nor multiplied."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class BlockSparseWeightConfig:
-    """Store those square blocks of each weight that are not all 0, in the weight's own dtype, for ``sparsify_``.
+    """Configuration of `sparsify_` that stores only the nonzero square blocks of each weight, in the weight's dtype.
 
-    torchao's of this name, with more dtypes and devices.
+    torchao has a configuration of the same name; this one supports more dtypes and devices.
 
     Args:
-        blocksize: rows and columns of a block, a multiple of 16; from 32 on bfloat16 is multiplied by tile units.
-        sparsity: the share of blocks that become 0, from 0 up to, not including, 1: those with the least squares, of
-            each weight by itself. None: the weights are pruned already, and no block is lost.
+        blocksize: rows and columns of a block, a multiple of 16. From 32 on, bfloat16 uses the processor's tile units.
+        sparsity: the fraction of blocks that is set to 0, at least 0 and below 1. In each weight, the blocks with the
+            smallest norm are set to 0. None: the weights are pruned already, and every nonzero block is kept.
 
     Raises:
-        ValueError: an argument has none of the values that it may have; names it.
+        ValueError: an argument is outside its accepted values; the message names it.
 
     Example:
         >>> lowbit.sparsify_(model, lowbit.block_sparse_weight(64, sparsity=0.8))
@@ -41,7 +41,7 @@ class BlockSparseWeightConfig:
             )
 
     def refuses(self, weight: Tensor) -> str:
-        """Why a weight ``[n, k]`` cannot be cut into blocks, or an empty string."""
+        """Return the reason why a weight ``[n, k]`` cannot be split into blocks, or an empty string."""
         if any(size % self.blocksize for size in weight.shape):
             n, k = weight.shape
             return f"must have out_features and in_features in blocks of {self.blocksize}, got {n} and {k}"

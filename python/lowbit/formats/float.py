@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Float weights in the packed layout: the same kernels and module, no codes and no scales."""
+"""Float weights in the packed layout. Kernels and module are those of quantized weights, without codes or scales."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from lowbit.formats.base import FormatConfig
 from lowbit.formats.spec import LinearSpec
 
 FLOAT_FORMATS = {getattr(torch, name): name for name, facts in _C.FORMAT_FACTS.items() if facts["kind"] == "float"}
-"""The name of a float format is that of its dtype in torch."""
+"""The float formats by their torch dtypes; both have the same name."""
 
 
 @dataclass(frozen=True, slots=True)
 class FloatWeightConfig(FormatConfig):
-    """Keep the weight in float, packed for the dense rows.
+    """Configuration of float weights that are packed for the kernels but not quantized.
 
     Args:
         dtype: torch.float32, torch.bfloat16 or torch.float16; None keeps the dtype of each weight.
 
     Raises:
-        ValueError: an argument has none of the values that it may have; names it.
+        ValueError: an argument is outside its accepted values; the message names it.
 
     Example:
         >>> lowbit.quantize_(model, lowbit.float_weight(torch.bfloat16))

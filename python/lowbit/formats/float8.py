@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""float8_e4m3fn weights: weight-only, and with activations rounded to float8. w = scale * float8, scale = amax / 448: a
-row of zeros has scale 0 and stays zeros."""
+"""float8_e4m3fn weights: weight-only, and with activations rounded to float8.
+
+w = scale * float8, scale = amax / 448. A row of zeros has scale 0 and stays zero.
+"""
 
 from __future__ import annotations
 
@@ -26,12 +28,12 @@ _ONLY_DTYPE = "the only one; float8_e5m2 has a bit of precision less"
 
 @dataclass(frozen=True, slots=True)
 class Float8WeightOnlyConfig(FormatConfig):
-    """Store the weight as float8; activations stay float.
+    """Configuration of float8 weights with float activations.
 
     Args:
         weight_dtype: torch.float8_e4m3fn.
         set_inductor_config: no effect; lowbit never changes Inductor's settings.
-        version: torchao's; 2.
+        version: must be 2, as in torchao.
         granularity: ``PerRow()`` or ``PerGroup(n)``; None is ``PerRow()``.
     """
 
@@ -57,7 +59,7 @@ def float8_weight_only(group_size: int | None = None) -> Float8WeightOnlyConfig:
         group_size: 32, 64, 128, 256, or None for one scale per output channel.
 
     Raises:
-        ValueError: an argument has none of the values that it may have; names it.
+        ValueError: an argument is outside its accepted values; the message names it.
 
     Example:
         >>> lowbit.quantize_(model, lowbit.float8_weight_only())
@@ -68,19 +70,21 @@ def float8_weight_only(group_size: int | None = None) -> Float8WeightOnlyConfig:
 
 @dataclass(frozen=True, slots=True)
 class Float8DynamicActivationFloat8WeightConfig(FormatConfig):
-    """Store the weight as float8 and round activations to float8 on the fly, one scale per row; the product of both is
-    exact, sums are float32. For the numbers of a model that was made for it: weight-only is as fast and more precise.
+    """Configuration of float8 weights with activations that are rounded to float8 on the fly, with one scale per row.
+
+    Each product of two float8 values is exact, and sums are float32. Use this format to reproduce the results of a
+    model that was made for it; otherwise `float8_weight_only` is as fast and more precise.
 
     Args:
         activation_dtype, weight_dtype: torch.float8_e4m3fn.
-        granularity: ``PerRow()``, or a pair (activations, weight) whose second may be ``PerGroup(n)``; None is
-            ``PerRow()`` here (torchao's: one scale for a whole tensor).
-        packing_format: "plain"; the packed form is always lowbit's own.
+        granularity: ``PerRow()``, or a pair (activations, weight) whose second item may be ``PerGroup(n)``. None is
+            ``PerRow()`` (in torchao, one scale per tensor).
+        packing_format: "plain"; the weight is always packed in lowbit's own layout.
         mm_config: no effect; sums are always float32.
-        activation_value_lb, activation_value_ub: None; the range of a row is its own.
-        kernel_preference: no effect; `lowbit.force_kernel` chooses rows.
+        activation_value_lb, activation_value_ub: None; each row's scale follows from its own range.
+        kernel_preference: no effect; `lowbit.force_kernel` selects a kernel row.
         set_inductor_config: no effect; lowbit never changes Inductor's settings.
-        version: torchao's; 2.
+        version: must be 2, as in torchao.
 
     Example:
         >>> lowbit.quantize_(model, lowbit.float8_dynamic_activation_float8_weight())

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """int4 weights: weight-only, and with int8 activations.
 
-w = scale * (code - zero), code 0..15, zero 8 when symmetric.
+w = scale * (code - zero), code 0..15; zero is 8 for symmetric weights.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from lowbit.formats.spec import LinearSpec
 
 @dataclass(frozen=True, slots=True)
 class Int4WeightOnlyConfig(FormatConfig):
-    """Store the weight as int4; activations stay float.
+    """Configuration of int4 weights with float activations.
 
     Args:
         group_size: 32, 64, 128, 256, or None for one scale per output channel.
         set_inductor_config: no effect; lowbit never changes Inductor's settings.
-        int4_packing_format: "plain"; the packed form is always lowbit's own.
-        int4_choose_qparams_algorithm: torchao's, or its enum. "tinygemm": as ``mapping_type``, ``scale`` and
-            ``algorithm`` say; "hqq": ``algorithm=lowbit.HQQ()``.
-        int4_tile_packed_ntile: torchao's; 8.
-        version: torchao's; 2.
-        mapping_type: symmetric or asymmetric weights. Symmetric is the default here (torchao's tinygemm: asymmetric).
-        scale: "search" takes the scale and zero point of each group with the least error, "absmax" those of its range,
-            as torchao does. None is search, but absmax for ``SYMMETRIC_NO_CLIPPING_ERR``.
-        algorithm: the search for codes: ``lowbit.GPTQ()``, ``lowbit.HQQ()``, or None for each weight's nearest one.
+        int4_packing_format: "plain"; the weight is always packed in lowbit's own layout.
+        int4_choose_qparams_algorithm: a name, or a member of torchao's enum. "tinygemm" follows ``mapping_type``,
+            ``scale`` and ``algorithm``; "hqq" is the same as ``algorithm=lowbit.HQQ()``.
+        int4_tile_packed_ntile: must be 8, as in torchao.
+        version: must be 2, as in torchao.
+        mapping_type: symmetric or asymmetric weights. The default is symmetric (torchao's tinygemm: asymmetric).
+        scale: "search" chooses the scale and zero point of each group with the smallest error; "absmax" computes them
+            from the group's range, as torchao does. None is "search", or "absmax" for ``SYMMETRIC_NO_CLIPPING_ERR``.
+        algorithm: how codes are chosen: ``lowbit.GPTQ()``, ``lowbit.HQQ()``, or None for the nearest code.
 
     Raises:
-        ValueError: an argument has none of the values that it may have; names it.
+        ValueError: an argument is outside its accepted values; the message names it.
 
     Example:
         >>> lowbit.quantize_(model, lowbit.int4_weight_only(group_size=128))
@@ -74,7 +74,10 @@ class Int4WeightOnlyConfig(FormatConfig):
         if algorithm == "hqq" and self.algorithm is None:
             object.__setattr__(self, "algorithm", HQQ())
         if algorithm == "hqq" and not isinstance(self.algorithm, HQQ):
-            raise ValueError(f"{self.function}: int4_choose_qparams_algorithm 'hqq' is not {self.algorithm}")
+            raise ValueError(
+                f"{self.function}: algorithm must be HQQ() or None with int4_choose_qparams_algorithm='hqq', got "
+                f"{self.algorithm}"
+            )
         require(self.function, "int4_tile_packed_ntile", self.int4_tile_packed_ntile, 8, "a CUDA layout's")
         require(self.function, "version", self.version, 2, "the only one")
         self.spec(torch.float32)
@@ -90,22 +93,22 @@ int4_weight_only = Int4WeightOnlyConfig
 
 @dataclass(frozen=True, slots=True)
 class Int8DynamicActivationInt4WeightConfig(FormatConfig):
-    """Store the weight as int4 and multiply it with activations that are rounded to int8 on the fly: the fast format.
+    """Configuration of int4 weights with activations that are rounded to int8 on the fly: the fastest format.
 
     Args:
         group_size: 32, 64, 128, 256, or None for one scale per output channel.
         mapping_type: symmetric or asymmetric weights.
-        act_mapping_type: symmetric or asymmetric activations. Symmetric is the default here (torchao's: asymmetric):
-            a scale per row and group is both faster and more precise than an offset per row.
+        act_mapping_type: symmetric or asymmetric activations. The default is symmetric (torchao: asymmetric), because
+            one scale per row and group is both faster and more precise than a zero point per row.
         set_inductor_config: no effect; lowbit never changes Inductor's settings.
-        act_granularity: ``PerRow()`` takes symmetric activations with one scale per row; None with one per row
+        act_granularity: the scales of symmetric activations: ``PerRow()`` for one scale per row; None for one per row
             and weight group.
-        scale: "search" takes the scale and zero point of each group with the least error, "absmax" those of its range,
-            as torchao does. None is search, but absmax for ``SYMMETRIC_NO_CLIPPING_ERR``.
-        algorithm: the search for codes: ``lowbit.GPTQ()``, ``lowbit.HQQ()``, or None for each weight's nearest one.
+        scale: "search" chooses the scale and zero point of each group with the smallest error; "absmax" computes them
+            from the group's range, as torchao does. None is "search", or "absmax" for ``SYMMETRIC_NO_CLIPPING_ERR``.
+        algorithm: how codes are chosen: ``lowbit.GPTQ()``, ``lowbit.HQQ()``, or None for the nearest code.
 
     Raises:
-        ValueError: an argument has none of the values that it may have; names it.
+        ValueError: an argument is outside its accepted values; the message names it.
 
     Example:
         >>> lowbit.quantize_(model, lowbit.int8_dynamic_activation_int4_weight(group_size=32))

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """int8 weights: weight-only, and with int8 activations.
 
-w = scale * (code - zero), code 0..255, zero 128 when symmetric.
+w = scale * (code - zero), code 0..255; zero is 128 for symmetric weights.
 """
 
 from __future__ import annotations
@@ -31,18 +31,20 @@ from lowbit.formats.spec import LinearSpec
 
 @dataclass(frozen=True, slots=True)
 class Int8WeightOnlyConfig(FormatConfig):
-    """Store the weight as int8; activations stay float.
+    """Configuration of int8 weights with float activations.
 
     Args:
         group_size: 32, 64, 128, 256, or None for one scale per output channel.
-        granularity: torchao's newer way to say the same: ``PerRow()`` or ``PerGroup(n)``; None is ``PerRow()``.
+        granularity: torchao's newer form of ``group_size``: ``PerRow()`` or ``PerGroup(n)``; None is ``PerRow()``. If
+            both arguments set a group size, they must agree.
         set_inductor_config: no effect; lowbit never changes Inductor's settings.
-        version: torchao's; 2.
+        version: must be 2, as in torchao.
         mapping_type: symmetric or asymmetric weights.
-        scale: "absmax" takes the scale of each group's range, "search" the one with the least error; None is absmax.
+        scale: "absmax" computes each scale from its group's range, "search" chooses the one with the smallest error;
+            None is "absmax".
 
     Raises:
-        ValueError: an argument has none of the values that it may have; names it.
+        ValueError: an argument is outside its accepted values; the message names it.
 
     Example:
         >>> lowbit.quantize_(model, lowbit.int8_weight_only())
@@ -79,17 +81,21 @@ int8_weight_only = Int8WeightOnlyConfig
 
 @dataclass(frozen=True, slots=True)
 class Int8DynamicActivationInt8WeightConfig(FormatConfig):
-    """Store the weight as int8 and multiply it with activations that are rounded to int8 on the fly.
+    """Configuration of int8 weights with activations that are rounded to int8 on the fly.
 
     Args:
-        act_mapping_type: symmetric or asymmetric activations; asymmetric ones are per row.
-        weight_only_decode: False; a decode step uses the same weight and is fast.
+        act_mapping_type: symmetric or asymmetric activations. Asymmetric ones have one scale and zero point per row.
+        weight_only_decode: must be False; a decode step uses the same weight and is fast.
         granularity: ``PerRow()``, ``PerGroup(n)``, or a pair (activations, weight); None is ``PerRow()`` for both.
         set_inductor_config: no effect; lowbit never changes Inductor's settings.
-        version: torchao's; 2.
-        reduce_range: False; the integer product is exact on every ISA, so nothing can saturate.
+        version: must be 2, as in torchao.
+        reduce_range: must be False; the integer product is exact on every ISA, so nothing can saturate.
         mapping_type: symmetric or asymmetric weights.
-        scale: "absmax" takes the scale of each group's range, "search" the one with the least error; None is absmax.
+        scale: "absmax" computes each scale from its group's range, "search" chooses the one with the smallest error;
+            None is "absmax".
+
+    Raises:
+        ValueError: an argument is outside its accepted values; the message names it.
     """
 
     act_mapping_type: MappingType = MappingType.SYMMETRIC
@@ -125,14 +131,14 @@ def int8_dynamic_activation_int8_weight(
 ) -> Int8DynamicActivationInt8WeightConfig:
     """Return the configuration of int8 weights with int8 activations (W8A8).
 
-    Symmetric activations have a scale per row and weight group, asymmetric ones a scale and an offset per row.
+    Symmetric activations have one scale per row and weight group, asymmetric ones one scale and one zero point per row.
 
     Args:
         group_size: 32, 64, 128, 256, or None for one scale per output channel.
         act_mapping_type, mapping_type, scale: the same as for `Int8DynamicActivationInt8WeightConfig`.
 
     Raises:
-        ValueError: an argument has none of the values that it may have; names it.
+        ValueError: an argument is outside its accepted values; the message names it.
 
     Example:
         >>> lowbit.quantize_(model, lowbit.int8_dynamic_activation_int8_weight())

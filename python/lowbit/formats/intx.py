@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Integer weights of 2 to 8 bits: weight-only, and with int8 activations. w = scale * (code - zero), code
-0..2^bits - 1, zero 2^(bits - 1) when symmetric."""
+"""Integer weights of 2 to 8 bits: weight-only, and with int8 activations.
+
+w = scale * (code - zero), code 0..2^bits - 1; zero is 2^(bits - 1) for symmetric weights.
+"""
 
 from __future__ import annotations
 
@@ -25,11 +27,11 @@ from lowbit.formats.base import (
 from lowbit.formats.spec import LinearSpec
 
 INT_DTYPES = {getattr(torch, f"int{bits}"): f"int{bits}" for bits in range(2, 9)}
-"""torch's names of the formats."""
+"""The integer formats by their torch dtypes."""
 
 
 def int_format_of(function: str, dtype: torch.dtype) -> str:
-    """Return the format of this dtype of torch."""
+    """Return the integer format of a torch dtype."""
     if dtype not in INT_DTYPES:
         raise ValueError(f"{function}: weight_dtype must be torch.int2 to torch.int8, got weight_dtype={dtype!r}")
     return INT_DTYPES[dtype]
@@ -37,15 +39,19 @@ def int_format_of(function: str, dtype: torch.dtype) -> str:
 
 @dataclass(frozen=True, slots=True)
 class IntxWeightOnlyConfig(FormatConfig):
-    """Store the weight as integers of 2 to 8 bits; activations stay float.
+    """Configuration of integer weights of 2 to 8 bits with float activations.
 
     Args:
         weight_dtype: torch.int2 to torch.int8.
-        granularity: ``PerAxis(0)``, one scale per output channel, or ``PerGroup(n)``.
+        granularity: ``PerAxis(0)`` for one scale per output channel, or ``PerGroup(n)``.
         mapping_type: symmetric or asymmetric weights.
-        scale: "search" takes the scale and zero point of each group with the least error, "absmax" those of its range,
-            as torchao does. None is search up to 4 bits, but absmax for ``SYMMETRIC_NO_CLIPPING_ERR``.
-        algorithm: the search for codes: ``lowbit.GPTQ()``, ``lowbit.HQQ()``, or None for each weight's nearest one.
+        scale: "search" chooses the scale and zero point of each group with the smallest error; "absmax" computes them
+            from the group's range, as torchao does. None is "search" for up to 4 bits, and "absmax" for more bits and
+            for ``SYMMETRIC_NO_CLIPPING_ERR``.
+        algorithm: how codes are chosen: ``lowbit.GPTQ()``, ``lowbit.HQQ()``, or None for the nearest code.
+
+    Raises:
+        ValueError: an argument is outside its accepted values; the message names it.
     """
 
     weight_dtype: torch.dtype = torch.int8
@@ -71,7 +77,15 @@ def intx_weight_only(
     scale: str | None = None,
     algorithm: Algorithm | None = None,
 ) -> IntxWeightOnlyConfig:
-    """Return the configuration of weights of 2 to 8 bits in groups along k, or per output channel.
+    """Return the configuration of integer weights of 2 to 8 bits with float activations.
+
+    Args:
+        weight_dtype: torch.int2 to torch.int8.
+        group_size: 32, 64, 128, 256, or None for one scale per output channel.
+        mapping_type, scale, algorithm: the same as for `IntxWeightOnlyConfig`.
+
+    Raises:
+        ValueError: an argument is outside its accepted values; the message names it.
 
     Example:
         >>> lowbit.quantize_(model, lowbit.intx_weight_only(torch.int3, group_size=64))
@@ -84,15 +98,18 @@ def intx_weight_only(
 
 @dataclass(frozen=True, slots=True)
 class Int8DynamicActivationIntxWeightConfig(FormatConfig):
-    """Store the weight as integers of 2 to 8 bits and multiply it with activations that are rounded to int8 on the fly.
+    """Configuration of integer weights of 2 to 8 bits with activations that are rounded to int8 on the fly.
 
     Args:
         weight_dtype: torch.int2 to torch.int8.
-        weight_granularity: ``PerGroup(n)``, or ``PerAxis(0)``, one scale per output channel.
+        weight_granularity: ``PerGroup(n)``, or ``PerAxis(0)`` for one scale per output channel.
         weight_mapping_type: symmetric or asymmetric weights.
-        act_mapping_type: symmetric or asymmetric activations. Symmetric is the default here (torchao's: asymmetric),
-            with a scale per row and group; asymmetric ones have a scale and an offset per row.
+        act_mapping_type: symmetric activations have one scale per row and group, asymmetric ones one scale and one zero
+            point per row. The default is symmetric (torchao: asymmetric).
         scale, algorithm: the same as for `IntxWeightOnlyConfig`.
+
+    Raises:
+        ValueError: an argument is outside its accepted values; the message names it.
     """
 
     weight_dtype: torch.dtype = torch.int8
@@ -123,7 +140,16 @@ def int8_dynamic_activation_intx_weight(
     scale: str | None = None,
     algorithm: Algorithm | None = None,
 ) -> Int8DynamicActivationIntxWeightConfig:
-    """Return the configuration of weights of 2 to 8 bits with int8 activations.
+    """Return the configuration of integer weights of 2 to 8 bits with int8 activations.
+
+    Args:
+        weight_dtype: torch.int2 to torch.int8.
+        group_size: 32, 64, 128, 256, or None for one scale per output channel.
+        mapping_type, act_mapping_type: symmetric or asymmetric weights and activations.
+        scale, algorithm: the same as for `IntxWeightOnlyConfig`.
+
+    Raises:
+        ValueError: an argument is outside its accepted values; the message names it.
 
     Example:
         >>> lowbit.quantize_(model, lowbit.int8_dynamic_activation_intx_weight(torch.int6, group_size=64))

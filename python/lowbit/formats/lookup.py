@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights of 4 bits whose codes are looked up, weight-only: w = scale * level[code]. nf4 has 16 quantiles of the normal
-distribution, fp4 a sign and three bits of float; both are bitsandbytes', whose weights `from_bitsandbytes` takes."""
+"""Weight-only lookup formats of 4 bits: w = scale * level[code].
+
+The levels of nf4 are 16 quantiles of the normal distribution; those of fp4 are floats of one sign bit and three more
+bits. Both formats are bitsandbytes' own, and `from_bitsandbytes` converts its weights.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from lowbit.formats.spec import LinearSpec
 
 @dataclass(frozen=True, slots=True)
 class LookupConfig(FormatConfig):
-    """Base of the configurations of lookup formats.
+    """Base class of the configurations of lookup formats.
 
     Args:
         group_size: 32, 64, 128, 256, or None for one scale per output channel.
@@ -29,10 +32,13 @@ class LookupConfig(FormatConfig):
 
 
 class NF4WeightOnlyConfig(LookupConfig):
-    """Store the weight as nf4 (QLoRA); activations stay float.
+    """Configuration of nf4 weights with float activations (QLoRA: Dettmers et al., arXiv 2305.14314).
+
+    Args:
+        group_size: 32, 64, 128, 256, or None for one scale per output channel.
 
     Raises:
-        ValueError: an argument has none of the values that it may have; names it.
+        ValueError: an argument is outside its accepted values; the message names it.
 
     Example:
         >>> lowbit.quantize_(model, lowbit.nf4_weight_only(group_size=64))
@@ -43,7 +49,16 @@ class NF4WeightOnlyConfig(LookupConfig):
 
 
 class FP4WeightOnlyConfig(LookupConfig):
-    """Store the weight as bitsandbytes' fp4; activations stay float. nf4 is nearer to normal weights."""
+    """Configuration of bitsandbytes' fp4 weights with float activations.
+
+    For normally distributed weights nf4 has the smaller error.
+
+    Args:
+        group_size: 32, 64, 128, 256, or None for one scale per output channel.
+
+    Raises:
+        ValueError: an argument is outside its accepted values; the message names it.
+    """
 
     __slots__ = ()
     function, format = "fp4_weight_only", "fp4"

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""int8 weights of which two of each four neighbours along k are 0 (2:4): with float activations, and with int8 ones.
+"""int8 weights with 2:4 sparsity (two of every four consecutive weights along k are 0), with float or int8 activations.
 
-Panels hold the two codes that are kept and their positions, 5 bits per weight.
+A panel holds the two nonzero codes of every four weights and their positions: 5 bits per weight.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ FORMAT = "int8_semi_sparse"
 
 
 def fullest_four(matrix: Tensor, zero: int = 0) -> tuple[int, int, int] | None:
-    """Return (row, first of four columns, how many are not ``zero``) of the fullest four of ``[n, k]``, or None where
-    the matrix is 2:4."""
+    """Return (row, first column, count) of the four columns of ``[n, k]`` with the max count of values other than
+    ``zero``, or None if the matrix is 2:4."""
     counts = (matrix.unflatten(1, (-1, 4)) != zero).sum(2)
     if not counts.numel() or int(counts.max()) <= 2:
         return None
@@ -30,19 +30,20 @@ def fullest_four(matrix: Tensor, zero: int = 0) -> tuple[int, int, int] | None:
 
 @dataclass(frozen=True, slots=True)
 class SemiSparseWeightConfig(FormatConfig):
-    """Store two of each four neighbouring weights, the larger ones, as int8; activations stay float.
+    """Configuration of 2:4 sparse int8 weights with float activations: the two larger of every four weights are stored.
 
-    torchao's of this name keeps the dtype of the weight; kept weights are int8 here.
+    In torchao's configuration of the same name the stored weights keep their dtype; here they are int8.
 
     Args:
         group_size: 32, 64, 128, 256, or None for one scale per output channel.
-        scale: "absmax" takes the scale of each group's range, "search" the one with the least error; None is absmax.
-        pruned: the weights are 2:4 already, and one that is not is an error. False: the smaller two of each four
-            become 0.
+        scale: "absmax" computes each scale from its group's range, "search" chooses the one with the smallest error;
+            None is "absmax".
+        pruned: whether the weights are 2:4 already; then a weight that is not raises an error. Otherwise the smaller
+            two of every four weights are set to 0.
 
     Raises:
-        TypeError: pruned is no bool.
-        ValueError: an argument has none of the values that it may have; names it.
+        TypeError: pruned is not a bool.
+        ValueError: an argument is outside its accepted values; the message names it.
 
     Example:
         >>> lowbit.sparsify_(model, lowbit.semi_sparse_weight())
@@ -54,7 +55,7 @@ class SemiSparseWeightConfig(FormatConfig):
     pruned: bool = False
     function: ClassVar[str] = "semi_sparse_weight"
     x_format: ClassVar[tuple[str, str]] = ("float", "float")
-    """How activations enter, of weights without groups and with them."""
+    """The x_format of weights without groups, and of weights with groups."""
 
     def spec(self, dtype: torch.dtype) -> LinearSpec:
         if not isinstance(self.pruned, bool):
@@ -79,18 +80,19 @@ semi_sparse_weight = SemiSparseWeightConfig
 
 @dataclass(frozen=True, slots=True)
 class Int8DynamicActivationInt8SemiSparseWeightConfig(SemiSparseWeightConfig):
-    """Store two of each four neighbouring weights, the larger ones, as int8, and multiply them with activations that
-    are rounded to int8 on the fly.
+    """Configuration of 2:4 sparse int8 weights with activations that are rounded to int8 on the fly: the two larger of
+    every four weights are stored.
 
     Args:
         group_size: 32, 64, 128, 256, or None for one scale per output channel.
-        scale: "absmax" takes the scale of each group's range, "search" the one with the least error; None is absmax.
-        pruned: the weights are 2:4 already, and one that is not is an error. False: the smaller two of each four
-            become 0.
+        scale: "absmax" computes each scale from its group's range, "search" chooses the one with the smallest error;
+            None is "absmax".
+        pruned: whether the weights are 2:4 already; then a weight that is not raises an error. Otherwise the smaller
+            two of every four weights are set to 0.
 
     Raises:
-        TypeError: pruned is no bool.
-        ValueError: an argument has none of the values that it may have; names it.
+        TypeError: pruned is not a bool.
+        ValueError: an argument is outside its accepted values; the message names it.
 
     Example:
         >>> lowbit.quantize_(model, lowbit.int8_dynamic_activation_int8_semi_sparse_weight())

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The description of one quantized linear layer, in words and in the numbers that the ops take.
+"""The description of a quantized linear layer: by names, and by the numbers that the ops take.
 
-A spec is the common result of every configuration: quantize_, QuantLinear and the report know nothing else
-about a format.
+Every configuration produces a spec. It is all that quantize_, QuantLinear and the report know about a format.
 """
 
 from __future__ import annotations
@@ -15,8 +14,9 @@ from lowbit.formats.algorithms import Algorithm
 from lowbit.ops.linear import LinearArgs
 
 LAYOUT_FIELDS = ("version", "format", "n", "k", "group_size", "asymmetric", "x_format", "layout", "experts")
-"""The numbers beside a packed weight in a state dict. Version 1 ends before ``layout``, which was x86-panel-16x64;
-version 2, of one matrix, before ``experts``, which is the number of matrices of version 3."""
+"""Names of the numbers that are stored next to a packed weight in a state dict. Version 1 ends before ``layout``, which
+was always x86-panel-16x64. Version 2 ends before ``experts`` and describes one matrix. Version 3 describes ``experts``
+matrices."""
 LAYOUT_VERSION = 3
 _FIELDS_OF = {1: 7, 2: 8, LAYOUT_VERSION: 9}
 _X_FORMAT_TEXT = {
@@ -30,19 +30,20 @@ _X_FORMAT_TEXT = {
 
 @dataclass(frozen=True, slots=True)
 class LinearSpec:
-    """Describe how the weight of a linear layer is stored and how its activations are taken.
+    """How the weight of a linear layer is stored, and how its activations are rounded.
 
     Args:
         format: a name in ``_C.FORMATS``.
-        group_size: weights along k that share a scale; 0 is one scale per output channel.
+        group_size: number of weights along k that share a scale; 0 is one scale per output channel.
         asymmetric: whether groups have a zero point.
-        x_format: a name in ``_C.X_FORMATS``.
-        mapping: the rule that makes a scale of a group's range, a name in ``_C.MAPPINGS``.
-        scale: "absmax" takes that scale, "search" the one with the least error (``_C.SCALE_CHOICES``). None is search
-            for integer formats of 4 bits or fewer, but for mapping "symmetric_no_clipping_err", which search may clip.
-        algorithm: the search for codes; None: each weight's nearest one.
+        x_format: the rounding of activations, a name in ``_C.X_FORMATS``.
+        mapping: the rule that computes a scale from a group's range, a name in ``_C.MAPPINGS``.
+        scale: a name in ``_C.SCALE_CHOICES``: "absmax" uses that scale, "search" the one with the smallest error. None
+            is "search" for integer formats of up to 4 bits, unless the mapping is "symmetric_no_clipping_err", since a
+            searched scale may clip; otherwise it is "absmax".
+        algorithm: how codes are chosen; None is the nearest code.
 
-    The last three are used once, when the weight is packed.
+    The last three are used only when the weight is packed.
     """
 
     format: str
@@ -65,12 +66,12 @@ class LinearSpec:
 
     @property
     def takes_absmax(self) -> bool:
-        """Whether scales are those of the groups' ranges, and codes the nearest ones."""
+        """Whether scales follow from the groups' ranges and codes are the nearest ones."""
         return self.scale == "absmax" and self.algorithm is None
 
     @property
     def name(self) -> str:
-        """Short name, such as ``int4 g32 int8-activations``."""
+        """A short name, such as ``int4 g32 int8-activations``."""
         if self.is_float:
             return self.format
         words = [self.format, f"g{self.group_size}" if self.group_size else "per-channel"]
@@ -79,39 +80,45 @@ class LinearSpec:
         return " ".join(words)
 
     def op_args(self, n: int, k: int) -> LinearArgs:
-        """Arguments that follow ``x, weight`` in ``torch.ops.lowbit.linear``."""
+        """Return the arguments that follow ``x, weight`` in ``torch.ops.lowbit.linear``."""
         return *self.weight_args(n, k), _C.X_FORMATS[self.x_format]
 
     def weight_args(self, n: int, k: int) -> tuple[int, int, int, int, bool]:
-        """Arguments that follow ``weight`` in ``torch.ops.lowbit.dequantize``."""
+        """Return the arguments that follow ``weight`` in ``torch.ops.lowbit.dequantize``."""
         return n, k, _C.FORMATS[self.format], self.group_size, self.asymmetric
 
     @property
     def fake_quantize_args(self) -> tuple[int, int, int]:
-        """The numbers of the format that ``torch.ops.lowbit.fake_quantize`` takes behind ``weight``."""
+        """The arguments that follow ``weight`` in ``torch.ops.lowbit.fake_quantize``."""
         return _C.FORMATS[self.format], self.group_size, _C.MAPPINGS[self.mapping]
 
     def groups(self, k: int) -> int:
         return -(-k // self.group_size) if self.group_size else 1
 
     def shape(self, n: int, k: int, layout: str = _C.LAYOUT) -> tuple[int, int]:
-        """Shape of the packed uint8 weight; in the layout of the kernels ``[panels, panel_bytes]``."""
+        """Return the shape of the packed uint8 weight; in the layout of the kernels, ``[panels, panel_bytes]``."""
         return _C.packed_shape(_C.LAYOUTS[layout], *self.weight_args(n, k))
 
     def bytes(self, n: int, k: int) -> int:
-        """Bytes of the packed weight."""
+        """Return the size of the packed weight in bytes."""
         panels, panel_bytes = self.shape(n, k)
         return panels * panel_bytes
 
     def layout(self, n: int, k: int, layout: str = _C.LAYOUT) -> tuple[int, ...]:
-        """The numbers, named by ``LAYOUT_FIELDS``, that travel with a packed matrix in a state dict."""
+        """Return the numbers, named by ``LAYOUT_FIELDS``, that describe a packed matrix in a state dict."""
         return StoredWeight(self, n, k, layout).numbers
 
 
 @dataclass(frozen=True, slots=True)
 class StoredWeight:
-    """A packed weight: its spec (of one that was read without the choice of scales), n, k, layout, and the number of
-    matrices; None: it is one matrix ``[n, k]``."""
+    """The format, size and layout of a packed weight.
+
+    Args:
+        spec: how the weight is stored. If it was read from a state dict, how scales and codes were chosen is unknown.
+        n, k: rows and columns of the matrix.
+        layout: a name in ``_C.LAYOUTS``.
+        experts: number of matrices in a weight of several matrices ``[n, k]``; None for a single matrix.
+    """
 
     spec: LinearSpec
     n: int
@@ -121,10 +128,10 @@ class StoredWeight:
 
     @classmethod
     def read(cls, numbers: Sequence[int]) -> StoredWeight:
-        """Read the numbers of `numbers`, also those of versions 1 and 2.
+        """Return the description that `numbers` was computed from; versions 1 and 2 are read too.
 
         Raises:
-            ValueError: there is no such version, layout or format here; names it.
+            ValueError: the version, the layout or the format is unknown; the message names it.
         """
         version = numbers[0] if numbers else 0
         if numbers and version not in _FIELDS_OF:
@@ -143,26 +150,25 @@ class StoredWeight:
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """The numbers beside it in a state dict, named by ``LAYOUT_FIELDS``."""
+        """The numbers that are stored next to the weight in a state dict, named by ``LAYOUT_FIELDS``."""
         n, k, format, group_size, asymmetric, x_format = self.spec.op_args(self.n, self.k)
         described = format, n, k, group_size, int(asymmetric), x_format, _C.LAYOUTS[self.layout]
         if self.experts is None:
-            return 2, *described  # the smaller version, which packages before 3 read
+            return 2, *described  # for releases of lowbit that cannot read version 3
         return LAYOUT_VERSION, *described, self.experts
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the packed uint8 weight: ``[panels, panel_bytes]``, of several matrices with their number
-        before it."""
+        """The shape of the packed uint8 weight: ``[panels, panel_bytes]``, or ``[experts, panels, panel_bytes]``."""
         front = () if self.experts is None else (self.experts,)
         return *front, *self.spec.shape(self.n, self.k, self.layout)
 
     def in_layout(self, layout: str) -> StoredWeight:
-        """The same weight in another layout."""
+        """Return the description of the same weight in another layout."""
         return replace(self, layout=layout)
 
     def is_as(self, other: StoredWeight) -> bool:
-        """Whether both hold the same, in any layouts; how scales were chosen does not count."""
+        """Return whether format and size are equal. Layouts may differ, and so may the way scales were chosen."""
         mine, theirs = (stored.spec.op_args(stored.n, stored.k) for stored in (self, other))
         return mine == theirs and self.experts == other.experts
 
@@ -172,5 +178,5 @@ class StoredWeight:
 
 
 def size_text(n: int, k: int, experts: int | None) -> str:
-    """The size of a weight, as errors tell it."""
+    """Return the size of a weight as text for error messages."""
     return f"{experts} matrices of n={n} k={k}" if experts is not None else f"n={n} k={k}"

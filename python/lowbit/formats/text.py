@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Configurations from text: the inverse of ``str(config)``, for command lines, JSON files and checkpoints.
 
-Nothing is evaluated: a call of a known name with literals, and the few names that a configuration's fields hold.
+The text is parsed, not evaluated. It must be a call of a known name; its arguments are literals, or one of the few
+names that fields of a configuration may have.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from lowbit.formats.algorithms import GPTQ, HQQ
 from lowbit.formats.base import GROUP_SIZES, FormatConfig, MappingType, PerAxis, PerGroup, PerRow, PerToken
 from lowbit.formats.float import FLOAT_FORMATS
 from lowbit.formats.intx import INT_DTYPES
+from lowbit.formats.nearest import nearest
 from lowbit.formats.spec import LinearSpec
 from lowbit.formats.torchao import from_torchao
 
@@ -35,21 +37,21 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "granularity": (PerRow(), *((PerRow(), PerGroup(size)) for size in GROUP_SIZES)),
     "scale": (None, "search", "absmax"),
 }
-"""Values of the arguments that a spec depends on."""
+"""The values to try for each argument that a spec depends on."""
 
 
 def config_of(config: Any) -> FormatConfig:
-    """Return the configuration that ``config`` stands for.
+    """Return the configuration that ``config`` describes.
 
     Args:
-        config: a configuration (also torchao's own); the text of the call that makes one, such as
+        config: a configuration of lowbit or torchao; the text of a call that creates one, such as
             ``"int4_weight_only(group_size=32)"`` or just ``"int4_weight_only"``; a dict with the name of the function
             as ``"format"`` and its arguments, ``{"format": "int4_weight_only", "group_size": 32}``; or a LinearSpec, or
             a dict of all of its fields.
 
     Raises:
-        TypeError: it is none of these.
-        ValueError: the text is no such call, or an argument is refused by the configuration.
+        TypeError: ``config`` is none of these.
+        ValueError: the text is not such a call, or the configuration rejects an argument.
 
     Example:
         >>> config_of("int4_weight_only(group_size=32)") == lowbit.int4_weight_only(32)
@@ -86,7 +88,7 @@ def _from_call(text: str) -> FormatConfig:
         node, args, keywords = node.func, node.args, node.keywords
     name = ast.unparse(node).removeprefix("lowbit.")
     if any(keyword.arg is None for keyword in keywords):
-        raise ValueError(f"config: {text!r} must name its arguments")
+        raise ValueError(f"config: {text!r} must write out its arguments, got ** of a dict")
     return _make(name, [_value(arg) for arg in args], {word.arg: _value(word.value) for word in keywords}, text)
 
 
@@ -94,14 +96,14 @@ def _expression(text: str) -> ast.AST:
     try:
         return ast.parse(text.strip(), mode="eval").body
     except SyntaxError:
-        raise ValueError(f"config: {text!r} is no call such as int4_weight_only(group_size=32)") from None
+        raise ValueError(f"config must be a call such as int4_weight_only(group_size=32), got {text!r}") from None
 
 
 def _make(name: str, args: list[Any], keywords: dict[str, Any], text: str) -> FormatConfig:
-    """Call the class where its fields have the names that are given, else the function of the same name."""
+    """Call the class if it has a field for every given argument, otherwise the function of the same name."""
     cls = _makers().get(name)
     if cls is None:
-        raise ValueError(f"config: {text!r} must begin with one of {', '.join(_makers())}")
+        raise ValueError(f"config: {text!r} must begin with one of {', '.join(_makers())}{nearest(name, _makers())}")
     maker: Callable[..., FormatConfig] = cls
     known = {field.name for field in fields(cls)}  # type: ignore[arg-type]
     if name == cls.function and (args or not keywords.keys() <= known):
@@ -109,12 +111,14 @@ def _make(name: str, args: list[Any], keywords: dict[str, Any], text: str) -> Fo
     try:
         inspect.signature(maker).bind(*args, **keywords)
     except TypeError as error:
-        raise ValueError(f"config: {text!r}: {name}: {error}") from None
+        known = inspect.signature(maker).parameters
+        near = "".join(nearest(word, known) for word in keywords if word not in known)
+        raise ValueError(f"config: {text!r}: {name}: {error}{near}") from None
     return maker(*args, **keywords)
 
 
 def _config_with(spec: LinearSpec) -> FormatConfig:
-    """The configuration whose spec, for every dtype of a weight, is this one."""
+    """Return the configuration that produces this spec for every weight dtype."""
     choices = {**_CHOICES, "algorithm": dict.fromkeys((None, spec.algorithm))}
     for cls in FORMATS:
         for maker in (getattr(sys.modules[cls.__module__], cls.function), cls):
@@ -122,7 +126,7 @@ def _config_with(spec: LinearSpec) -> FormatConfig:
             for values in itertools.product(*(choices[name] for name in names)):
                 try:
                     config = maker(**dict(zip(names, values, strict=True)))
-                except ValueError:  # not all go together
+                except ValueError:  # not every combination is valid
                     continue
                 if config.spec(torch.float32) == spec:
                     return config
@@ -151,7 +155,7 @@ def _value(node: ast.AST) -> Any:
 
 
 def _parsed(value: Any) -> Any:
-    """A value of a dict, which may hold a name as text, as JSON does; a plain string stays one."""
+    """Return a value of a dict. JSON holds names such as ``torch.int4`` as text; any other string stays a string."""
     names = ("MappingType", "torch", *_OBJECTS)
     if isinstance(value, str) and value.partition("(")[0].partition(".")[0] in names:
         return _value(_expression(value))

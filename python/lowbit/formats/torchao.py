@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""torchao's own configuration objects, turned into lowbit's; and replacements of names that lowbit does not have."""
+"""Conversion of torchao's configuration objects into lowbit's, and replacements for names that lowbit does not have."""
 
 from __future__ import annotations
 
@@ -32,6 +32,10 @@ _BY_NAME = "quantize_ once per format, each with a filter_fn(module, name)"
 _PRIMITIVE = "QuantLinear.pack() and .unpack(), which take and give plain codes, scales and zero points"
 _TENSOR = "QuantLinear, a module: the packed weight is a plain uint8 tensor"
 
+_OPTIMIZERS = (
+    "AdamW8bit", "AdamW4bit", "AdamWFp8", "Adam8bit", "Adam4bit", "AdamFp8", "Lion8bit", "SGD8bit", "CPUOffloadOptimizer",
+)  # fmt: skip
+
 INSTEAD = {
     "AOPerModuleConfig": _BY_NAME,
     "FqnToConfig": _BY_NAME,
@@ -63,7 +67,6 @@ INSTEAD = {
     "apply_fake_sparsity": "sparsify_(model, semi_sparse_weight())",
     "swap_linear_with_semi_sparse_linear": "lowbit.training.swap_linear_with_semi_sparse_linear",
     "swap_semi_sparse_linear_with_linear": "lowbit.training.swap_semi_sparse_linear_with_linear",
-    "CPUOffloadOptimizer": "lowbit.optim.AdamW8bit, whose state is an eighth of Adam's; offloading is not here",
     "PerBlock": "PerGroup(n): one scale per n neighbours along k",
     "PerTensor": "PerRow(): one scale for a whole tensor is less precise and no faster",
     "QATConfig": "lowbit.training.QATConfig",
@@ -97,26 +100,24 @@ INSTEAD = {
     "swap_conv2d_1x1_to_linear": "torch.nn.Linear in the model's own code: convolutions stay float",
     "to_nf4": "quantize_(model, nf4_weight_only())",
     "uintx_weight_only": f"{_INTX}, asymmetric by mapping_type",
-} | {
-    name: f"lowbit.optim.{name}"
-    for name in ("AdamW8bit", "AdamW4bit", "AdamWFp8", "Adam8bit", "Adam4bit", "AdamFp8", "Lion8bit", "SGD8bit")
-}
-"""The replacement here of a name of torchao or bitsandbytes."""
+} | {name: f"lowbit.optim.{name}" for name in _OPTIMIZERS}
+"""What to use in lowbit instead of a name of torchao or bitsandbytes."""
 
 
 def missing(module: str, name: str) -> AttributeError:
-    """Return the error of a name that a module of ours lacks; it names the replacement of a name of torchao."""
+    """Return the error for a name that a module of lowbit lacks; for a name of torchao, it suggests the replacement."""
     instead = f"; use {INSTEAD[name]}" if name in INSTEAD else ""
     return AttributeError(f"module {module!r} has no attribute {name!r}{instead}")
 
 
 def from_torchao(config: Any) -> Any:
-    """Return our configuration for an object of torchao's, and anything else as it is. Scales are torchao's: those of
-    the range of each group.
+    """Convert a configuration of torchao into lowbit's; return anything else unchanged.
+
+    Scales follow from the range of each group, as in torchao.
 
     Raises:
-        TypeError: torchao's object asks for something that is not here; names a replacement.
-        ValueError: one of its fields cannot be honoured.
+        TypeError: lowbit has no such configuration; the message names a replacement.
+        ValueError: a field has a value that lowbit does not support.
     """
     if isinstance(config, type) or not is_dataclass(config) or not type(config).__module__.startswith("torchao."):
         return config

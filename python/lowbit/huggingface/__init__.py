@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""lowbit inside transformers, peft, TRL, accelerate and Liger: LowbitConfig, its quantizer, files and chat."""
+"""lowbit in transformers, peft, TRL, accelerate and Liger: LowbitConfig and its quantizer, checkpoints, and chat."""

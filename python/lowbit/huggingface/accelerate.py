@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""accelerate: packed layers are not converted to layers of bitsandbytes or Transformer Engine."""
+"""accelerate: refuse conversions of packed layers to layers of bitsandbytes or Transformer Engine."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The entry ``quantization_config`` of a model of transformers whose layers lowbit packed after it was made.
+"""The entry ``quantization_config`` of a transformers model whose layers lowbit packed after the model was created.
 
-`note_formats` is told of every model whose layers have changed (quant/changing_layers.py), and writes into its config
-what ``from_pretrained`` with a `LowbitConfig` would have left there. It reads the layers, not the call, so the entry
-covers all calls so far. ``save_pretrained`` writes it into config.json, which tells ``from_pretrained`` that the
+`note_formats` is called for every model whose layers have changed (quant/changing_layers.py), and writes to its config
+what ``from_pretrained`` with a `LowbitConfig` would have written. It looks at the layers, not at the call, so the entry
+covers all calls so far. ``save_pretrained`` writes the entry to config.json, which tells ``from_pretrained`` that the
 weights are packed.
 """
 
@@ -16,12 +16,12 @@ from collections.abc import Iterator
 from typing import Any
 from weakref import WeakValueDictionary
 
+import torch
 from torch import nn
 from transformers import PreTrainedConfig, core_model_loading
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter
 from transformers.modeling_utils import PreTrainedModel
-from transformers.quantizers import HfQuantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
 
 from lowbit.checkpoints.tied_modules import tied_modules
@@ -33,22 +33,22 @@ from lowbit.quant.block_sparse import BlockSparseLinear
 from lowbit.quant.kinds import is_packed, is_packed_by_default, weights_of
 from lowbit.quant.output_head import INT8, head_config, head_layers
 from lowbit.quant.read_weights import weights_that_are_read
-from lowbit.quant.select import adapters_in, reason_to_skip
+from lowbit.quant.select import adapters_in, gates_of_experts, reason_of_size, reason_to_skip
 
 _PREFIX_CHANGE = getattr(core_model_loading, "PrefixChange", ())  # not in the first versions of transformers 5
 _owners: WeakValueDictionary[int, PreTrainedModel] = WeakValueDictionary()
-"""By the id of a config the largest model seen that has it: a model and its base model share one config."""
+"""The largest model seen with each config, by the id of the config. A model and its base model share one config."""
 
 
 def note_formats(model: nn.Module) -> None:
-    """Write the entry into the config of every model of transformers in ``model``, or take it out where no layer is
-    packed any more.
+    """Write the entry into the config of every transformers model in ``model``, or remove it if no layer is packed any
+    more.
 
-    ``model`` may be a part of such a model: then its modules lead to the config. Where the whole was never seen, the
-    entry has the format that most layers of the part have.
+    ``model`` may be a part of a transformers model, whose config is then found through its modules. If the whole model
+    was never seen, the entry has the most common format of the part's layers.
     """
     noted: set[int] = set()
-    for module in model.modules():  # the outer before the inner
+    for module in model.modules():  # outer modules before inner ones
         if _is_whole(module) and id(module.config) not in noted:
             noted.add(id(module.config))
             _note(_owner(module))
@@ -60,12 +60,13 @@ def note_formats(model: nn.Module) -> None:
 
 
 def _is_whole(module: nn.Module) -> bool:
-    """Whether this is a model of transformers; one whose ``post_init`` was not called cannot be loaded there."""
+    """Whether this is a transformers model that ``from_pretrained`` can load, which requires a call of
+    ``post_init``."""
     return isinstance(module, PreTrainedModel) and hasattr(module, "all_tied_weights_keys")
 
 
 def _owner(model: PreTrainedModel) -> PreTrainedModel:
-    """The model whose config this one's is: itself, or the one around it where that was seen."""
+    """Return the model that owns this model's config: a model around it, if one was seen, or the model itself."""
     known = _known_owner(model.config)
     if known is not None and any(module is model for module in known.modules()):
         return known
@@ -78,8 +79,11 @@ def _known_owner(config: PreTrainedConfig) -> PreTrainedModel | None:
 
 
 def _own_config(model: PreTrainedModel) -> None:
-    """Give the model a copy of its config, unless the config is known as its own: another model may have been made of
-    the same object, and would be saved as packed. A base model keeps it, as the model around it has the same one."""
+    """Give the model its own copy of its config, unless the config is already known to be its own.
+
+    Another model may have been created from the same object, and would be saved as packed. A base model keeps the
+    config, because the model around it shares it.
+    """
     known = _known_owner(model.config)
     inside = known is not None and any(module is known for module in model.modules())
     if not inside and (model.base_model is not model or known is not None):
@@ -97,7 +101,7 @@ def _note(model: PreTrainedModel) -> None:
     if isinstance(old, dict) and old.get("quant_method") == METHOD:  # read from a config.json
         old = LowbitConfig.from_dict(old)
     if not isinstance(old, LowbitConfig | None):
-        return  # another method, whose layers are beside ours
+        return  # another method; lowbit's layers are in addition to its own
     entry = entry_of(model, old)
     quantizer = getattr(model, "hf_quantizer", None)
     quantizer = quantizer if isinstance(getattr(quantizer, "quantization_config", None), LowbitConfig) else None
@@ -124,13 +128,14 @@ def _note_part(part: nn.Module, config: PreTrainedConfig) -> None:
 
 
 def entry_of(model: PreTrainedModel, old: LowbitConfig | None = None) -> LowbitConfig | None:
-    """Return the `LowbitConfig` that packs a float model as this one is packed, or None where no layer is.
+    """Return the `LowbitConfig` that would pack a float model as this one is packed, or None if no layer is packed.
 
-    The codes of a layer are there, so how they were found (GPTQ, HQQ) is left out. Formats that no configuration makes
-    are "stored".
+    The layers have their codes, so the entry does not say how they were computed (GPTQ, HQQ). Formats without a
+    configuration become "stored".
 
     Args:
-        old: the entry that the model has: whether it is fused stays, and "gguf", whose file has the formats.
+        model: the model.
+        old: the present entry of the model. Its ``fuse`` is kept, and so is "gguf", because the file has the formats.
     """
     layers = dict(_packed(model))
     if not layers:
@@ -145,24 +150,29 @@ def entry_of(model: PreTrainedModel, old: LowbitConfig | None = None) -> LowbitC
     fuse = old is not None and old.fuse
     if config is None:
         return LowbitConfig(plan=formats, fuse=fuse)
-    keep = HfQuantizer.get_modules_to_not_convert(model, None, model._keep_in_fp32_modules)
+    keep = list(model._keep_in_fp32_modules or ())
     plan: dict[str, FormatConfig | str | None] = {}
-    head = None
+    head, gates = None, gates_of_experts(model)
     for name, module in layers.items():
         if id(module) in heads:
             head = formats[name] if is_packed_by_default(module) else head
-        elif not is_packed_by_default(module) or formats[name] != config or not should_convert_module(name, keep):
+        elif (
+            not is_packed_by_default(module)
+            or formats[name] != config
+            or not should_convert_module(name, keep)
+            or _is_small(module, config, model.dtype, gates)
+        ):
             plan[name] = formats[name]
-    plan |= dict.fromkeys(name for name in _left_float(model) if should_convert_module(name, keep))
+    plan |= dict.fromkeys(name for name in _left_float(model, config) if should_convert_module(name, keep))
     by_default = None if config == STORED else head_config("LowbitConfig", INT8, config)
-    return LowbitConfig(config, plan=plan, head=INT8 if head == by_default or not heads else head, fuse=fuse)
+    return LowbitConfig(config, plan=plan, head=INT8 if head in (None, by_default) else head, fuse=fuse)
 
 
 def _save_packed_by_their_names(model: PreTrainedModel) -> None:
-    """Let ``save_pretrained`` leave packed weights apart that it would join (transformers splits some while it loads):
-    bytes of several layers are none of one."""
+    """Make ``save_pretrained`` store packed weights separately, even where it would merge them (transformers splits
+    some while it loads). The packed bytes of several layers cannot be joined into those of one."""
     conversions = getattr(model, "_weight_conversions", None)
-    if conversions is None:  # save_pretrained would find these
+    if conversions is None:  # otherwise save_pretrained computes the same ones
         conversions = get_model_conversion_mapping(model, add_legacy=False)
         conversions = [item for item in conversions if not isinstance(item, _PREFIX_CHANGE)]
     names = [f"{name}.{weight.key}" for name, module in _packed(model) for weight in weights_of(module)]
@@ -177,20 +187,29 @@ def _makes(converter: WeightConverter, names: list[str]) -> bool:
 
 
 def _packed(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The layers that hold packed weights, by the names that they have without adapters."""
+    """Yield the packed layers, by their names without adapters."""
     adapters = adapters_in(model)
     for name, module in model.named_modules():
         if _is_ours(module) and id(module) not in adapters:
             yield name.replace(".base_layer", "").replace(".original_module", ""), module
 
 
-def _left_float(model: PreTrainedModel) -> Iterator[str]:
-    """The names of the linear layers that `LowbitConfig` would pack, and which are float here."""
+def _is_small(module: nn.Module, config: FormatConfig | str, dtype: torch.dtype, gates: set[int]) -> bool:
+    """Return whether a layer is so small that `LowbitConfig` would leave it float."""
+    if id(module) in gates or not isinstance(config, FormatConfig):
+        return False
+    return bool(reason_of_size(module, config, dtype))
+
+
+def _left_float(model: PreTrainedModel, config: FormatConfig | str) -> Iterator[str]:
+    """Yield the names of the linear layers that `LowbitConfig` would pack, but that are float here."""
     adapters, read, tied = adapters_in(model), weights_that_are_read(model), tied_modules(model)
-    heads = {id(module) for module in head_layers(model)}
+    heads, gates = {id(module) for module in head_layers(model)}, gates_of_experts(model)
     for name, module in model.named_modules():
-        ours = _is_ours(module) or id(module) in adapters | heads | read.keys() or name in tied
-        if is_packed_by_default(module) and not ours and not reason_to_skip(module):
+        ours = _is_ours(module) or id(module) in adapters | read.keys() or (name in tied and id(module) not in heads)
+        if not is_packed_by_default(module) or ours or reason_to_skip(module):
+            continue
+        if not _is_small(module, config, model.dtype, gates):
             yield name.replace(".base_layer", "")
 
 
@@ -200,7 +219,7 @@ def _is_ours(module: nn.Module) -> bool:
 
 @functools.cache
 def _config_of(spec: LinearSpec | None) -> FormatConfig | str:
-    """The configuration that makes this format; "stored" where there is none. Block-sparse layers have no spec."""
+    """Return the configuration for this format, or "stored" if there is none. Block-sparse layers have no spec."""
     try:
         return STORED if spec is None else config_of(spec)
     except ValueError:

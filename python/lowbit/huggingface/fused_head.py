@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fused losses of other packages, which multiply hidden states by slices of ``lm_head.weight``, over a packed head.
+"""Fused losses of other packages, which multiply hidden states by slices of ``lm_head.weight``, on a packed head.
 
-Such a loss is an autograd.Function ``apply(hidden, weight, bias, ...)``: it takes ``weight[start:stop]`` for a part of
-the vocabulary, and does so again in its backward. `ServedHead` has the same ``apply`` and runs the forward and
-backward of that Function itself, with `DecodedRows` in place of the weight. Rows are therefore decoded on demand, the
-gradient of the hidden states is that of the decoded weight, and the packed weight, which is frozen, has none.
+Such a loss is an autograd.Function with ``apply(hidden, weight, bias, ...)``. In its forward, and again in its
+backward, it takes ``weight[start:stop]`` for a part of the vocabulary. `ServedHead` has the same ``apply`` and runs the
+forward and backward of that Function with `DecodedRows` in place of the weight. So rows are decoded on demand, the
+gradient of the hidden states is that of the decoded weight, and the packed weight is frozen and gets none.
 """
 
 from __future__ import annotations
@@ -19,16 +19,17 @@ from torch import Tensor, nn
 
 from lowbit.ops.decoded_rows import WeightArgs, decoded_rows
 from lowbit.quant.kinds import is_fake_quantized
+from lowbit.quant.permuted_linear import PermutedLinear
 from lowbit.quant.quant_linear import QuantLinear
 
 
 class DecodedRows:
-    """A packed weight ``[n, k]`` as a reader of slices of its rows sees it.
+    """A packed weight ``[n, k]`` that decodes slices of its rows.
 
     Args:
         packed: uint8 ``[panels, panel_bytes]``.
         weight_args: ``(n, k, format, group_size, asymmetric)``.
-        like: its dtype is that of the rows.
+        like: a tensor with the dtype of the decoded rows.
     """
 
     def __init__(self, packed: Tensor, weight_args: WeightArgs, like: Tensor) -> None:
@@ -43,11 +44,11 @@ class DecodedRows:
 
 
 class ServedHead:
-    """Stand in the place of a Function whose ``apply`` is given weights of output heads.
+    """A replacement for a Function whose ``apply`` gets weights of output heads.
 
     Args:
         function: the Function.
-        heads: functions that find the head of a weight, by the position of the weight among the arguments of ``apply``.
+        heads: functions that return the head of a weight, by the position of the weight in the arguments of ``apply``.
     """
 
     def __init__(self, function: type[torch.autograd.Function], heads: Mapping[int, Callable[[], nn.Module]]) -> None:
@@ -78,12 +79,12 @@ class ServedHead:
 
 
 class _ByRows(torch.autograd.Function):
-    """The forward and backward of another Function, which sees `DecodedRows` where a weight is packed."""
+    """The forward and backward of another Function, which gets `DecodedRows` in place of packed weights."""
 
     @staticmethod
     def forward(ctx: Any, function: type[torch.autograd.Function], packed: dict[int, WeightArgs], *args: Any) -> Any:
         ctx.function = function
-        rows = [  # hidden states come before the weight that multiplies them
+        rows = [  # The argument before a weight is the hidden states that it multiplies.
             DecodedRows(value, packed[position], args[position - 1]) if position in packed else value
             for position, value in enumerate(args)
         ]
@@ -95,8 +96,8 @@ class _ByRows(torch.autograd.Function):
 
 
 class _Context:
-    """The context of `_ByRows` as the other Function knows its own: without the two arguments that come before its, and
-    with `DecodedRows` among the saved tensors, of which torch saves the packed weight."""
+    """The context that the other Function sees within `_ByRows`. It hides the first two arguments and holds
+    `DecodedRows` among the saved tensors, for which torch saves the packed weights."""
 
     def __init__(self, ctx: Any) -> None:
         object.__setattr__(self, "_ctx", ctx)
@@ -126,8 +127,8 @@ class _Context:
 
 
 def with_globals(function: types.FunctionType, **names: Any) -> types.FunctionType:
-    """Return a copy of ``function`` that finds these objects under names that it looks up in its module, which stays
-    as it is for everybody else."""
+    """Return a copy of ``function`` in which these names, if looked up in its module, refer to these objects. The
+    module does not change."""
     globals_ = {**function.__globals__, **names}
     copied = types.FunctionType(
         function.__code__, globals_, function.__name__, function.__defaults__, function.__closure__
@@ -137,18 +138,23 @@ def with_globals(function: types.FunctionType, **names: Any) -> types.FunctionTy
 
 
 def output_head(model: nn.Module) -> nn.Module | None:
-    """Return the head that ``model`` names, below an adapter of peft; None where it names none."""
+    """Return the output head of ``model``, without the adapter that peft put around it, or None if there is none."""
     find = getattr(model, "get_output_embeddings", None)
     head = find() if callable(find) else None
     return getattr(head, "base_layer", head)
 
 
 def is_served(function: str, head: nn.Module | None) -> bool:
-    """Whether `ServedHead` is wanted for this head: False where its weight can be read as it is.
+    """Whether this head needs `ServedHead`. It does not if its weight can be read as it is.
 
     Raises:
-        ValueError: lowbit made the head, and multiplies by something else than the rows of its weight.
+        ValueError: it is a layer of lowbit whose product is not with the rows of its weight.
     """
+    if isinstance(head, PermutedLinear):
+        raise ValueError(
+            f"{function}: the output head must read its inputs in their order, got a permutation of them (act order of "
+            "GPTQ); lowbit.dequantize_ makes it float"
+        )
     if isinstance(head, QuantLinear) or (head is not None and is_fake_quantized(head)):
         return True
     if type(head).__module__.startswith("lowbit.") and not getattr(head, "multiplies_weight", False):

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Liger: its fused loss multiplies by ``lm_head.weight``, on NVIDIA GPUs; ``use_liger_kernel=True`` of transformers'
-Trainer asks for it by default. TRL's trainers turn it off themselves, and have a fused head of their own (trl.py)."""
+"""Liger: refuse its fused loss for packed heads, because it multiplies by ``lm_head.weight``.
+
+It runs on NVIDIA GPUs, and ``use_liger_kernel=True`` of transformers' Trainer enables it by default. TRL's trainers
+turn it off and have their own fused head (trl.py).
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""peft: methods that train prompts find the table of words by the shape of its weight, which is packed bytes where it
-is tied to a packed head. Their setup is wrapped once, when peft is imported (when_imported.py): the model in hand, if
-its table is packed, names it while the setup runs."""
+"""peft: methods that train prompts, on a model with a packed embedding.
+
+They find the embedding by the shape of its weight, which is packed bytes if it is tied to a packed head. Their setup is
+wrapped once, when peft is imported (when_imported.py). While it runs, a model with a packed embedding has that
+embedding under the name that peft tries first.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +15,11 @@ from peft.peft_model import PeftModel
 
 from lowbit.quant.quant_embedding import QuantEmbedding
 
-_NAME = "embeddings.word_embeddings"  # where peft looks first
+_NAME = "embeddings.word_embeddings"  # the name that peft tries first
 
 
 def name_packed_tables() -> None:
-    """Wrap the setup; once."""
+    """Wrap the setup, unless this was done before."""
     setup = PeftModel._setup_prompt_encoder
     if hasattr(setup, "_before_lowbit"):
         return

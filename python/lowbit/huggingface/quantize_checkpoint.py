@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""quantize_checkpoint: a folder of transformers in, the same folder with packed weights out, one tensor at a time.
+"""quantize_checkpoint: copy a transformers checkpoint with packed weights, one tensor at a time.
 
-The work is done in ``<out>.partial``, which becomes ``out`` at the end by one rename. Each shard is written under a
-temporary name, read back and compared by checksum, and then renamed; ``progress.json`` lists those that are done with
-their checksums, so that an interrupted run resumes where it stopped.
+The work is done in ``<out>.partial``, which is renamed to ``out`` at the end. Each shard is written under a temporary
+name, read back and compared by checksum, and then renamed. ``progress.json`` lists the finished shards with their
+checksums, so that an interrupted run can resume.
 """
 
 from __future__ import annotations
@@ -18,21 +18,25 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from torch import nn
-from transformers import AutoConfig
+from transformers import AutoTokenizer
 
 from lowbit import _C
 from lowbit.checkpoints.merged_weights import MergedWeight, merged_weights
+from lowbit.checkpoints.methods.settings import settings_of
 from lowbit.checkpoints.names import model_names
 from lowbit.checkpoints.progress import CheckpointProgress
 from lowbit.documents.whole_file import replaced_file, write_whole
-from lowbit.huggingface.lowbit_config import LowbitConfig
+from lowbit.huggingface.checkpoint_folder import copy_others, skeleton_of, write_config
+from lowbit.huggingface.convert_checkpoint import convert_checkpoint
+from lowbit.huggingface.lowbit_config import CHECKPOINT, METHOD, LowbitConfig
+from lowbit.huggingface.plan_file import check_is_whole, read_plan
 from lowbit.huggingface.quantizer import LowbitQuantizer, metadata_of
 from lowbit.huggingface.selection import Selection
 from lowbit.ops.fakes import FLOATS
 from lowbit.quant.kinds import layout_name, weights_of
 from lowbit.quant.output_head import INT8
+from lowbit.quant.own_text import SELF
 from lowbit.quant.packing import Selected, check_finite, pack_group, pack_weight
 from lowbit.quant.report import QuantizationReport, ReportRow, in_model_order, row_name
 from lowbit.quant.safetensors_file import (
@@ -46,9 +50,6 @@ from lowbit.quant.safetensors_file import (
     write_safetensors,
 )
 
-_CONFIG = "config.json"
-_WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".onnx"}  # weights: not copied
-
 
 def quantize_checkpoint(
     model: str | os.PathLike[str],
@@ -59,29 +60,42 @@ def quantize_checkpoint(
     modules_to_not_convert: list[str] | None = None,
     embeddings: Any = None,
     head: Any = INT8,
+    calibration: Any = None,
+    activations: str | None = None,
 ) -> QuantizationReport:
-    """Quantize a checkpoint of transformers into a new folder, which ``from_pretrained`` and `lowbit.load` read.
+    """Quantize a transformers checkpoint into a new folder, which ``from_pretrained`` and `lowbit.load` read.
 
-    One tensor at a time is in memory, or those of a layer's experts, which transformers merges while it loads. A run
-    that was interrupted is taken up by the same call, which compares its files with their checksums. Layers that
+    A checkpoint that another package quantized needs no ``config``: its codes are packed as they are
+    (docs/checkpoints.md), with one layer in memory at a time. An interrupted run then begins anew.
+
+    Memory holds one tensor at a time, or those of a layer's experts, which transformers merges while it loads. After an
+    interruption, the same call resumes the run and checks the files written so far by checksum. Layers that
     transformers splits while it loads (fused projections of a few models) stay float; the report names them.
 
     Args:
         model: the folder, with ``config.json`` and safetensors files.
-        out: the folder to make; there must be none.
-        config, modules_to_not_convert, embeddings, head: the arguments of `lowbit.LowbitConfig`.
-        plan: the argument of `lowbit.LowbitConfig`, or a JSON file: one that a Plan of autoquant saved, or an object of
-            names and configurations of layers.
+        out: the folder to create, which must not exist.
+        config, modules_to_not_convert, embeddings, head: the arguments of `lowbit.LowbitConfig`. For a checkpoint with
+            codes of another package, ``config`` is "checkpoint" or None, and the others are not given.
+        calibration: the argument of `lowbit.LowbitConfig`; text goes through the tokenizer of the folder. The whole
+            float model is then in memory, and an interrupted run begins anew.
+        plan: the argument of `lowbit.LowbitConfig`, or the path of a JSON file: a saved Plan of autoquant, or an object
+            that maps names of layers to configurations. Without ``config``, a saved Plan must have a row for each
+            linear layer.
+        activations: the argument of `lowbit.LowbitConfig` for a checkpoint with codes of another package; None for
+            others.
 
     Returns:
-        A QuantizationReport.
+        A `QuantizationReport`.
 
     Raises:
-        FileNotFoundError: the folder holds no such checkpoint.
-        FileExistsError: ``out`` is there.
-        ValueError: the checkpoint is quantized already or lacks an expert, a configuration is with GPTQ, which needs
-            inputs of the model, weights are not finite, the settings are not those of an interrupted run, a file of
-            that run is damaged, or a written file reads back otherwise.
+        FileNotFoundError: the folder has no such checkpoint.
+        FileExistsError: ``out`` exists.
+        ValueError: the checkpoint was packed by lowbit, or another package quantized it and formats are given, or none
+            did and ``activations`` are; it lacks an expert, a configuration has GPTQ without calibration, weights are
+            not finite, codes are not as their method has them, the settings differ from those of the interrupted run, a file of that run is
+            damaged, or a written file reads back differently; or a plan from a file has an error, which is named with
+            the file and the layer.
 
     Example:
         >>> lowbit.quantize_checkpoint("llama", "llama-int4", "int4_weight_only(group_size=32)")
@@ -89,8 +103,30 @@ def quantize_checkpoint(
     source, target = Path(model), Path(out)
     if target.exists():
         raise FileExistsError(f"quantize_checkpoint: out must be a new folder, got {target}")
-    settings = LowbitConfig(config, modules_to_not_convert, plan=_read_plan(plan), embeddings=embeddings, head=head)
-    run = _Run(source, target.with_name(f"{target.name}.partial"), settings)
+    told = settings_of(source)
+    if told is not None:
+        asked = {"config": None if config == CHECKPOINT else config, "plan": plan, "calibration": calibration}
+        asked |= {"modules_to_not_convert": modules_to_not_convert, "embeddings": embeddings}
+        asked |= {} if head == INT8 else {"head": head}
+        _check_takes_codes(source, told, [name for name, value in asked.items() if value is not None or name == "head"])
+        LowbitConfig(CHECKPOINT, activations=activations)  # checks the argument
+        return convert_checkpoint(source, target, skeleton_of(source), told, activations)
+    nothing = config is None and plan is None and embeddings is None
+    if nothing or config == CHECKPOINT or activations is not None:
+        raise ValueError(
+            f"quantize_checkpoint: needs config, plan or embeddings, and no activations, for {source}, which has no "
+            f"codes of another package; got config={config!r} and activations={activations!r}"
+        )
+    formats, lists_all = (plan, False) if plan is None or isinstance(plan, Mapping) else read_plan(Path(plan))
+    settings = LowbitConfig(
+        config, modules_to_not_convert, plan=formats, embeddings=embeddings, head=head, calibration=calibration
+    )
+    skeleton = skeleton_of(source)
+    if lists_all and config is None:
+        check_is_whole(Path(plan), formats, skeleton)
+    if calibration is not None:
+        return _calibrated(source, target, settings, type(skeleton))
+    run = _Run(source, target.with_name(f"{target.name}.partial"), settings, skeleton)
     with run.progress_bar() as tell:
         for file in run.files:
             run.shard(file, tell)
@@ -98,38 +134,35 @@ def quantize_checkpoint(
     return run.report()
 
 
-def _read_plan(plan: Any) -> Mapping[str, Any] | None:
-    if plan is None or isinstance(plan, Mapping):
-        return plan
-    try:
-        told = json.loads(Path(plan).read_text())
-    except json.JSONDecodeError as error:
-        raise ValueError(f"quantize_checkpoint: plan {plan} is no JSON: {error}") from None
-    if isinstance(told, dict) and "lowbit_plan" in told:  # a plan of lowbit.autoquant
-        return _of_autoquant(told.get("rows"), plan)
-    if not isinstance(told, dict):
-        raise ValueError(f"quantize_checkpoint: plan {plan} must be an object of layer names and configurations")
-    return told
+def _check_takes_codes(source: Path, told: Mapping[str, Any], asked: list[str]) -> None:
+    """Raise ValueError if a quantized folder is lowbit's own, or formats are asked for, which need float weights."""
+    method = told.get("quant_method")
+    if method == METHOD or asked:
+        how = "" if method == METHOD else f", or leave out {', '.join(asked)}: its codes are packed as they are"
+        raise ValueError(
+            f"quantize_checkpoint: {source} is quantized already, by {method!r}; give it the float model{how}"
+        )
 
 
-def _of_autoquant(rows: Any, path: Any) -> dict[str, Any]:
-    """The formats of a plan by layer."""
-    wanted = f"quantize_checkpoint: plan {path} must have a list of rows, each with layer and spec"
-    if not isinstance(rows, list):
-        raise ValueError(f"{wanted}, got rows={rows!r}")
-    for number, row in enumerate(rows):
-        spec = row.get("spec", "") if isinstance(row, dict) else ""
-        if not isinstance(spec, (dict, type(None))) or not isinstance(row.get("layer"), str):
-            raise ValueError(f"{wanted}, got {row!r} in place {number}")
-    return {row["layer"]: row["spec"] for row in rows}
+def _calibrated(source: Path, target: Path, settings: LowbitConfig, cls: type[nn.Module]) -> QuantizationReport:
+    """Load the float model, of this class, pack its layers with the calibration of the settings, and save it."""
+    if settings.calibration != SELF:
+        settings.tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=True)
+    model = cls.from_pretrained(source, quantization_config=settings, dtype="auto", local_files_only=True)
+    folder = target.with_name(f"{target.name}.partial")
+    if folder.exists():  # of an interrupted run
+        shutil.rmtree(folder)
+    model.save_pretrained(folder)
+    copy_others(source, folder)
+    os.rename(folder, target)
+    return model.hf_quantizer.report
 
 
 class _Run:
-    """The state of one run: the structure of the model, the layers to pack, the shards that are done."""
+    """The state of one run: the structure of the model, the layers to pack, and the finished shards."""
 
-    def __init__(self, source: Path, folder: Path, settings: LowbitConfig) -> None:
-        self.source, self.folder, self.settings = source, folder, settings
-        self.model = _skeleton(source)
+    def __init__(self, source: Path, folder: Path, settings: LowbitConfig, model: nn.Module) -> None:
+        self.source, self.folder, self.settings, self.model = source, folder, settings, model
         self.files = [SafetensorsFile(path) for path in safetensors_files(source)]
         quantizer = LowbitQuantizer(settings, pre_quantized=False)
         self.left = quantizer.select(self.model)
@@ -146,11 +179,12 @@ class _Run:
         self.progress = CheckpointProgress(folder, identity)
 
     def progress_bar(self) -> Any:
-        """A bar over the bytes that are read, on a terminal; entering it gives the function that moves it on."""
+        """Return a progress bar over the bytes read, shown in a terminal. As a context manager, it gives the function
+        that advances it."""
         return _Bar(sum(entry.nbytes for file in self.files for entry in file.entries.values()))
 
     def shard(self, file: SafetensorsFile, tell: Callable[[int], None]) -> None:
-        """Write one shard and note that it is done, unless it is."""
+        """Write one shard and record it, unless it is already finished."""
         name = file.path.name
         if name in self.progress.rows:
             tell(sum(entry.nbytes for entry in file.entries.values()))
@@ -158,27 +192,27 @@ class _Run:
         rows: list[ReportRow] = []
         entries, tensors, formats = self._parts(file, rows, tell)
         metadata = {"format": "pt"} | file.metadata | metadata_of(formats)
-        with replaced_file(self.folder / name) as place:
-            crc = write_safetensors(place, entries, tensors, metadata)
-            written = SafetensorsFile(place)
-            if file_checksum(place) != crc or written.entries != entries:
+        with replaced_file(self.folder / name) as path:
+            crc = write_safetensors(path, entries, tensors, metadata)
+            written = SafetensorsFile(path)
+            if file_checksum(path) != crc or written.entries != entries:
                 raise ValueError(
-                    f"quantize_checkpoint: {place} reads back otherwise than it was written: a broken disk?"
+                    f"quantize_checkpoint: {path} must read back as it was written, and differs: is the disk broken?"
                 )
         self.progress.add(name, crc, rows)
 
     def _parts(
         self, file: SafetensorsFile, rows: list[ReportRow], tell: Callable[[int], None]
     ) -> tuple[dict[str, Entry], list[Iterable[bytes]], list[str]]:
-        """The tensors of the new shard and where their bytes come from: packed weights first, which then begin on cache
-        lines; nothing is read before it is written."""
+        """Return the tensors of the new shard, the chunks of their bytes, and their formats. Packed weights come first,
+        so that they are aligned to cache lines. Nothing is read until it is written."""
         packed: dict[str, tuple[Entry, Iterable[bytes]]] = {}
         others: dict[str, tuple[Entry, Iterable[bytes]]] = {}
         formats = set()
         for key, entry in file.entries.items():
             merged = self.merged.get(key)
             if merged is not None and key != merged.sources[0]:
-                continue  # it is packed where the first is
+                continue  # packed together with the first source
             layers = self._layers(key, entry) if merged is None else self._merged_layer(merged)
             if not layers:
                 others[key] = entry, _told(file.chunks(key), tell)
@@ -200,7 +234,7 @@ class _Run:
         return {key: entry for key, (entry, _) in parts.items()}, [part for _, part in parts.values()], sorted(formats)
 
     def _merged_weights(self) -> Iterator[MergedWeight]:
-        """The weights to pack that transformers merges.
+        """Yield the weights to pack that transformers merges.
 
         Raises:
             ValueError: the checkpoint lacks tensors of one, or they have another size.
@@ -226,14 +260,14 @@ class _Run:
         return {weight.name: self.selection.selected(weight.name, torch.empty(0, dtype=dtype, device="cpu"))}
 
     def _read(self, key: str, merged: MergedWeight | None, file: SafetensorsFile) -> torch.Tensor:
-        """The float weight of a tensor, or of those that are merged."""
+        """Return the float weight of a tensor, or of the tensors to merge."""
         value = file.read(key) if merged is None else merged.value(lambda one: self.homes[one].read(one))
         check_finite("quantize_checkpoint", f"{key if merged is None else merged.name} of {file.path}", value)
         return value
 
     def _layers(self, key: str, entry: Entry) -> dict[str, Selected]:
-        """The layer whose weight this tensor is, and those that share it and have none in the checkpoint, by the names
-        of their weights; nothing if it is not packed."""
+        """Return the layer with this weight, and the tied layers that have none in the checkpoint, by the names of
+        their weights. The result is empty if the weight is not packed."""
         parameter, selection = self.names[key], self.selection
         found = None if parameter is None else selection.find(parameter)
         if found is None:
@@ -247,32 +281,28 @@ class _Run:
         there = set(self.names.values())
         sharing = [f"{other}.{weight.key}" for other in selection.shared_with(name)]
         like = torch.empty(0, dtype=dtype, device="cpu")
-        # Renamed by transformers, a name that ends in "weight" and its layout would not stay beside each other.
+        # A name ending in "weight" would be separated from its layout when transformers renames it.
         own = key if weight.experts is None else parameter
         names = {own: parameter} | {other: other for other in sharing if other not in there}
         return {of: selection.selected(one, like) for of, one in names.items()}
 
     def finish(self, target: Path) -> None:
-        """Write the files beside the weights, and give the folder its name."""
-        for path in self.folder.glob("*.tmp"):  # left by runs that were killed
+        """Write the other files of the checkpoint, and rename the folder."""
+        for path in self.folder.glob("*.tmp"):  # left by killed runs
             shutil.rmtree(path)
-        for path in self.source.iterdir():
-            if path.is_file() and path.suffix not in _WEIGHTS and path.name not in (_CONFIG, INDEX):
-                shutil.copy2(path, self.folder / path.name)
+        copy_others(self.source, self.folder)
         homes = {key: file.path.name for file in self.files for key in self._written(file).entries}
         if (self.source / INDEX).exists():
             size = sum(entry.nbytes for file in self.files for entry in self._written(file).entries.values())
             index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(homes.items()))}
             write_whole(self.folder / INDEX, json.dumps(index, indent=2))
-        config = json.loads((self.source / _CONFIG).read_text())
-        config["quantization_config"] = self.settings.to_dict()
-        write_whole(self.folder / _CONFIG, json.dumps(config, indent=2))
+        write_config(self.source, self.folder, self.settings.to_dict())
         self.progress.remove()
         os.rename(self.folder, target)
         self.folder = target
 
     def report(self) -> QuantizationReport:
-        """The report of this run and of the runs before it."""
+        """Return the report of this run and the runs that it resumed."""
         report = QuantizationReport(str(self.settings.config or "by plan"))
         rows = {row.layer: row for part in self.progress.rows.values() for row in part}
         rows |= {row.layer: row for row in self.left}
@@ -298,7 +328,7 @@ def _packed(
     rows: list[ReportRow],
     tell: Callable[[int], None],
 ) -> Iterator[bytes]:
-    """Pack the weight ``key`` of these layers and note a row for each."""
+    """Pack the weight ``key`` of these layers and add a report row for each."""
     value, item = read(), layers[key]
     make = functools.partial(pack_weight, item.weight.matrix(value), item.spec, None)
     packed, made = pack_group([*layers.values()], make, value.nbytes, layout=layout, hold=False)
@@ -314,24 +344,8 @@ def _told(chunks: Iterable[bytes], tell: Callable[[int], None]) -> Iterator[byte
         tell(len(chunk))
 
 
-def _skeleton(source: Path) -> nn.Module:
-    """The model on the meta device, with the class that its config names."""
-    if not (source / _CONFIG).is_file():
-        raise FileNotFoundError(f"quantize_checkpoint: {source} must be a folder with {_CONFIG} and safetensors files")
-    told = json.loads((source / _CONFIG).read_text())
-    if told.get("quantization_config"):
-        method = told["quantization_config"].get("quant_method")
-        raise ValueError(f"quantize_checkpoint: {source} is quantized already, by {method!r}; give it the float model")
-    names = told.get("architectures") or ["no architecture"]
-    cls = getattr(transformers, names[0], None)
-    if cls is None:
-        raise ValueError(f"quantize_checkpoint: {_CONFIG} must name a model of transformers, got {names[0]}")
-    with torch.device("meta"):
-        return cls(AutoConfig.from_pretrained(source, local_files_only=True))
-
-
 class _Bar:
-    """tqdm's bar on a terminal, where tqdm is installed."""
+    """A tqdm progress bar, shown in a terminal if tqdm is installed."""
 
     def __init__(self, total: int) -> None:
         try:

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""transformers: ``from_pretrained(..., quantization_config=lowbit.LowbitConfig(...))``, and checkpoints that say so.
+"""The quantization method "lowbit" of transformers: ``from_pretrained(...,
+quantization_config=lowbit.LowbitConfig(...))``, and the loading of checkpoints that lowbit packed.
 
-Importing this module registers the quantization method "lowbit" with transformers; lowbit does so itself as soon as
-transformers is imported (when_imported.py), also in a program that never names lowbit. Weights are packed one by one as
-they are read, so that the float model is never in memory as a whole; packed weights are read from a checkpoint by the
-numbers beside each (``layout``), which need no configuration.
+Importing this module registers the method. lowbit does so as soon as transformers is imported (when_imported.py), even
+in a program that never mentions lowbit. Weights are packed one by one as they are read, so the whole float model is
+never in memory. Packed weights of a checkpoint are read with the layout numbers stored next to each, without a
+configuration.
 
 Example:
     >>> config = lowbit.LowbitConfig("int4_weight_only(group_size=32)")
@@ -31,46 +32,57 @@ from transformers.utils.quantization_config import QuantizationMethod
 
 from lowbit import _C, devices
 from lowbit.checkpoints.mapped_pages import release_pages
+from lowbit.checkpoints.methods.reader import read_folder
 from lowbit.checkpoints.names import LayoutRenaming, renamed, stored_tensors
 from lowbit.checkpoints.stored_layers import hold_stored, leave_bias, repack
+from lowbit.formats.base import FormatConfig
 from lowbit.huggingface.config_entry import note_formats
 from lowbit.huggingface.lowbit_config import METHOD, LowbitConfig
+from lowbit.huggingface.packed_checkpoint import PackedCheckpoint, prefer_lowbit_config
 from lowbit.huggingface.resizing import refuse_to_resize_packed_tables
 from lowbit.huggingface.selection import Selection
+from lowbit.huggingface.separate_experts import SeparateExperts
 from lowbit.models.fuse import fuse
 from lowbit.quant.changing_layers import OBSERVERS
 from lowbit.quant.dequantize import dequantize_
 from lowbit.quant.kinds import LayerWeight, is_packed, layout_name, packed_weights, weights_of
-from lowbit.quant.load import RENAMINGS
+from lowbit.quant.load import FOLDER_READERS, RENAMINGS
 from lowbit.quant.load_check import guard
-from lowbit.quant.packing import Selected, check_finite, hold_packed, pack_group, pack_weight
+from lowbit.quant.packing import Matrices, Selected, check_finite, hold_packed, pack_group, pack_weight
+from lowbit.quant.quantize import float_weights, pack_selected
 from lowbit.quant.report import QuantizationReport, ReportRow, in_model_order, model_bytes
+from lowbit.quant.select import Skipped
 from lowbit.tables.folding import folded
 
 
 class LowbitQuantizer(HfQuantizer):
     """The quantization method that ``from_pretrained`` calls.
 
-    ``model.hf_quantizer.report`` is the `QuantizationReport` of a model that was quantized while it was loaded; it is
-    empty where the checkpoint was quantized before.
+    ``model.hf_quantizer.report`` is the `QuantizationReport` of a model that was quantized while it was loaded. It is
+    empty if the checkpoint was already quantized.
     """
 
     quantization_config: LowbitConfig
 
-    def __init__(self, quantization_config: LowbitConfig, **kwargs: Any) -> None:
+    def __init__(self, quantization_config: LowbitConfig | FormatConfig, **kwargs: Any) -> None:
+        if isinstance(quantization_config, FormatConfig):
+            quantization_config = LowbitConfig(quantization_config)
         super().__init__(quantization_config, **kwargs)
-        self.selection: Selection | None = None  # the layers to pack; None where the checkpoint is
+        self.selection: Selection | None = None  # the layers to pack, or None if the checkpoint is packed
+        self.calibrated: Selection | None = None  # the layers to pack after the whole model is loaded
         self.packed: list[tuple[Selected, ReportRow]] = []  # the weights that were packed
         self.files: list[str] = []
-        self.converted: set[tuple[str, ...]] = set()  # results of transformers' converters that are packed now
-        self.is_float = False  # though the config says that the checkpoint is packed
+        self.converted: set[tuple[str, ...]] = set()  # targets of transformers' converters that are packed now
+        self.is_float = False  # whether the config says "packed" but the files are float
         self.report = QuantizationReport(
             str("gguf" if quantization_config.gguf else quantization_config.config or "by plan")
         )
+        self.checkpoint: PackedCheckpoint | None = None  # the packed weights of another method's checkpoint
         self.gguf_file: str | None = None
-        self.model_config: PreTrainedConfig | None = None  # set by from_pretrained until it has made the model
+        self.model_config: PreTrainedConfig | None = None  # set until from_pretrained has created the model
         if quantization_config.gguf:
-            # With another method from_pretrained refuses gguf_file; validate_environment, its next step, takes it back.
+            # from_pretrained refuses gguf_file with any other method. validate_environment, which it calls next, undoes
+            # this.
             quantization_config.quant_method = QuantizationMethod.GGUF
 
     def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
@@ -84,9 +96,11 @@ class LowbitQuantizer(HfQuantizer):
                 )
 
     def update_attn_implementation(self, config: PreTrainedConfig) -> PreTrainedConfig:
-        """Note the configuration of which from_pretrained is about to make the model, and refuse one that is to be cut
-        among processes: no earlier call knows of either."""
+        """Record the configuration of the model that from_pretrained is about to create, and refuse to shard it among
+        processes. No earlier call has these."""
         self.model_config = config
+        if isinstance(getattr(config, "quantization_config", None), FormatConfig):  # as it was given to from_pretrained
+            config.quantization_config = self.quantization_config
         distributed = getattr(config, "distributed_config", None)
         parts = {name: getattr(distributed, name, None) or 1 for name in ("tp_size", "dp_size", "pp_size")}
         if any(size > 1 for size in parts.values()):
@@ -98,7 +112,7 @@ class LowbitQuantizer(HfQuantizer):
         return config
 
     def update_device_map(self, device_map: Any) -> Any:
-        """Everything lives where the kernels are: "auto" and the like mean the CPU."""
+        """Return the device map, with strings such as "auto" replaced by the CPU, where the kernels are."""
         return {"": "cpu"} if isinstance(device_map, str) else device_map
 
     def _process_model_before_weight_loading(
@@ -107,11 +121,15 @@ class LowbitQuantizer(HfQuantizer):
         self.update_attn_implementation(model.config)
         self.files = list(checkpoint_files or ())
         model._adjust_bias = leave_bias
+        if self.quantization_config.checkpoint:
+            devices_given = kwargs.get("device_map") or {}
+            self.checkpoint = PackedCheckpoint(model, self.files, self.quantization_config.activations, devices_given)
+            return
         if self.gguf_file is not None:
-            return  # get_state_dict is next
+            return  # from_pretrained calls get_state_dict next
         if self.quantization_config.gguf and not self.pre_quantized:
             raise ValueError(
-                'from_pretrained: LowbitConfig("gguf") needs gguf_file=, the name of the file in the folder'
+                'from_pretrained: gguf_file must name the file in the folder with LowbitConfig("gguf"), got None'
             )
         if self.pre_quantized:
             self.is_float = not hold_stored(model, stored_tensors(model, self.files))
@@ -123,11 +141,15 @@ class LowbitQuantizer(HfQuantizer):
                     stacklevel=2,
                 )
             return
-        self.report.rows += self.select(model)
+        left = self.select(model)
+        if self.quantization_config.calibration is None:
+            self.report.rows += left
+        else:  # the float weights are needed until all of them are loaded
+            self.calibrated, self.selection = self.selection, None
 
     def read_header(self, gguf_file: str) -> None:
-        """Note the file, and make the configuration say what lowbit reads in it: transformers leaves out keys that
-        change the numbers."""
+        """Record the file, and set the attributes that lowbit reads from it in the configuration: transformers ignores
+        keys that change the results."""
         from lowbit.checkpoints.gguf.config import attributes_of
         from lowbit.checkpoints.gguf.file import GgufFile
 
@@ -142,11 +164,11 @@ class LowbitQuantizer(HfQuantizer):
             setattr(self.model_config, name, value)
 
     def update_dtype(self, dtype: torch.dtype | None) -> torch.dtype:
-        """The dtype of parameters that are not packed: float32 where neither the caller nor the file says it."""
+        """Return the dtype of parameters that are not packed: float32 unless the caller or the file gives one."""
         return torch.float32 if dtype is None else dtype
 
     def get_state_dict(self, gguf_file: str, model: nn.Module) -> dict[str, Tensor]:
-        """Read all parameters of the model from a GGUF file, packed, and make its layers those that hold them."""
+        """Read all parameters of the model from a GGUF file, packed, and replace the layers by packed ones."""
         from lowbit.checkpoints.gguf.errors import errors_of
         from lowbit.checkpoints.gguf.file import GgufFile
         from lowbit.checkpoints.gguf.weights import StateReader
@@ -157,13 +179,10 @@ class LowbitQuantizer(HfQuantizer):
         return state
 
     def select(self, model: nn.Module) -> list[ReportRow]:
-        """Note the layers to pack, each with its configuration; return the rows of those that stay float."""
-        settings, kept = self.quantization_config, self.quantization_config.modules_to_not_convert
+        """Record the layers to pack, each with its configuration; return report rows of those that stay float."""
+        settings = self.quantization_config
         settings.check_can_pack()
-        keep, keep_embeddings = (
-            self.get_modules_to_not_convert(model, names, model._keep_in_fp32_modules) for names in (kept, kept or [])
-        )
-        self.selection = Selection(model, settings, keep, keep_embeddings)
+        self.selection = Selection(model, settings, list(model._keep_in_fp32_modules or ()))
         if not self.selection.layers:
             raise ValueError(f"LowbitConfig: no layer of the model would be packed: {_reasons(self.selection.left)}")
         return self.selection.left
@@ -181,42 +200,57 @@ class LowbitQuantizer(HfQuantizer):
         return PackWeight(self)
 
     def pack(self, model: nn.Module, param_name: str, value: Tensor) -> bool:
-        """Make the layer of this weight a QuantLinear or QuantEmbedding; False where it is none of ours or
-        of another shape."""
+        """Replace the layer of this weight by a QuantLinear or QuantEmbedding. Return False if it is not to be packed
+        or has another shape."""
         if not self.param_needs_quantization(model, param_name):
             return False
         item = self.selection.selected(param_name, value)
-        if value.shape != item.value.shape:  # transformers refuses it, or begins the layer anew
+        if value.shape != item.value.shape:  # transformers raises an error or reinitializes the layer
             del self.selection.layers[item.name]
             reason = "its weight in the checkpoint has another shape"
             self.report.rows.append(ReportRow.skipped(item.name, item.module, reason))
             return False
         check_finite("from_pretrained", f"{item.weight.key} of {item.name}", value)
-        matrix, layout = item.weight.matrix(value), self.selection.layout(item.name)
-        make = functools.partial(pack_weight, matrix, item.spec, None)
-        packed, rows = pack_group([item], make, value.nbytes, layout=layout)
+        self._pack(item, item.weight.matrix(value), value.nbytes)
+        self.release(value)
+        return True
+
+    def pack_separately(self, param_name: str, experts: Matrices) -> None:
+        """Replace the layer of this weight, whose experts are read one after another."""
+        first = next(iter(experts))
+        self._pack(self.selection.selected(param_name, first), experts, first.nbytes * len(experts))
+
+    def _pack(self, item: Selected, weight: Tensor | Matrices, before: int) -> None:
+        layout = self.selection.layout(item.name)
+        make = functools.partial(pack_weight, weight, item.spec, None)
+        packed, rows = pack_group([item], make, before, layout=layout)
         for tensor in (packed, item.module._buffers[layout_name(item.weight.key)]):
             tensor._is_hf_initialized = True
         self.packed.append((item, *rows))
+
+    def release(self, value: Tensor) -> None:
+        """Release the pages of the checkpoint that a tensor lies in."""
         release_pages(value, self.files)
-        return True
 
     def get_weight_conversions(self) -> list[Any]:
-        """Those of transformers, and that of layouts."""
+        """Return the conversions of transformers and that of layouts."""
         return [*super().get_weight_conversions(), LayoutRenaming()]
 
     def update_weight_conversions(self, weight_conversions: list[Any], model: nn.Module) -> list[Any]:
-        """Leave those out that would convert a packed weight of the checkpoint by its name (Qwen3-VL-MoE transposes
-        experts, unless they have the shape of a float parameter)."""
+        """Return the conversions without those that match the name of a packed weight. For instance, Qwen3-VL-MoE
+        transposes experts unless they have the shape of the float parameter. Experts that are merged and packed are
+        packed before they are merged."""
         names = [f"{name}.{weight.key}" for name, module in model.named_modules() for weight in _packed_of(module)]
         return [
-            item
+            SeparateExperts.of(item) if self.selection is not None and isinstance(item, WeightConverter) else item
             for item in super().update_weight_conversions(weight_conversions, model)
             if not (isinstance(item, WeightConverter) and any(item.rename_source_key(name)[1] for name in names))
         ]
 
     def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: Any) -> nn.Module:
         del model._adjust_bias
+        if self.checkpoint is not None:
+            self.checkpoint.hold(model)
         if self.is_float:
             self.remove_quantization_config(model)
             return model
@@ -224,8 +258,7 @@ class LowbitQuantizer(HfQuantizer):
             self._join_tied(model, self.selection)
         repack(model)
         guard(model)
-        # A weight that a converter split or merged is packed now: it is saved under the names that the model has
-        # for it.
+        # A weight that was split or merged while loading is packed now, and is saved under the names of the model.
         conversions = getattr(model, "_weight_conversions", None) or []
         model._weight_conversions = [
             item
@@ -234,12 +267,30 @@ class LowbitQuantizer(HfQuantizer):
         ]
         if self.selection is not None:
             self._finish_report(model)
-        if self.quantization_config.fuse:
+        fused = self.quantization_config.fuse
+        if self.calibrated is not None:
+            self._calibrate(model, self.calibrated)
+        if fused:
             fuse(model)
         return model
 
+    def _calibrate(self, model: nn.Module, selection: Selection) -> None:
+        """Pack the layers of a float model, as ``quantize_`` does with the calibration of the configuration."""
+        settings = self.quantization_config
+        selected = [
+            selection.selected(f"{name}.{weight.key}" if name else weight.key, module._parameters[weight.key])
+            for name in selection.layers
+            for module in (model.get_submodule(name),)
+            for weight in weights_of(module)
+        ]
+        for item in selected:
+            check_finite("from_pretrained", f"{item.weight.key} of {item.name}", item.value)
+        skipped = [Skipped(row.layer, model.get_submodule(row.layer), row.note) for row in selection.left]
+        told = str(settings.config or "by plan")
+        self.report = pack_selected(model, told, selected, skipped, settings.calibration, settings.tokenizer)
+
     def _join_tied(self, model: nn.Module, selection: Selection) -> None:
-        """Make those layers packed ones too whose weight transformers tied to a packed one."""
+        """Pack the layers whose weight transformers tied to a packed one."""
         for item, row in self.packed:
             self.report.rows.append(row)
             for name in selection.shared_with(item.name):
@@ -269,6 +320,7 @@ class LowbitQuantizer(HfQuantizer):
         packed = [module for module in model.modules() if is_packed(module)]
         numbers = (module._buffers[layout_name(weight.key)] for module in packed for weight in weights_of(module))
         report.model_bytes_after = model_bytes(model)
+        report.left = float_weights(model, [model.get_submodule(row.layer) for row in report.skipped])
         before = report.bytes_before - report.bytes_after
         report.model_bytes_before = report.model_bytes_after - sum(part.nbytes for part in numbers) + before
 
@@ -277,7 +329,7 @@ class LowbitQuantizer(HfQuantizer):
         return model.state_dict(), metadata_of(sorted(formats))
 
     def _dequantize(self, model: nn.Module, dtype: torch.dtype | str | None = None) -> nn.Module:
-        # ``dtype`` is that of model.config, which save_pretrained turns into text.
+        # ``dtype`` is that of model.config, which save_pretrained converts to a string.
         dequantize_(model, getattr(torch, dtype) if isinstance(dtype, str) else dtype)
         return model
 
@@ -286,7 +338,7 @@ class LowbitQuantizer(HfQuantizer):
 
     @property
     def is_trainable(self) -> bool:
-        """With adapters: packed weights are frozen, gradients go through them."""
+        """True: packed weights are frozen, but adapters can be trained, because gradients pass through."""
         return True
 
     @property
@@ -295,8 +347,8 @@ class LowbitQuantizer(HfQuantizer):
 
 
 class PackWeight(ConversionOps):
-    """The conversion that transformers runs on a weight that it has read: a QuantLinear holds it from then on; other
-    weights go on as they are."""
+    """The conversion that transformers applies to each weight it reads. It moves weights to pack into packed layers,
+    and returns the others unchanged."""
 
     def __init__(self, quantizer: LowbitQuantizer) -> None:
         self.quantizer = quantizer
@@ -327,13 +379,14 @@ def _packed_of(module: nn.Module) -> tuple[LayerWeight, ...]:
 
 
 def _reasons(rows: list[ReportRow]) -> str:
-    """Why layers stay float, those of one reason together."""
+    """Return why layers stay float, grouped by reason."""
     lines = folded(rows, attrgetter("note"), attrgetter("layer"))
     return "; ".join(f"{names}: {items[0].note}" for names, items in lines) or "it has none that can be"
 
 
 def metadata_of(formats: list[str]) -> dict[str, str]:
-    """Return the words of a safetensors file about its packed weights; the numbers beside each decide."""
+    """Return the metadata of a safetensors file about its packed weights. It is for information: the layout numbers
+    next to each weight decide."""
     return {
         "lowbit.version": _C.version,
         "lowbit.layout": _C.LAYOUT,
@@ -345,5 +398,7 @@ def metadata_of(formats: list[str]) -> dict[str, str]:
 register_quantization_config(METHOD)(LowbitConfig)
 register_quantizer(METHOD)(LowbitQuantizer)
 RENAMINGS.append(renamed)
+FOLDER_READERS.append(read_folder)
+prefer_lowbit_config()
 OBSERVERS.append(note_formats)
 refuse_to_resize_packed_tables()

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Functions of other packages that take the weight of every nn.Linear for a float one: called with a model that has
-packed layers, they raise an error that names these layers. They are wrapped once, when their package is imported
-(when_imported.py); models without packed layers pass through unchanged."""
+"""Refuse packed layers in functions of other packages that read the weight of every nn.Linear as a float one.
+
+Called with a model that has packed layers, such a function raises an error that names these layers. Functions are
+wrapped once, when their package is imported (when_imported.py); models without packed layers are not affected.
+"""
 
 from __future__ import annotations
 
@@ -15,16 +17,18 @@ from typing import Any
 from torch import nn
 
 Reads = Callable[[str, nn.Module, Mapping[str, Any]], bool]
-"""Of the name of a packed layer, the layer and the arguments of the function by name: whether it reads the weight."""
+"""Whether the function reads the weight of a packed layer, given the name of the layer, the layer, and the function's
+arguments by name."""
 
 
 def refuse_packed_layers(home: ModuleType, function: str, reads: Reads, instead: str) -> None:
-    """Wrap a function of ``home`` whose first argument is a model, wherever its package has it by now; once.
+    """Wrap a function whose first argument is a model, everywhere its package refers to it, unless this was done
+    before.
 
     Args:
         home: the module that defines it.
         function: its name.
-        reads: the packed layers whose weight it reads.
+        reads: tells which packed layers' weights it reads.
         instead: the advice in the error.
     """
     original = getattr(home, function)
@@ -34,13 +38,13 @@ def refuse_packed_layers(home: ModuleType, function: str, reads: Reads, instead:
 
     @functools.wraps(original)
     def checked(*args: Any, **kwargs: Any) -> Any:
-        packed = sys.modules.get("lowbit.quant.quant_linear")  # programs without packed layers need not import it
+        packed = sys.modules.get("lowbit.quant.quant_linear")  # None in programs without packed layers
         if packed is None:
             return original(*args, **kwargs)
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
         model = next(iter(bound.arguments.values()))
-        given = {**bound.arguments, **bound.kwargs}  # those of **kwargs by their own names too
+        given = {**bound.arguments, **bound.kwargs}  # with the names in **kwargs
         for name, module in model.named_modules():
             if isinstance(module, packed.QuantLinear) and reads(name, module, given):
                 raise ValueError(

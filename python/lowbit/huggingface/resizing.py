@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``resize_token_embeddings`` of transformers, which would mistake the shape of the packed bytes for that of the
-table."""
+"""Refuse packed layers in transformers' ``resize_token_embeddings``, which would take the shape of the packed bytes for
+that of the embedding."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from lowbit.quant.kinds import features_of, is_packed
 
 
 def refuse_to_resize_packed_tables() -> None:
-    """Let ``resize_token_embeddings`` say before it changes anything that the table or the output head is packed."""
+    """Make ``resize_token_embeddings`` raise an error, before it changes anything, if the embedding or the output head
+    is packed."""
     resize = PreTrainedModel.resize_token_embeddings
 
     @functools.wraps(resize)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The names that transformers has for optimizers of bitsandbytes and torchao (``optim="adamw_8bit"``), served by ours.
+"""lowbit's optimizers under transformers' names for those of bitsandbytes and torchao (``optim="adamw_8bit"``).
 
-transformers has no registry of optimizers. Its Trainer takes a class and its arguments instead of a name, and
-`trainer_optimizer` returns these: nothing of transformers is changed, and the call says whose optimizer it is.
+transformers has no registry of optimizers, but its Trainer takes a class and arguments in place of a name.
+`trainer_optimizer` returns these, so transformers is not modified, and the call shows whose optimizer is used.
 """
 
 from __future__ import annotations
@@ -30,20 +30,21 @@ _SWITCHES = {"true": True, "1": True, "yes": True, "false": False, "0": False, "
 
 
 def trainer_optimizer(arguments: Any) -> tuple[type, dict[str, Any]]:
-    """Return lowbit's optimizer for the names and numbers of a TrainingArguments of transformers.
+    """Return lowbit's optimizer for the ``optim`` and the hyperparameters of a transformers TrainingArguments.
 
     Args:
-        arguments: ``optim`` is adamw_8bit, adamw_bnb_8bit, adamw_torch_8bit, adamw_torch_4bit, lion_8bit, lion_32bit,
-            or paged_adamw_8bit, paged_adamw_32bit, paged_lion_8bit, paged_lion_32bit: with `CPUOffloadOptimizer`, its
-            states on the CPU. learning_rate, adam_beta1, adam_beta2 and adam_epsilon are read too, and ``optim_args``:
-            block_size, min_8bit_size, bf16_stochastic_round; of paged names also minimal_size and offload_gradients.
+        arguments: a TrainingArguments. Its ``optim`` is one of adamw_8bit, adamw_bnb_8bit, adamw_torch_8bit,
+            adamw_torch_4bit, lion_8bit, lion_32bit, or, with states on the CPU by `CPUOffloadOptimizer`,
+            paged_adamw_8bit, paged_adamw_32bit, paged_lion_8bit, paged_lion_32bit. learning_rate, adam_beta1,
+            adam_beta2 and adam_epsilon are used too, as are these ``optim_args``: block_size, min_8bit_size,
+            bf16_stochastic_round, and with paged names minimal_size and offload_gradients.
 
     Returns:
         The class and its arguments, as ``Trainer(optimizer_cls_and_kwargs=...)`` takes them.
 
     Raises:
-        TypeError: no TrainingArguments.
-        ValueError: another name, or an optim_args that the optimizer does not have.
+        TypeError: ``arguments`` is not a TrainingArguments.
+        ValueError: ``optim`` is another name, or ``optim_args`` has an option that the optimizer does not have.
 
     Example:
         >>> arguments = TrainingArguments("out", optim="adamw_8bit", learning_rate=1e-4)
@@ -70,7 +71,7 @@ def trainer_optimizer(arguments: Any) -> tuple[type, dict[str, Any]]:
 
 
 def _read(optim_args: str | None, known: dict[str, type]) -> dict[str, Any]:
-    """Return the arguments of a text such as ``"block_size=128,bf16_stochastic_round=true"``."""
+    """Return the arguments in a string such as ``"block_size=128,bf16_stochastic_round=true"``."""
     values: dict[str, Any] = {}
     for entry in filter(None, (optim_args or "").replace(" ", "").split(",")):
         name, _, text = entry.partition("=")

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TRL: its trainers compute log-probabilities by slices of ``lm_head.weight``, which may be packed.
+"""TRL: its trainers compute log-probabilities from slices of ``lm_head.weight``, which may be packed.
 
-SFTTrainer, DPOTrainer, GRPOTrainer, KTOTrainer and RLOOTrainer give their models a forward of their own, by
-``add_fused_lm_head``. It is wrapped once, when trl is imported (when_imported.py): a model whose head lowbit made gets
-this forward with `ServedHead` in it, on the model alone. Every other model passes through unchanged.
+SFTTrainer, DPOTrainer, GRPOTrainer, KTOTrainer and RLOOTrainer replace the forward of their models with
+``add_fused_lm_head``. This function is wrapped once, when trl is imported (when_imported.py): if lowbit made the head
+of a model, that model's new forward uses `ServedHead`. Other models are not affected.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if not (hasattr(utils, "add_fused_lm_head") and hasattr(utils, _FUNCTION)):
 
 
 def serve_packed_heads() -> None:
-    """Wrap ``add_fused_lm_head``, wherever trl has it by now; once."""
+    """Wrap ``add_fused_lm_head``, everywhere trl refers to it, unless this was done before."""
     add = utils.add_fused_lm_head
     if hasattr(add, "_before_lowbit"):
         return

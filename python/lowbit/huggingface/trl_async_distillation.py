@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TRL's experimental AsyncDistillationTrainer multiplies by ``lm_head.weight`` in a loop of its own: a head that lowbit
-made is refused by name. Its ``_compute_loss`` is wrapped once, when it is imported (when_imported.py)."""
+"""TRL's experimental AsyncDistillationTrainer: refuse heads that lowbit made.
+
+It multiplies by ``lm_head.weight`` in its own loop. Its ``_compute_loss`` is wrapped once, when it is imported
+(when_imported.py).
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ _NAME = "AsyncDistillationTrainer"
 
 
 def refuse_packed_heads() -> None:
-    """Wrap the method; once."""
+    """Wrap the method, unless this was done before."""
     compute = AsyncDistillationTrainer._compute_loss
     if hasattr(compute, "_before_lowbit"):
         return

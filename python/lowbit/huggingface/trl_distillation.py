@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TRL's DistillationTrainer, whose loss reads slices of the weights of two heads, of the student and of the teacher.
+"""TRL's DistillationTrainer, whose loss reads slices of the weights of two heads, the student's and the teacher's.
 
-Its ``_compute_loss`` is wrapped once, when it is imported (when_imported.py). Where lowbit made neither head, it runs
-unchanged; otherwise a copy of it runs that has `ServedHead` in place of the Function behind the loss.
+Its ``_compute_loss`` is wrapped once, when it is imported (when_imported.py). If lowbit made neither head, it runs
+unchanged. Otherwise a copy of it runs that uses `ServedHead` in place of the Function behind the loss.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if not (
 
 
 def serve_packed_heads() -> None:
-    """Wrap ``DistillationTrainer._compute_loss``; once."""
+    """Wrap ``DistillationTrainer._compute_loss``, unless this was done before."""
     compute = _Trainer._compute_loss
     if hasattr(compute, "_before_lowbit"):
         return

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models of transformers, changed in place: fused, rotated, smoothed; their attention and their caches."""
+"""In-place changes to transformers models (fusion, rotation, smoothing), their attention function, and their caches."""

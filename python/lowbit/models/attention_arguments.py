@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arguments of an attention function of transformers, by name: a model may pass any keyword, and one that is silently
-dropped may change the result."""
+"""The arguments that a transformers model may pass to its attention function.
+
+A model may pass any keyword argument, and dropping one silently could change the result. So each is listed here by
+name.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ SERVED = (
     "softcap",
     "value",
 )
-"""Arguments of `lowbit_attention` that its result depends on."""
+"""Arguments of `lowbit_attention` that affect its result."""
 
 _FLASH = "a hint to FlashAttention's kernels, the result is the same"
 _PACKED = "the mask separates packed sequences; without one, more than one sequence is refused"
@@ -46,7 +49,7 @@ WITHOUT_EFFECT = {
     "return_dict": _MODEL,
     "use_cache": _MODEL,
 }
-"""Arguments that transformers' models hand on and that change nothing here, with the reason."""
+"""Arguments that transformers models pass along and that have no effect here, with the reason."""
 
 REFUSED = {
     "cache": 'a paged cache of continuous batching needs an implementation of transformers ("paged|sdpa")',
@@ -54,15 +57,15 @@ REFUSED = {
         'attn_implementation="lowbit" never holds the attention weights (output_attentions=True); use "eager"'
     ),
 }
-"""Arguments that change the result and are not served, with the reason."""
+"""Unsupported arguments that would change the result, with the reason."""
 
 
 def check(attention_mask: Any, others: dict[str, Any]) -> None:
-    """Refuse each of the arguments ``others`` of a call that would change its result unseen.
+    """Raise an error for any argument in ``others`` that is not supported and could change the result.
 
     Raises:
-        NotImplementedError: one is not served.
-        ValueError: one is not known, or names packed sequences that no mask separates.
+        NotImplementedError: an argument is known but not supported.
+        ValueError: an argument is unknown, or describes packed sequences that no mask separates.
     """
     for name, value in others.items():
         if value is None or name in WITHOUT_EFFECT:

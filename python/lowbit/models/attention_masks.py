@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The mask that a model of transformers gets with ``attn_implementation="lowbit"``.
+"""The mask that a transformers model creates with ``attn_implementation="lowbit"``.
 
-Our attention takes what torch's takes: a boolean mask, or none where all is causal. A model that was not written for it
-may rely on the mask of eager attention, which is always present and floating: DeepSeek-V4 pads it with 0 for keys that
-every query sees, and 0 in a boolean mask hides them.
+lowbit's attention takes the masks that torch's takes: a boolean mask, or no mask if attention is purely causal. A model
+that was not written for SDPA may rely on the mask of eager attention, which always exists and holds floats. For
+example, DeepSeek-V4 pads the mask with 0 for keys that every query sees; in a boolean mask, 0 would hide them.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ _AS_WITH_SDPA = {
     "t5_gemma_module": "softcap",
     "vaultgemma": "softcap",
 }
-"""Models (``model_type``) that declare no SDPA support for what torch's attention lacks and ours has, and that hand the
-mask on as it is."""
+"""Models (``model_type``) that declare no SDPA support only because torch's attention lacks a feature that lowbit's
+has. They pass the mask on unchanged."""
 
 _NEVER_NONE = ("gemma4_text", "gemma4_unified_text")
-"""These models drop queries whose result is not read: a mask alone says then what is causal."""
+"""Models that drop queries whose result is not needed. Only a mask tells which keys the remaining queries may see."""
 
 _floating: dict[type, bool] = {}
 
 
 def lowbit_mask(*args: Any, config: Any = None, **kwargs: Any) -> Tensor | None:
-    """The mask of one kind of layers; the arguments are those of transformers' `sdpa_mask`."""
+    """Return the mask for one kind of layer. The arguments are those of transformers' `sdpa_mask`."""
     if config is not None:
         if wants_eager_mask(config):
             return eager_mask(*args, config=config, **kwargs)
@@ -47,13 +47,13 @@ def lowbit_mask(*args: Any, config: Any = None, **kwargs: Any) -> Tensor | None:
 
 @torch.compiler.assume_constant_result
 def wants_eager_mask(config: Any) -> bool:
-    """Whether the model of ``config`` may count on the mask that eager attention gets."""
+    """Whether the model of ``config`` may rely on the mask of eager attention."""
     if config.model_type in _AS_WITH_SDPA:
         return False
     kind = type(config)
     if kind not in _floating:
         models = [model for model in _subclasses(transformers.PreTrainedModel) if model.config_class is kind]
-        if not models:  # which are yet to be imported
+        if not models:  # its module is not imported yet
             return False
         _floating[kind] = not all(model._supports_sdpa for model in models)
     return _floating[kind]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A cache of transformers as one decoder layer sees it: its own layer, whatever index it asks for.
+"""A view of a transformers cache for one decoder layer: it holds that layer's entry only and ignores the index.
 
-A layer that is compiled would otherwise have its index in its graph, which no other layer could then use.
+Otherwise the graph of a compiled layer would contain its index, and no other layer could use the same graph.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from transformers.cache_utils import Cache
 
 
 class CacheOfLayer(Cache):
-    """The layer ``index`` of ``cache``, which is made where the cache makes its layers as they are needed."""
+    """The entry ``index`` of ``cache``, which is created first if the cache creates its entries on demand."""
 
     def __init__(self, cache: Cache, index: int) -> None:
         while cache.layer_class_to_replicate is not None and len(cache.layers) <= index:
@@ -25,8 +25,8 @@ class CacheOfLayer(Cache):
 
 
 def with_cache_of_layer(kwargs: dict[str, Any], index: int) -> dict[str, Any]:
-    """Return the arguments of a decoder layer with its own part of the cache in them. One that moves its layers to
-    another device, or is none of transformers, stays."""
+    """Return the arguments of a decoder layer with `CacheOfLayer` in place of the cache. A cache that offloads its
+    layers, or that is not a transformers cache, is left as it is."""
     cache = kwargs.get("past_key_values")
     if isinstance(cache, Cache) and not cache.offloading:
         return kwargs | {"past_key_values": CacheOfLayer(cache, index)}

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The linear layers and norms of a transformers decoder, grouped by whether they read the residual stream or write it.
+"""The linear layers and norms of a transformers decoder, grouped by whether they read or write the residual stream.
 
     stream = embedding(tokens)
     stream += o_proj(attention(q_proj(x), k_proj(x), v_proj(x))),   x = norm(stream)
     stream += down_proj(act(gate_proj(x)) * up_proj(x)),            x = norm(stream)
     logits = head(norm(stream))
 
-Modules must have the names of Llama and its relatives. An error names a module that has another name.
+Modules must have the names that Llama and similar models use. An error names any module that does not.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _PACKED_MLP = ("gate_up_proj", "down_proj")
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """An RMSNorm of the stream, whose gains are ``offset + weight``, and the linear layers that read its result."""
+    """An RMSNorm of the residual stream, with gains ``offset + weight``, and the linear layers that read its output."""
 
     module: nn.Module
     offset: float
@@ -50,10 +50,10 @@ class Half:
 
     Args:
         norm: the norm before it.
-        inner: the linear layer whose last ``inner_rows`` rows make the input of ``writer``: the values, or the up
-            projection.
+        inner: the linear layer whose last ``inner_rows`` output rows become the input of ``writer``: the value rows, or
+            the up projection.
         inner_rows: the number of these rows.
-        writer: the linear layer whose result is added to the stream.
+        writer: the linear layer whose output is added to the stream.
         head_dim: the size of an attention head; 0 for an MLP.
     """
 
@@ -66,7 +66,7 @@ class Half:
 
 @dataclass(frozen=True, slots=True)
 class Decoder:
-    """The modules of a decoder with its head; ``names`` maps the id of each module to its qualified name."""
+    """The modules of a decoder with its head. ``names`` maps the id of each module to its qualified name."""
 
     embedding: nn.Embedding
     halves: tuple[Half, ...]
@@ -91,21 +91,21 @@ class Decoder:
 
 
 def is_decoder_layer(module: nn.Module) -> bool:
-    """Whether the module has the two halves of a decoder layer, of any class."""
+    """Whether the module has the two submodules of a decoder layer, ``self_attn`` and ``mlp``, whatever its class."""
     return module._modules.keys() >= set(HALVES)
 
 
 def decoder_of(function: str, model: nn.Module) -> Decoder:
-    """Return the modules of ``model``, which together hold all of its parameters.
+    """Return the modules of ``model``, checking that they hold all of its parameters.
 
     Args:
         function: the name of the public function that ``model`` was passed to, for errors.
         model: a language model with a decoder and a head.
 
     Raises:
-        TypeError: model is no module, or a weight is not float32, bfloat16, float16 or float64.
-        ValueError: a module is missing, of another kind (LayerNorm, experts, quantized, an adapter), hooked, shared or
-            not on the CPU, or a parameter is in none of them. The message names it.
+        TypeError: ``model`` is not a module, or a weight is not float32, bfloat16, float16 or float64.
+        ValueError: a module is missing, unsupported (LayerNorm, experts, quantized, an adapter), hooked, shared or not
+            on the CPU, or a parameter belongs to none of these modules. The message names it.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"{function}: model must be a torch.nn.Module, got {type(model).__name__}")
@@ -178,7 +178,7 @@ class _Finder:
         return Half(first, readers[-1], rows, out, head_dim), Half(second, gated[-1], down.in_features, down, 0)
 
     def value_rows(self, attention: nn.Module, readers: tuple[nn.Linear, ...], head_dim: Any, out: nn.Linear) -> int:
-        """Return the number of value rows, which are the last rows of the last reader."""
+        """Return the number of value rows, the last output rows of the last reader."""
         name = self.names[id(attention)]
         if not isinstance(head_dim, int) or head_dim < 1 or out.in_features % head_dim:
             self.refuse(f"{name} must have a head_dim that divides the {out.in_features} inputs of o_proj")
@@ -207,7 +207,8 @@ class _Finder:
         return self.checked(full, module, kind)
 
     def checked(self, name: str, module: nn.Module, kind: type[nn.Module]) -> Any:
-        """Return the module and mark it as known, if it is exactly of class ``kind`` and its weights are readable."""
+        """Return the module and mark it as known, after checking that its class is exactly ``kind`` and that its
+        weights are readable."""
         if isinstance(module, (QuantLinear, QuantEmbedding)):
             self.refuse(f"{name} must be float, got {module.spec.name}: call {self.function} before quantize_")
         plain = type(module) is kind or kind is nn.Module or (kind is nn.Embedding and is_scaled_embedding(module))
@@ -235,7 +236,7 @@ class _Finder:
                 self.refuse(f"model must be without hooks, got one on {f'{prefix}.{name}' if prefix else name}")
 
     def check_parameters(self, shared: set[int]) -> None:
-        """Check that each parameter is in one known module; parameters in ``shared`` may be in two."""
+        """Check that each parameter belongs to exactly one known module, or at most two for those in ``shared``."""
         owners: dict[int, list[str]] = defaultdict(list)
         for prefix, module in self.model.named_modules(remove_duplicate=False):
             for key, parameter in module._parameters.items():

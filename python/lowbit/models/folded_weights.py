@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Changes of a model's weights that preserve its results: checked by a run with them before any is made.
+"""Weight changes that preserve a model's results. The model is run with the changed weights before any is written.
 
-In that run each module gets its weights, changed or not, in float64 while it is called. The check therefore sees no
-rounding of the model's dtype, and only one module's weights are in memory twice.
+In this run, each module gets its weights, changed or not, in float64 while it is called. So the check sees no rounding
+of the model's dtype, and only one module's weights are held in memory twice.
 """
 
 from __future__ import annotations
@@ -18,24 +18,26 @@ from torch import Tensor, nn
 from lowbit.quant.evaluation import evaluating
 
 TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-2}
-"""The allowed difference of logits, by the dtype of the run: norms of transformers compute in float32 in either. A
-model whose pieces are put together otherwise differs by about 1."""
+"""The max difference of the logits, relative to their size, by the dtype of the run. It is this large because the norms
+of transformers compute in float32 in both cases. If the model connects its modules in another way, the difference is
+about 1."""
 _TOKENS = (2, 16)
 
 
 class Changes:
-    """New values of parameters, each a function of the old one in float64; several for one are applied in turn."""
+    """New values of parameters, each given as a function of the old value in float64. Several changes of one parameter
+    are applied in order."""
 
     def __init__(self) -> None:
         self.of: dict[nn.Module, dict[str, list[Callable[[Tensor], Tensor]]]] = defaultdict(lambda: defaultdict(list))
 
     def add(self, module: nn.Module, key: str, change: Callable[[Tensor], Tensor]) -> None:
-        """Change this parameter; one that is not there (a bias) stays so."""
+        """Register a change of this parameter. Nothing happens if the module does not have it (a bias)."""
         if module._parameters.get(key) is not None:
             self.of[module][key].append(change)
 
     def add_to_last_rows(self, module: nn.Module, count: int, change: Callable[[Tensor], Tensor]) -> None:
-        """Change the last ``count`` rows of the weight ``[n, k]``, and of the bias ``[n]``."""
+        """Register a change of the last ``count`` rows of the weight ``[n, k]`` and of the bias ``[n]``."""
 
         def of_all(rows: Tensor) -> Tensor:
             return torch.cat((rows[:-count], change(rows[-count:])))
@@ -44,22 +46,25 @@ class Changes:
             self.add(module, key, of_all)
 
     def value(self, module: nn.Module, key: str) -> Tensor:
-        """The parameter as it will be, float64; the parameter itself where it stays."""
+        """Return the new value of the parameter in float64, or the parameter itself if it does not change."""
         value = module._parameters[key].detach()
         for change in self.of.get(module, {}).get(key, ()):
             value = change(value.double())
         return value
 
     def make(self) -> None:
-        """Make them, in place: parameters stay the same objects, and one that two modules share becomes two if its
-        values do not change alike. Of each the old value is freed at once, so there is no way back."""
+        """Apply all changes in place.
+
+        Parameters stay the same objects. A parameter that two modules share is split if the changes of the two differ.
+        Each old value is freed at once, so the changes cannot be undone.
+        """
         shared = defaultdict(list)
         for module, keys in self.of.items():
             for key in keys:
                 shared[id(module._parameters[key])].append((module, key))
         for places in shared.values():
             first, *others = places
-            for module, key in others:  # while the shared one has its old value
+            for module, key in others:  # before the shared parameter is overwritten
                 old = module._parameters[key]
                 if not self._alike(first, (module, key)):
                     new = self.value(module, key).to(old.dtype)
@@ -73,21 +78,26 @@ class Changes:
 
 
 def make_checked(function: str, model: nn.Module, words: int, changes: Changes) -> float:
-    """Make the changes if the model has the same logits for random tokens with them; return by how much they differ
-    with the weights in their own dtype, over their size.
+    """Apply the changes if the logits for random tokens stay the same with them.
 
     Args:
         function: the name of the public function, for errors.
-        words: the size of the vocabulary.
+        model: the model to change.
+        words: the vocabulary size.
+        changes: the changes to apply.
+
+    Returns:
+        The relative difference of the logits after the changes, with the weights rounded to their own dtype.
 
     Raises:
-        ValueError: it has not, the model does not run, or a new value is not finite in the dtype of its parameter.
+        ValueError: the logits differ, the model does not run, or a new value is not finite in the dtype of its
+            parameter.
     """
     for dtype in TOLERANCE:
         try:
             wanted = _logits_in(model, words, dtype)
             break
-        except Exception as error:  # the model is the caller's, and may raise anything; some have no float64
+        except Exception as error:  # any exception of the caller's model; some cannot run in float64
             if dtype is torch.float32:
                 raise ValueError(f"{function}: model must give logits for random tokens, got {error}") from error
     if not wanted.isfinite().all():
@@ -103,7 +113,7 @@ def make_checked(function: str, model: nn.Module, words: int, changes: Changes) 
 
 
 def _relative(got: Tensor, wanted: Tensor) -> float:
-    """The root mean square of the difference, over that of ``wanted`` around its mean."""
+    """Return the root mean square of the difference, relative to the standard deviation of ``wanted``."""
     return float((got - wanted).norm() / (wanted - wanted.mean()).norm().clamp_min(1e-300))
 
 
@@ -111,7 +121,7 @@ def _relative(got: Tensor, wanted: Tensor) -> float:
 def _logits_in(
     model: nn.Module, words: int, dtype: torch.dtype, changes: Changes | None = None, function: str = ""
 ) -> Tensor:
-    """The logits for random tokens of the model computed in ``dtype``, with the changes."""
+    """Return the logits for random tokens, computed in ``dtype`` with the changes."""
     generator = torch.Generator("cpu").manual_seed(0)
     tokens = torch.randint(0, words, _TOKENS, generator=generator, device="cpu")
     with evaluating(model), _computing_in(model, dtype, changes or Changes(), function):
@@ -120,7 +130,7 @@ def _logits_in(
 
 @contextlib.contextmanager
 def _computing_in(model: nn.Module, dtype: torch.dtype, changes: Changes, function: str) -> Iterator[None]:
-    """Each module has parameters of ``dtype`` while it is called."""
+    """Give each module parameters of ``dtype`` while it is called."""
     own: dict[nn.Module, dict[str, nn.Parameter]] = {}
     names = {module: name for name, module in model.named_modules()}
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""lowbit.fuse: run the small pieces of a decoder in a few calls, in eager mode and without a compiler."""
+"""lowbit.fuse: run the modules of a decoder or an encoder in fewer calls, in eager mode and without a compiler."""
 
 from __future__ import annotations
 
@@ -10,30 +10,40 @@ from dataclasses import dataclass
 from torch import nn
 
 from lowbit.quant.fused import Fused, FusedModules
+from lowbit.quant.fused_gated_norm import FusedGatedNorm, gated_norm_facts
+from lowbit.quant.fused_layer_norm import FusedLayerNorm, layer_norm_facts
+from lowbit.quant.fused_mlp import fuse_mlp, is_mlp
 from lowbit.quant.fused_norm import FusedRMSNorm, norm_facts
 from lowbit.quant.gated_mlp import fuse_gated_mlps
 
 
 def fuse(model: nn.Module) -> FusedModules:
-    """Speed up the pieces around the linear layers of a quantized language model, in place.
+    """Fuse the norms, attention, MLPs and layers of a quantized model in place, to make inference faster.
 
-    - An RMSNorm becomes one call.
-    - In the attention of transformers, q, k and v become one product, and the norms of heads, the rotary embedding and
-      the write to the cache become one call.
+    - An RMSNorm, one with a gate, or a LayerNorm becomes one call.
+    - In the attention of transformers, the q, k and v projections become one product. The head norms, the rotary
+      embedding and the write to the cache become one call.
     - In a gated MLP, the activation and the elementwise product become part of the linear calls (`fuse_gated_mlps`).
-    - A decoder layer of these pieces, with ``attn_implementation="lowbit"`` and a cache that grows in place, becomes
-      one call.
-    - A token of transformers' ``generate``, greedy or sampling, becomes one call, from the embedding to the logits.
+    - A gated delta net (Qwen3-Next, Qwen3.5, OLMo-hybrid, Kimi-Linear) runs on `gated_delta_rule`, a Mamba-2 mixer
+      (Mamba2, Bamba, Granite 4, Falcon-H1, Nemotron-H, Zamba2) on `ssd`, and both, as the short convolutions of LFM2,
+      on `causal_conv1d`.
+    - In a mixture of experts, the router, the experts and the shared experts become one call.
+    - A decoder layer whose modules are fused becomes one call, with ``attn_implementation="lowbit"`` and a cache that
+      grows in place.
+    - The layers of an encoder (BERT, XLM-R, ModernBERT) become one call, with ``attn_implementation="lowbit"``. Of a
+      batch with padding it computes the real tokens alone; at the positions of padding the result of the layers is 0.
+    - In transformers' ``generate``, greedy or sampling, each token becomes one call, from the embedding to the logits.
 
-    `fuse` calls each piece with random input before and after, and leaves a piece unchanged if its result differs.
-    Names, parameters and the state dict stay the same. A piece runs its original code under gradients, autocast or
+    `fuse` calls each module with random input before and after, and leaves it unchanged if its result differs. Names,
+    parameters and the state dict stay the same. A module runs its original code under gradients, autocast or
     torch.compile, with hooks or an adapter, and on devices other than the CPU.
 
     Args:
         model: any module; its quantized layers and its norms are fused.
 
     Returns:
-        A list of the names of the fused modules. Its ``left`` maps the other names to reasons.
+        The names of the fused modules, as a list. Its ``left`` maps the names of the other candidates to the reason why
+        they were left unchanged, and ``(model)`` if the model has no candidate.
 
     Raises:
         ValueError: a gated MLP is on the meta device, where it cannot be called.
@@ -53,46 +63,85 @@ def fuse(model: nn.Module) -> FusedModules:
             reason = kind.fuse(module)
             if not reason:
                 pieces.append(name or _THE_MODEL)
-            elif not any(left.startswith(f"{name}.") for left in pieces.left):  # that piece is the reason
+                pieces.notes += [note for note in kind.notes if note not in pieces.notes]
+            elif not any(left.startswith(f"{name}.") for left in pieces.left):  # the submodule's own reason is enough
                 pieces.left[name or _THE_MODEL] = reason
+    if not pieces and not pieces.left and not any(isinstance(module, Fused) for module in model.modules()):
+        pieces.left[_THE_MODEL] = _NO_PIECE if "transformers" in sys.modules else f"{_NO_PIECE}; {_NO_TRANSFORMERS}"
     return pieces
 
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """A kind of piece.
+    """A kind of module that can be fused.
 
     Args:
-        is_found: whether a module may be of this kind, by its name, its class and the names of its submodules.
+        is_found: whether a module may be of this kind, judged by its name, its class and the names of its submodules.
         fuse: tests the module and fuses it, or returns the reason why it stays unchanged.
+        notes: what the report says once such a module is fused.
     """
 
     is_found: Callable[[str, nn.Module], bool]
     fuse: Callable[[nn.Module], str]
+    notes: tuple[str, ...] = ()
 
 
+_NO_PIECE = (
+    "it has none of the pieces that fuse knows: an RMSNorm, a gated MLP (gate_proj, up_proj, down_proj), an attention "
+    "of transformers with an o_proj"
+)
+_NO_TRANSFORMERS = "transformers is not imported, so attentions were not looked at"
 _THE_MODEL = "(model)"
-"""The name of the model itself in the report, where its submodules have their qualified names."""
+"""The name of the model itself in the report, where submodules have their qualified names."""
 
 
 def _kinds(model: nn.Module) -> list[tuple[_Kind, ...]]:
-    """Return all kinds. Each tuple is one pass over the model, and its kinds consist of pieces of earlier passes.
-    `half_steps.HALF_STEPS` has the steps of the halves of layers."""
+    """Return all kinds, one tuple for each pass over the model. The kinds of a pass consist of modules fused in earlier
+    passes."""
     norm = _Kind(lambda _, module: type(module).__name__.endswith("RMSNorm"), _fuse_norm)
+    gated_norm = _Kind(lambda _, module: type(module).__name__.endswith("RMSNormGated"), _fuse_gated_norm)
+    layer_norm = _Kind(lambda _, module: "LayerNorm" in type(module).__name__, _fuse_layer_norm)
     if "transformers" not in sys.modules:
-        return [(norm,)]
-    from lowbit.models.decoder_pieces import is_decoder_layer
-    from lowbit.models.fused_attention import fuse_attention
+        return [(norm, gated_norm, layer_norm)]
+    from lowbit.models.delta_net_forms import CHILDREN
+    from lowbit.models.fused_attention import fuse_attention, may_be_attention
     from lowbit.models.fused_causal_lm import fuse_causal_lm, has_fused_decoder
     from lowbit.models.fused_decoder import fuse_decoder, has_fused_layers
-    from lowbit.models.fused_layer import fuse_decoder_layer
+    from lowbit.models.fused_delta_net import fuse_delta_net
+    from lowbit.models.fused_encoder import fuse_encoder, list_of_encoder_layers
+    from lowbit.models.fused_encoder_layer import fuse_encoder_layer, may_be_encoder_layer
+    from lowbit.models.fused_layer import fuse_decoder_layer, may_be_layer
+    from lowbit.models.fused_mamba2 import fuse_mamba2, may_be_mamba2
+    from lowbit.models.fused_mixture import fuse_mixture, has_packed_experts
+    from lowbit.models.fused_self_attention import fuse_self_attention, may_be_self_attention
+    from lowbit.models.fused_short_conv import fuse_short_conv, may_be_short_conv
 
     columns = _rotary_columns(model)
-    attention = _Kind(lambda _, module: "o_proj" in module._modules, lambda module: fuse_attention(module, columns))
-    layer = _Kind(lambda _, module: is_decoder_layer(module), fuse_decoder_layer)
+    attention = _Kind(lambda _, module: may_be_attention(module), lambda module: fuse_attention(module, columns))
+    recurrent = [
+        _recurrent(lambda module: module._modules.keys() in CHILDREN, fuse_delta_net, "gated delta nets"),
+        _recurrent(may_be_mamba2, fuse_mamba2, "Mamba-2 mixers"),
+        _recurrent(may_be_short_conv, fuse_short_conv, "short convolutions"),
+    ]
+    mixture = _Kind(lambda _, module: has_packed_experts(module), fuse_mixture)
+    self_attention = _Kind(lambda _, module: may_be_self_attention(module), fuse_self_attention)
+    encoder_layer = _Kind(may_be_encoder_layer, fuse_encoder_layer)
+    layer = _Kind(lambda _, module: may_be_layer(module), fuse_decoder_layer)
+    encoder = _Kind(lambda _, module: bool(list_of_encoder_layers(module)), fuse_encoder)
     decoder = _Kind(lambda name, module: bool(name) and has_fused_layers(module), fuse_decoder)
     model = _Kind(lambda _, module: has_fused_decoder(module), fuse_causal_lm)
-    return [(attention, norm), (layer,), (decoder,), (model,)]
+    mlp = _Kind(lambda _, module: is_mlp(module), fuse_mlp)
+    parts = (*recurrent, attention, self_attention, norm, layer_norm, mixture, mlp)
+    return [(gated_norm,), parts, (encoder_layer, layer), (encoder, decoder), (model,)]
+
+
+def _recurrent(
+    may_be: Callable[[nn.Module], bool], fuse_one: Callable[[nn.Module, list[nn.Module]], str], name: str
+) -> _Kind:
+    """Return a kind of recurrent layers, of which those that are alike are tried once."""
+    tried: list[nn.Module] = []
+    note = f"in {name} transformers' functions compute gradients and training, as before"
+    return _Kind(lambda _, module: may_be(module), lambda module: fuse_one(module, tried), (note,))
 
 
 def _fuse_norm(module: nn.Module) -> str:
@@ -101,6 +150,22 @@ def _fuse_norm(module: nn.Module) -> str:
         on_cpu = all(parameter.is_cpu for parameter in module.parameters())
         return "its results are not those of rms_norm" if on_cpu else "it is not on the CPU, where the kernel rows are"
     FusedRMSNorm.take(module, facts)
+    return ""
+
+
+def _fuse_gated_norm(module: nn.Module) -> str:
+    facts = gated_norm_facts(module)
+    if facts is None:
+        return "its results are not those of gated_rms_norm"
+    FusedGatedNorm.take(module, facts)
+    return ""
+
+
+def _fuse_layer_norm(module: nn.Module) -> str:
+    facts = layer_norm_facts(module)
+    if facts is None:
+        return "its results are not those of layer_norm"
+    FusedLayerNorm.take(module, facts)
     return ""
 
 

@@ -1,11 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fused attention for transformers' decoders: one product for q, k and v; one call for the norms of heads, the rotary
-embedding and the write to the cache; then the attention function that the model uses."""
+"""Fused attention for transformers decoders.
+
+It makes one product for q, k and v, one call for the head norms, the rotary embedding and the write to the cache, and
+then a call of the attention function that the model uses.
+"""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+import inspect
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,23 +18,52 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from lowbit.models.decoder_pieces import APART, HEAD_NORMS, PACKED
+from lowbit.models.decoder_pieces import APART
 from lowbit.models.growing_cache import GrowingLayer, GrowingSlidingLayer, growing_layer, new_tokens
-from lowbit.ops.rope_append import rope_append
-from lowbit.quant.fused import Fused, has_own_tensors, hooked, is_inference, probe_of
+from lowbit.ops.rope_append import HALVES, NEIGHBOURS, NEIGHBOURS_OF_HALVES, rope_append
+from lowbit.quant.fused import Fused, hooked, is_inference, not_packed, probe_of
 from lowbit.quant.fused_norm import norm_facts, said_eps
 from lowbit.quant.merged import MergedLinear
 from lowbit.quant.quant_linear import QuantLinear
 from lowbit.quant.unchanged import Attributes
 
 _TOLERANCE = 1e-4  # relative to the largest value: the same float32 products, rotated in another order
+_SINK = "s_aux"
+"""The option of attention functions that is a parameter of the module (gpt-oss)."""
 _PROBED = 3  # number of tokens in the probe
+_PACKED = ("qkv_proj", "query_key_value", "Wqkv", "wqkv")
+_OUT = ("o_proj", "dense", "out_proj", "wo", "Wo")
+_HEAD_NORMS = (("q_norm", "k_norm"), ("query_layernorm", "key_layernorm"), ("q_layernorm", "k_layernorm"))
+_ROTATIONS = (HALVES, NEIGHBOURS, NEIGHBOURS_OF_HALVES)
 _RECORDING = "lowbit_recording"
 """The name of the attention function that records its arguments. Only the configuration of a probe names it."""
-_READ_NOW = {"config", "facts", "is_causal", "layer_idx", "training"}  # attributes that are read in each call
+IDLE = (nn.Dropout, nn.Identity)
+"""Modules that do nothing outside of training."""
+_NOT_OPTIONS = ("dropout", "past_key_values", "position_ids")
+"""What modules pass to the attention function without an effect on its result: they are in evaluation mode, and may hand
+on arguments that they do not know."""
+READ_NOW = {"config", "facts", "is_causal", "layer_idx", "training"}  # attributes that are read in each call
 
 
-class FusedAttention(Fused):
+class AttentionPiece(Fused):
+    """An attention module of transformers whose projections are one product."""
+
+    def projections(self) -> list[QuantLinear] | None:
+        """Return the q, k and v layers, or None if one has an adapter or a hook, or if the scale, the softcap or an eps
+        has changed since the module was fused."""
+        facts = self.facts
+        names = facts["projections"]
+        if hooked(self, (*names, *facts["norm_names"])) or not facts["noted"].hold(self):
+            return None
+        of_norms = zip(facts["norm_names"], facts["norms"], facts["said"], strict=True)
+        for name, norm, said in of_norms:
+            if self._modules[name] is not norm or said_eps(norm) != said:
+                return None
+        layers = [self._modules[name] for name in names]
+        return layers if all(type(layer) is QuantLinear for layer in layers) else None
+
+
+class FusedAttention(AttentionPiece):
     """A fused attention module of transformers. `lowbit.fuse` makes it in place."""
 
     def forward(
@@ -38,8 +72,11 @@ class FusedAttention(Fused):
         position_embeddings: tuple[Tensor, Tensor] | None = None,
         attention_mask: Tensor | None = None,
         past_key_values: Any = None,
+        layer_past: Any = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
+        named = {} if layer_past is None else {"layer_past": layer_past}  # as GPT-NeoX calls the cache
+        cache = past_key_values if layer_past is None else layer_past
         facts, attend = self.facts, ALL_ATTENTION_FUNCTIONS.get(self.config._attn_implementation)
         layers = self.projections() if is_inference(hidden_states) and not self.training else None
         if layers is None or attend is None or position_embeddings is None or position_embeddings[0].dim() != 3:
@@ -47,34 +84,27 @@ class FusedAttention(Fused):
                 hidden_states,
                 position_embeddings=position_embeddings,
                 attention_mask=attention_mask,
-                past_key_values=past_key_values,
+                **({"past_key_values": past_key_values} | named if facts["takes_cache"] else named),
                 **kwargs,
             )
         batch, length, _ = hidden_states.shape
-        qkv = facts["merged"](layers, hidden_states).view(batch, length, -1, self.head_dim)
-        query, key, value = self._append(qkv, position_embeddings, past_key_values)
-        out, weights = attend(self, query, key, value, attention_mask, dropout=0.0, **(facts["options"] | kwargs))
-        return self._modules["o_proj"](out.reshape(batch, length, -1)), weights
-
-    def projections(self) -> list[QuantLinear] | None:
-        """Return the layers of queries, keys and values, or None if one has an adapter or a hook, or if the scale, the
-        soft cap or an eps has changed since the module was fused."""
-        facts = self.facts
-        names = facts["projections"]
-        if hooked(self, (*names, *HEAD_NORMS)) or not facts["noted"].hold(self):
-            return None
-        of_norms = zip(HEAD_NORMS, facts["norms"], facts["said"], strict=False)  # empty if heads have no norms
-        for name, norm, said in of_norms:
-            if self._modules[name] is not norm or said_eps(norm) != said:
-                return None
-        layers = [self._modules[name] for name in names]
-        return layers if all(type(layer) is QuantLinear for layer in layers) else None
+        qkv = facts["merged"](layers, hidden_states).view(batch, length, -1, facts["head_dim"])
+        if facts["half_rotary"]:
+            position_embeddings = whole_columns(position_embeddings)
+        query, key, value = self._append(qkv, position_embeddings, cache)
+        options = facts["options"] | kwargs
+        if facts["sinks"] is not None:
+            options[_SINK] = self._parameters[facts["sinks"]]
+        out, weights = attend(self, query, key, value, attention_mask, dropout=0.0, **options)
+        return self._modules[facts["out"]](out.reshape(batch, length, -1)), weights
 
     def _append(self, qkv: Tensor, position_embeddings: tuple[Tensor, Tensor], cache: Any) -> tuple[Tensor, ...]:
         """Return the queries of the new tokens, and the keys and values of all tokens."""
         place = self.place_in(cache, qkv)
         layer, keys, values, start = place or self.place_in(None, qkv)
-        query = rope_append(qkv, *position_embeddings, keys, values, start, *self.norm_args())
+        facts = self.facts
+        rotary = position_embeddings if facts["rotates"] else 2 * (qkv.new_empty(1, qkv.shape[1], 0),)
+        query = rope_append(qkv, *rotary, keys, values, start, *self.norm_args(), **facts["layout"])
         if place is None:
             keys, values = cache.update(keys, values, self.layer_idx)
         elif layer is not None:
@@ -84,86 +114,138 @@ class FusedAttention(Fused):
     def place_in(
         self, cache: Any, x: Tensor
     ) -> tuple[GrowingLayer | GrowingSlidingLayer | None, Tensor, Tensor, int] | None:
-        """Return the memory for the keys and values of the new tokens ``x [B, L, ...]``: the layer of the cache, which
-        counts the tokens by `extend`; its keys and values; and the index of the first new token in them. Without a
-        cache, the memory is new. Return None if this cache takes tokens only through its ``update``."""
+        """Return the memory for the keys and values of the new tokens ``x [B, L, ...]``.
+
+        The result has the layer of the cache, whose `extend` counts the tokens, its keys, its values, and the index of
+        the first new token in them. Without a cache, the memory is new. The result is None if tokens can be added to
+        this cache only through its ``update``.
+        """
         batch, length, heads = *x.shape[:2], self.facts["kv_heads"]
+        size = self.facts["head_dim"]
         if cache is None:
-            return None, *x.new_empty(2, batch, heads, length, self.head_dim), 0
+            return None, *x.new_empty(2, batch, heads, length, size), 0
         layer = growing_layer(cache, self.layer_idx)
-        room = None if layer is None else layer.room_for(length, new_tokens(batch, heads, self.head_dim, x), x)
+        room = None if layer is None else layer.room_for(length, new_tokens(batch, heads, size, x), x)
         return None if room is None else (layer, *room)
 
     def norm_args(self) -> tuple[Any, ...]:
-        """Return the norms of heads as arguments of `rope_append`."""
+        """Return the head norms as arguments of `rope_append`."""
         norm = self.facts["norm"]
         weights = [module._parameters["weight"] for module in self.facts["norms"]]
         return (*weights, norm["eps"], norm["offset"]) if norm else ()
 
 
+def whole_columns(embeddings: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Return cos and sin ``[B, L, R]`` of a rotary embedding that has them once for both halves of a head (gpt-oss)."""
+    cos, sin = embeddings
+    return torch.cat((cos, cos), -1), torch.cat((sin, sin), -1)
+
+
+def may_be_attention(module: nn.Module) -> bool:
+    """Whether the module may be attention, judged by the names of its submodules."""
+    return bool(_names(module, [*((name,) for name in _PACKED), APART])) and bool(_names(module, zip(_OUT)))
+
+
 def fuse_attention(module: nn.Module, rotary_columns: Sequence[int]) -> str:
     """Fuse ``module``, an attention module of transformers, or return the reason why it stays unchanged.
 
-    A call with random tokens compares the code before and after the attention function: the queries, keys, values,
-    options and the result must agree with those of the fused module.
+    The module is called with random tokens before and after. The queries, keys, values and options that it passes to
+    the attention function, and its result, must agree with those of the fused module, for one of the layouts of
+    `rope_append`.
 
     Args:
         module: the attention module.
         rotary_columns: the numbers of columns of a head that the model's rotary embeddings may rotate.
     """
-    problem = _problem(module)
+    facts = _names_of(module)
+    problem = _problem(module, facts)
     if problem:
         return problem
-    names = PACKED if "qkv_proj" in module._modules else APART
-    layers = [module._modules[name] for name in names]
-    norms = [module._modules[name] for name in HEAD_NORMS if name in module._modules]
+    norms = [module._modules[name] for name in facts["norm_names"]]
     of_norms = [norm_facts(norm) for norm in norms]
     if None in of_norms or of_norms[:1] != of_norms[1:]:
-        return "its q_norm and k_norm are no RMSNorm of heads"
-    for columns in rotary_columns:
-        call = _call(layers[0].in_features, columns)
-        probe = probe_of(module)
-        probe.config = copy.deepcopy(module.config)
-        probe.config._attn_implementation = _RECORDING
-        seen = _recorded(probe, call)
+        return f"its {facts['norm_names'][0]} and {facts['norm_names'][1]} are no RMSNorm of heads"
+    facts |= {
+        "merged": MergedLinear(),
+        "norm": of_norms[0] if norms else None,
+        "norms": norms,
+        "said": [said_eps(norm) for norm in norms],
+        "noted": Attributes(module, without=READ_NOW),
+    }
+    for columns, half_rotary in itertools.product(rotary_columns, (False, True)):
+        call = _call(facts["hidden"], columns // 2 if half_rotary else columns)
+        seen = recorded(recording_probe(module), call)
         if seen is None:
             continue
-        facts = {
-            "projections": names,
-            "merged": MergedLinear(),
-            "kv_heads": seen["key"].shape[1],
-            "norm": of_norms[0] if norms else None,
-            "norms": norms,
-            "said": [said_eps(norm) for norm in norms],
-            "noted": Attributes(module, without=_READ_NOW),
-            "options": {name: value for name, value in seen["options"].items() if name != "dropout"},
-        }
-        if any(isinstance(value, Tensor) for value in facts["options"].values()):
+        sinks = next(
+            (name for name, value in module._parameters.items() if value is seen["options"].get(_SINK, ...)), None
+        )
+        if {name for name, value in module._parameters.items() if value is not None} - {sinks}:
+            return "it has parameters of its own"
+        options = {name: value for name, value in seen["options"].items() if sinks is None or name != _SINK}
+        if any(isinstance(value, Tensor) for value in options.values()):
             return "its attention has an option that is a tensor"
-        FusedAttention.take(probe, facts)
-        if _agree(seen, _recorded(probe, call)):
-            FusedAttention.take(module, facts)
-            return ""
+        facts |= {"kv_heads": seen["key"].shape[1], "head_dim": seen["key"].shape[-1], "options": options, "sinks": sinks}
+        facts["half_rotary"] = half_rotary
+        for layout in _layouts(facts):
+            FusedAttention.take(probe := recording_probe(module), facts | layout)
+            if agree(seen, recorded(probe, call)):
+                FusedAttention.take(module, facts | layout)
+                return ""
     return "it does not compute rotary attention as the fused one does"
 
 
-def _problem(module: nn.Module) -> str:
-    children = module._modules
-    names = PACKED if "qkv_proj" in children else APART
-    missing = [name for name in (*names, "o_proj") if type(children.get(name)) is not QuantLinear]
+def _names(module: nn.Module, choices: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
+    """Return the first of these tuples of names that are all submodules."""
+    return next((names for names in choices if all(module._modules.get(name) is not None for name in names)), ())
+
+
+def _names_of(module: nn.Module) -> dict[str, Any]:
+    projections = _names(module, [*((name,) for name in _PACKED), APART])
+    (out,) = _names(module, zip(_OUT))
+    hidden = getattr(module._modules[projections[0]], "in_features", 0)
+    takes_cache = "past_key_values" in inspect.signature(type(module).forward).parameters
+    return {
+        "projections": projections, "out": out, "norm_names": _names(module, _HEAD_NORMS), "hidden": hidden,
+        "takes_cache": takes_cache,
+    }  # fmt: skip
+
+
+def _layouts(facts: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Return the ways in which heads may lie in qkv, be rotated and be normalized, the usual one first."""
+    packed, norms = len(facts["projections"]) == 1, bool(facts["norms"])
+    for rotation, grouped, behind in itertools.product(_ROTATIONS, (False, packed), (False, norms)):
+        layout = {"rotation": rotation, "grouped": grouped, "norm_behind": behind}
+        yield {"rotates": True, "layout": layout}
+        if rotation == HALVES and not behind:
+            yield {"rotates": False, "layout": layout}
+
+
+def recording_probe(module: nn.Module) -> nn.Module:
+    """Return a copy of an attention module whose attention function records its arguments."""
+    probe = probe_of(module)
+    probe.config = copy.deepcopy(module.config)
+    probe.config._attn_implementation = _RECORDING
+    return probe
+
+
+def _problem(module: nn.Module, facts: dict[str, Any]) -> str:
+    children, names, out = module._modules, facts["projections"], facts["out"]
+    missing = [name for name in (*names, out) if type(children.get(name)) is not QuantLinear]
     if missing:
-        return f"{missing[0]} is {type(children.get(missing[0])).__name__}, no QuantLinear"
-    known = {*names, "o_proj", *HEAD_NORMS, *(name for name, child in children.items() if child is None)}
-    if not set(children) <= known or ("q_norm" in children) != ("k_norm" in children):
-        return f"it has {', '.join(sorted(set(children) - known)) or 'one norm of two'}"
-    if has_own_tensors(module):
-        return "it has parameters of its own"
-    for name in ("config", "head_dim", "layer_idx"):
+        return not_packed(missing[0], children.get(missing[0]))
+    idle = {name for name, child in children.items() if child is None or type(child) in IDLE}
+    known = {*names, out, *facts["norm_names"], *idle}
+    if not set(children) <= known:
+        return f"it has {', '.join(sorted(set(children) - known))}"
+    if any(value is not None for value in module._buffers.values()):
+        return "it has buffers of its own"
+    for name in ("config", "layer_idx"):
         if not hasattr(module, name):
             return f"it has no {name}"
-    if not module.o_proj.weight.is_cpu:
+    if not children[out].weight.is_cpu:
         return "it is not on the CPU, where the kernel rows are"
-    hook = hooked(module, (*names, *HEAD_NORMS))
+    hook = hooked(module, (*names, *facts["norm_names"]))
     return f"hooks on {hook}" if hook else ""
 
 
@@ -179,13 +261,13 @@ def _call(hidden: int, columns: int) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def _recorded(probe: nn.Module, call: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the arguments of the attention function in this call and the result, or None if the call fails or does not
-    reach the attention function."""
+def recorded(probe: nn.Module, call: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the arguments of the attention function in this call and the result of the call, or None if the call fails
+    or does not reach the attention function."""
     probe.seen = seen = {}
     try:
         seen["out"] = probe(**call)[0]
-    except (TypeError, RuntimeError, ValueError, AttributeError):  # it takes other arguments
+    except (TypeError, RuntimeError, ValueError, AttributeError):  # The module has another signature.
         return None
     return seen if "query" in seen else None
 
@@ -194,15 +276,21 @@ def _record(
     probe: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any
 ) -> tuple[Tensor, None]:
     """Record the arguments and return the queries as the result."""
-    probe.seen.update(query=query, key=key, value=value, options=options)
+    known = {name: option for name, option in options.items() if name not in _NOT_OPTIONS}
+    probe.seen.update(query=query, key=key, value=value, options=known)
     return query.transpose(1, 2).contiguous(), None
 
 
-def _agree(wanted: dict[str, Any], got: dict[str, Any] | None) -> bool:
-    return got is not None and got["options"] == wanted["options"] and all(
-        got[name].shape == wanted[name].shape
-        and bool((got[name] - wanted[name]).abs().max() <= _TOLERANCE * wanted[name].abs().max())
-        for name in ("query", "key", "value", "out")
+def agree(wanted: dict[str, Any], got: dict[str, Any] | None) -> bool:
+    """Whether two calls passed the same to the attention function, and had the same result."""
+    return (
+        got is not None
+        and got["options"] == wanted["options"]
+        and all(
+            got[name].shape == wanted[name].shape
+            and bool((got[name] - wanted[name]).abs().max() <= _TOLERANCE * wanted[name].abs().max())
+            for name in ("query", "key", "value", "out")
+        )
     )
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A language model of transformers that computes each token of ``generate`` by one run of a program."""
+"""A transformers language model that computes each token of ``generate`` by one run of a program."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationMixin
 
-from lowbit.models.fused_decoder import FusedDecoder, probe_of_decoder, stand_ins
+from lowbit.models.fused_decoder import FusedDecoder, hidden_of, probe_of_stack, stand_ins
+from lowbit.models.layer_program import NORMS
 from lowbit.models.token_loop import Generation, serves
-from lowbit.models.token_run import TokenProgram
+from lowbit.models.token_run import MULTIPLIERS, TokenProgram, numbers_of
 from lowbit.quant.fused import Fused, probe_of
-from lowbit.quant.fused_norm import FusedRMSNorm
 
 _OF_TRANSFORMERS = (
     "_prefill", "_sample", "_update_model_kwargs_for_generation", "generate", "prepare_inputs_for_generation",
 )  # fmt: skip
-"""Methods that a model overrides if it generates with its own arguments."""
+"""Methods that a model overrides if it passes arguments of its own in ``generate``."""
 
 
 class FusedCausalLM(Fused):
-    """A language model with a fused decoder. `lowbit.fuse` makes it in place. In ``generate``, greedy or sampling, one
-    run of a program computes a token, from the embedding to the logits."""
+    """A language model with a fused decoder, made in place by `lowbit.fuse`. In ``generate``, greedy or sampling, one
+    run of a program computes each token, from the embedding to the logits."""
 
-    prefix = ""  # transformers writes the name of the class into config.json
+    prefix = ""  # unchanged, because transformers writes the name of the class into config.json
 
     def _sample(
         self,
@@ -57,9 +57,9 @@ def _decoder_name(module: nn.Module) -> str | None:
 
 
 def fuse_causal_lm(module: Any) -> str:
-    """Fuse ``module``, whose decoder is fused already, or return the reason why it stays unchanged.
+    """Fuse ``module``, whose decoder is already fused, or return the reason why it stays unchanged.
 
-    A probe call, in which each part returns a random tensor, shows how the model connects its parts.
+    A probe call, in which each submodule returns a random tensor, shows how the model connects them.
     """
     for name in _OF_TRANSFORMERS:
         if getattr(type(module), name, None) is not getattr(GenerationMixin, name, ...):
@@ -68,15 +68,16 @@ def fuse_causal_lm(module: Any) -> str:
         return "this version of transformers generates in another way"
     decoder_name = _decoder_name(module)
     decoder = module._modules[decoder_name]
-    norm = [name for name, child in decoder._modules.items() if isinstance(child, FusedRMSNorm)]
+    norm = [name for name, child in decoder._modules.items() if isinstance(child, NORMS)]
     embedding = _name_of(decoder, module.get_input_embeddings())
     head = _name_of(module, module.get_output_embeddings())
     if len(norm) != 1 or embedding is None or head is None:
         return "it is more than an embedding, layers, a norm and a head"
     facts = {"decoder": decoder_name, "embedding": embedding, "norm": norm[0], "head": head, "kept": TokenProgram()}
-    if not _joins_as_the_program(module, facts):
+    found = _how_it_joins(module, facts)
+    if found is None:
         return "it does not join embedding, layers, norm and head as the program does"
-    FusedCausalLM.take(module, facts)
+    FusedCausalLM.take(module, facts | found)
     return ""
 
 
@@ -85,13 +86,13 @@ def _name_of(module: nn.Module, child: nn.Module | None) -> str | None:
 
 
 @torch.no_grad()
-def _joins_as_the_program(module: nn.Module, facts: dict[str, Any]) -> bool:
-    """Whether the model passes the result of each part, the same tensor object, to the next, and returns the logits of
-    the head."""
+def _how_it_joins(module: nn.Module, facts: dict[str, Any]) -> dict[str, Any] | None:
+    """Return what the model does to the result of its embedding and to that of its head (`MULTIPLIERS`), or None if it
+    does not pass the output of each submodule in between, as the same tensor object, to the next."""
     decoder = module._modules[facts["decoder"]]
     layers = decoder.facts["layers"]
     generator = torch.Generator("cpu").manual_seed(0)
-    hidden = decoder._modules[facts["norm"]].weight.numel()
+    hidden = hidden_of(layers)
     *results, of_head = torch.randn(3 + len(layers), 1, 3, hidden, generator=generator, device="cpu")
     results.append(of_head[:, -1:])
     ids = torch.tensor([[3, 1, 2]], device="cpu")
@@ -101,7 +102,7 @@ def _joins_as_the_program(module: nn.Module, facts: dict[str, Any]) -> bool:
         given.append(x)
         return results[len(given) - 1]
 
-    plain = probe_of_decoder(
+    plain = probe_of_stack(
         decoder,
         layers=stand_ins(lambda _, x, **kwargs: part(x), layers),
         **{facts["embedding"]: part, facts["norm"]: part},
@@ -111,8 +112,21 @@ def _joins_as_the_program(module: nn.Module, facts: dict[str, Any]) -> bool:
     probe._modules |= {facts["decoder"]: plain, facts["head"]: part}
     try:
         logits = probe(input_ids=ids, use_cache=True, logits_to_keep=1).logits
-    except (TypeError, RuntimeError, ValueError, AttributeError, KeyError, IndexError):  # it takes other arguments
-        return False
-    if len(given) != len(results) or not given[0].equal(ids) or not logits.equal(results[-1]):
-        return False
-    return all(map(is_, given[1:-1], results)) and given[-1].equal(results[-2][:, -1:])
+    except (TypeError, RuntimeError, ValueError, AttributeError, KeyError, IndexError):  # another signature
+        return None
+    if len(given) != len(results) or not given[0].equal(ids):
+        return None
+    if not all(map(is_, given[2:-1], results[1:])) or not given[-1].equal(results[-2][:, -1:]):
+        return None
+    numbers = numbers_of(module)
+    of_embedding = _multiplier(given[1], results[0], numbers)
+    of_logits = _multiplier(logits, results[-1], numbers)
+    if of_embedding is None or of_logits is None:
+        return None
+    return {"numbers": numbers, "of_embedding": of_embedding, "of_logits": of_logits}
+
+
+def _multiplier(y: Tensor, x: Tensor, numbers: list[float]) -> tuple[str, float] | None:
+    """Return which entry of `MULTIPLIERS` makes y of x, and its number."""
+    kinds = ((name, number) for number in [1.0, *numbers] for name in MULTIPLIERS)
+    return next((kind for kind in kinds if y.equal(MULTIPLIERS[kind[0]](x, kind[1]))), None)

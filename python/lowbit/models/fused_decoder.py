@@ -8,46 +8,56 @@ import functools
 from collections.abc import Callable, Sequence
 from itertools import repeat
 from operator import is_
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from lowbit.models.fused_layer import FusedDecoderLayer, in_one_call
+from lowbit.models.fused_layer import FusedDecoderLayer, cache_of, in_one_call, named
 from lowbit.models.layer_program import LayerProgram
 from lowbit.ops.tracing import is_traced
 from lowbit.quant.fused import Fused, probe_of
 
-_RECORDED = ("output_hidden_states", "output_attentions")
+_RECORDED = ("output_hidden_states", "output_attentions", "output_router_logits")
 _NOT_HANDED_ON = "fuse: the model does not hand the result of each layer to the next, as it did when it was fused"
-_SHARED = ("attention_mask", "position_embeddings", "past_key_values")
+_SHARED = ("attention_mask", "position_embeddings")
 
 
-class FusedDecoder(Fused):
-    """A decoder whose layers are fused. `lowbit.fuse` makes it in place. Its forward computes all layers in one call,
-    at the call of the last layer."""
+class FusedStack(Fused):
+    """A module of fused layers, made in place by `lowbit.fuse`. Its forward computes all layers in one call, when
+    the last layer is called."""
+
+    compute: ClassVar[Callable[..., Tensor | None]]
+    """The function that computes several layers, with the arguments of `in_one_call`."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         facts = self.facts
         layers = facts["layers"]
         own = self.training or is_traced() or any(kwargs.get(name) for name in _RECORDED)
-        if own or not self.hands_on(layers):  # in training, models may leave layers out
+        if own or not self.hands_on(layers):  # Models may skip layers in training.
             return super().forward(*args, **kwargs)
-        joined = JoinedLayers(layers, facts)
-        result = super(FusedDecoder, with_children(self, layers=joined.stand_ins())).forward(*args, **kwargs)
+        joined = JoinedLayers(layers, facts, self.compute)
+        twin = with_children(self, **{facts["list"]: joined.stand_ins()})
+        result = super(FusedStack, twin).forward(*args, **kwargs)
         joined.end()
         return result
 
-    def hands_on(self, layers: tuple[FusedDecoderLayer, ...]) -> bool:
-        """Whether the decoder still calls these layers in this order and records none of their results."""
-        modules, config = self._modules["layers"]._modules, self.config
+    def hands_on(self, layers: tuple[Fused, ...]) -> bool:
+        """Whether the module still calls these layers in this order and records none of their results."""
+        modules, config = self._modules[self.facts["list"]]._modules, self.config
         same = len(modules) == len(layers) == config.num_hidden_layers and all(map(is_, modules.values(), layers))
         return same and not any(getattr(config, name, False) for name in _RECORDED)
 
 
+class FusedDecoder(FusedStack):
+    """A decoder of fused layers."""
+
+    compute = staticmethod(in_one_call)
+
+
 def with_children(module: nn.Module, **children: Any) -> nn.Module:
-    """Return a copy of the module for one call, with ``children`` in place of its own. The module itself does not
-    change, because other threads and hooks see it."""
+    """Return a copy of the module for one call, with ``children`` replacing submodules. The module itself does not
+    change, because other threads and hooks use it."""
     cls = type(module)
     twin = cls.__new__(cls)
     twin.__dict__.update(module.__dict__, _modules=module._modules | children)
@@ -55,7 +65,7 @@ def with_children(module: nn.Module, **children: Any) -> nn.Module:
 
 
 def stand_ins(call: Callable[..., Tensor], layers: Sequence[nn.Module]) -> tuple[_StandIn, ...]:
-    """Return one stand-in for each layer. It calls ``call`` with the layer as its first argument."""
+    """Return a stand-in for each layer, which calls ``call`` with the layer as its first argument."""
     return tuple(map(_StandIn, repeat(call), layers))
 
 
@@ -71,13 +81,14 @@ class JoinedLayers:
     one computes the result of all layers.
 
     Args:
-        layers: the layers in the order of their calls; the model passes the result of each to the next.
-        facts: the facts of the model that `in_one_call` needs.
+        layers: the layers in the order of their calls; the model passes the output of each to the next.
+        facts: what is known of the model, for ``compute``.
+        compute: the function that computes them, with the arguments of `in_one_call`.
     """
 
-    def __init__(self, layers: Sequence[FusedDecoderLayer], facts: dict[str, Any]) -> None:
-        self.layers, self.facts = layers, facts
-        self._calls: list[tuple[FusedDecoderLayer, Tensor, dict[str, Any]]] = []
+    def __init__(self, layers: Sequence[Fused], facts: dict[str, Any], compute: Callable[..., Tensor | None]) -> None:
+        self.layers, self.facts, self._compute = layers, facts, compute
+        self._calls: list[tuple[Fused, Tensor, dict[str, Any]]] = []
 
     def stand_ins(self) -> tuple[_StandIn, ...]:
         """Return the stand-ins that the model calls instead of its layers."""
@@ -88,9 +99,11 @@ class JoinedLayers:
         if self._calls:
             raise RuntimeError(_NOT_HANDED_ON)
 
-    def _call(self, layer: FusedDecoderLayer, x: Tensor, /, **kwargs: Any) -> Tensor:
-        """Return a meta tensor as the input of the next layer, or the result of all layers at the last one."""
+    def _call(self, layer: Fused, x: Tensor, /, *args: Any, **kwargs: Any) -> Tensor:
+        """Return a meta tensor as the input of the next layer, or the output of all layers if this is the last."""
         calls = self._calls
+        if args:
+            kwargs |= named(layer, args)
         if not calls:
             self._between = torch.empty_like(x, device="meta")
         calls.append((layer, x, kwargs))
@@ -102,7 +115,7 @@ class JoinedLayers:
         self._calls = []
         if not (all(map(is_, called, layers)) and all(map(is_, given[1:], between))):
             raise RuntimeError(_NOT_HANDED_ON)
-        y = in_one_call(layers, self.facts, given[0], calls)
+        y = self._compute(layers, self.facts, given[0], calls)
         if y is None:
             y = given[0]
             for layer, kwargs in zip(layers, calls, strict=True):
@@ -117,27 +130,30 @@ def has_fused_layers(module: nn.Module) -> bool:
 
 
 def fuse_decoder(module: nn.Module) -> str:
-    """Fuse ``module``, whose ``layers`` are fused already, or return the reason why it stays unchanged.
+    """Fuse ``module``, whose ``layers`` are already fused, or return the reason why it stays unchanged.
 
-    Two probe calls, in which each layer returns a random tensor, show whether the module only passes the result of each
-    layer to the next, with the same cache. Layers that get the same mask and rotary embedding are of one kind.
+    Two probe calls, in which each layer returns a random tensor, show whether the module only passes the output of each
+    layer to the next, with the same cache. Layers with the same mask and rotary embedding are of one kind.
     """
     layers = tuple(module.layers)
-    if len({layer.self_attn.layer_idx for layer in layers}) < len(layers):
+    if len({layer.facts["attention"].layer_idx for layer in layers}) < len(layers):
         return "two of its layers write to one layer of the cache (layer_idx)"
     kinds = _kinds_if_only_handing_on(module, layers)
     if kinds is None:
         return "it does not hand one cache and the result of each layer to the next"
-    attention = layers[0].self_attn
-    FusedDecoder.take(module, {"layers": layers, "kinds": kinds, "attention": attention, "kept": LayerProgram()})
+    attention = layers[0].facts["attention"]
+    FusedDecoder.take(
+        module,
+        {"layers": layers, "list": "layers", "kinds": kinds, "attention": attention, "kept": LayerProgram()},
+    )
     return ""
 
 
 @torch.no_grad()
 def _kinds_if_only_handing_on(module: nn.Module, layers: tuple[nn.Module, ...]) -> tuple[int, ...] | None:
-    """Return the kind of each layer, or None if the module does more than pass results on. The probe has padding,
-    because without it models make no mask, even if their layers have windows."""
-    hidden = layers[0].input_layernorm.weight.numel()
+    """Return the kind of each layer, or None if the module does more than pass outputs on. The probe has padding,
+    because models create no mask without it, even if their layers have windows."""
+    hidden = hidden_of(layers)
     generator = torch.Generator("cpu").manual_seed(0)
     x, last, *others = torch.randn(2 * len(layers), 1, 3, hidden, generator=generator, device="cpu")
     first, second = others[: len(layers) - 1], others[len(layers) - 1 :]
@@ -151,35 +167,40 @@ def _kinds_if_only_handing_on(module: nn.Module, layers: tuple[nn.Module, ...]) 
     for (called, given, shared), layer, of in zip(calls, layers, handed, strict=True):
         if called is not layer or not given.equal(of) or None in shared or shared[2] is not cache:
             return None
-        kinds.append(numbers.setdefault((id(shared[0]), id(shared[1])), len(numbers)))  # held by `calls`
+        kinds.append(numbers.setdefault((id(shared[0]), id(shared[1])), len(numbers)))  # `calls` keeps the ids valid
     return tuple(kinds)
 
 
+def hidden_of(layers: Sequence[nn.Module]) -> int:
+    """Return the number of columns of the residual stream."""
+    return layers[0].facts["attention"].facts["hidden"]
+
+
 _Call = tuple[Any, Tensor, tuple[Any, ...]]
-"""The layer that was called, its input, and its mask, rotary embedding and cache."""
+"""The layer that was called, its input, and a tuple of its mask, rotary embedding and cache."""
 
 
 def _called(
     module: nn.Module, x: Tensor, layers: tuple[nn.Module, ...], results: list[Tensor]
 ) -> tuple[Tensor, list[_Call]]:
-    """Return the result of the module and its calls of the layers; each layer returns its entry of ``results``."""
+    """Call the module with layers that return their entries of ``results``, and return its result and the calls."""
     calls: list[_Call] = []
     of_layers = dict(zip(layers, results, strict=True))
 
     def call(layer: nn.Module, x: Tensor, /, **kwargs: Any) -> Tensor:
-        calls.append((layer, x, tuple(kwargs.get(name) for name in _SHARED)))
+        calls.append((layer, x, (*(kwargs.get(name) for name in _SHARED), cache_of(kwargs))))
         return of_layers[layer]
 
-    probe = probe_of_decoder(module, layers=stand_ins(call, layers))
+    probe = probe_of_stack(module, layers=stand_ins(call, layers))
     before = dict(probe.__dict__)
     result = _result(probe, x)
     kept = before.keys() == probe.__dict__.keys() and all(map(is_, before.values(), probe.__dict__.values()))
-    return (result if kept else x.new_empty(0)), calls  # attributes set on a copy would be lost
+    return (result if kept else x.new_empty(0)), calls  # Attributes that were set on the copy would be lost.
 
 
-def probe_of_decoder(module: nn.Module, **children: Any) -> nn.Module:
-    """Return a copy of the model with its own submodules and configuration, set to lowbit's attention, in which
-    ``children`` replace some submodules."""
+def probe_of_stack(module: nn.Module, **children: Any) -> nn.Module:
+    """Return a copy of the model for a probe call. It has its own submodules, of which ``children`` replace some, and
+    its own configuration, which selects lowbit's attention."""
     own = {name: probe_of(child) for name, child in module._modules.items() if child is not None}
     probe = with_children(probe_of(module, **own), **children)
     probe.config = copy.deepcopy(module.config)
@@ -188,7 +209,7 @@ def probe_of_decoder(module: nn.Module, **children: Any) -> nn.Module:
 
 
 def _result(probe: nn.Module, x: Tensor) -> Tensor:
-    """Return the result of the probe, or an empty tensor if it takes other arguments."""
+    """Return the result of the probe, or an empty tensor if it has another signature."""
     seen = torch.tensor([[0, 1, 1]], device="cpu")
     try:
         return probe(inputs_embeds=x, attention_mask=seen, use_cache=True).last_hidden_state

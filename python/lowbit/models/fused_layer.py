@@ -7,25 +7,30 @@ from collections.abc import Sequence
 from itertools import repeat
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from lowbit.models.decoder_pieces import FOUR_NORMS, HALVES, TWO_NORMS
+from lowbit.models.decoder_pieces import HALVES
+from lowbit.models.fused_attention import IDLE, FusedAttention, whole_columns
+from lowbit.models.fused_delta_net import FusedDeltaNet
+from lowbit.models.fused_mixture import FusedMixture
 from lowbit.models.half_steps import HALF_STEPS
-from lowbit.models.layer_program import LayerProgram
+from lowbit.models.layer_joins import joins_of
+from lowbit.models.layer_program import NORMS, LayerProgram
 from lowbit.models.lowbit_attention import lowbit_attention, weights_are_recorded
+from lowbit.models.steps import MISSING
 from lowbit.ops.tracing import is_traced
-from lowbit.quant.fused import Fused, has_own_tensors, hooked, is_inference, probe_of
-from lowbit.quant.fused_norm import FusedRMSNorm
+from lowbit.quant.fused import Fused, has_own_tensors, hooked, is_inference
+from lowbit.quant.unchanged import Attributes
 
-_OPTIONS = {"scaling", "softcap", "sliding_window"}  # options of attention; the window is in the mask
+_RECORDS_ROUTERS = "output_router_logits"
+"""An argument that models of experts pass on. If it is true, the routers have hooks."""
+_SECOND_HALVES = ("mlp", "block_sparse_moe", "feed_forward", "moe")
+"""Names of the half behind attention."""
+OPTIONS = {"scaling", "softcap", "sliding_window", "deterministic"}
+"""Options of attention that steps serve: the window is in the mask, and every result is deterministic."""
 _READ = {"attention_mask", "position_embeddings", "past_key_values"}
-_READ |= {"position_ids", "use_cache", "cache_position"}  # arguments that nothing inside a layer reads
-MISSING = torch.empty(0, device="cpu")
-"""The mask input of a call without a mask."""
-_TOLERANCE = 1e-6  # relative to the largest value: float32 sums
-_HIDDEN = (2, 3)  # batch and tokens of the probe
+_READ |= {"layer_past", "position_ids", "use_cache", "cache_position"}  # arguments that nothing inside a layer reads
 
 
 class FusedDecoderLayer(Fused):
@@ -42,12 +47,12 @@ class FusedDecoderLayer(Fused):
 def in_one_call(
     layers: Sequence[FusedDecoderLayer], facts: dict[str, Any], x: Tensor, calls: Sequence[dict[str, Any]]
 ) -> Tensor | None:
-    """Return the result of the last layer, or None if the layers must be called one by one.
+    """Return the output of the last layer, or None if the layers must be called one by one.
 
     Args:
         layers: the layers in the order of their calls.
-        facts: the facts of the module that has these layers. ``kinds`` has one number per layer; layers of one kind get
-            the same mask and rotary embedding. ``kept`` is their program.
+        facts: what is known of the module that has these layers. ``kinds`` has one number per layer: layers of one kind
+            get the same mask and rotary embedding. ``kept`` is their program.
         x: the input of the first layer.
         calls: the other arguments of each layer.
     """
@@ -58,7 +63,7 @@ def in_one_call(
         program = facts["kept"] = LayerProgram(layers, kinds, x.dtype)
     if program.run is None or not (program.merged or x.numel() == x.shape[-1]):
         return None
-    inputs, cache = _inputs(x, kinds, calls), calls[0].get("past_key_values")
+    inputs, cache = inputs_of(x, kinds, calls, program.rotates, program.half_rotary), cache_of(calls[0])
     places = None if inputs is None else program.places(x, cache)
     if places is None:
         return None
@@ -72,20 +77,43 @@ def in_one_call(
     return y
 
 
-def _inputs(x: Tensor, kinds: Sequence[int], calls: Sequence[dict[str, Any]]) -> list[Tensor] | None:
-    """Return the inputs of the program, or None if the layers have arguments that it does not know."""
-    first_calls = dict(zip(reversed(kinds), reversed(calls), strict=True))  # the first of each kind wins
+def named(layer: Fused, args: Sequence[Any]) -> dict[str, Any]:
+    """Return the positional arguments of a layer behind its input, by their names."""
+    names = layer.facts["arguments"]
+    if len(args) > len(names):
+        raise TypeError(f"{type(layer).__name__}: positional arguments must be at most {len(names)}, got {len(args)}")
+    return dict(zip(names, args, strict=False))
+
+
+def cache_of(call: dict[str, Any]) -> Any:
+    """Return the cache among the arguments of a layer."""
+    cache = call.get("past_key_values")
+    return call.get("layer_past") if cache is None else cache
+
+
+def inputs_of(
+    x: Tensor, kinds: Sequence[int], calls: Sequence[dict[str, Any]], rotates: bool, half_rotary: bool
+) -> list[Tensor] | None:
+    """Return the inputs of the program, or None if the layers have arguments that it does not support."""
+    first_calls = dict(zip(reversed(kinds), reversed(calls), strict=True))  # the first call of each kind
     objects = map(tuple, map(map, repeat(id), map(dict.values, calls)))
-    if len(set(zip(kinds, map(tuple, calls), objects, strict=True))) > len(first_calls):  # in C: one for each layer
+    # A loop in C, because this runs for every token and has an entry per layer.
+    if len(set(zip(kinds, map(tuple, calls), objects, strict=True))) > len(first_calls):
         return None
-    inputs, cache = [x if x.is_contiguous() else x.contiguous()], calls[0].get("past_key_values")
+    inputs, cache = [x if x.is_contiguous() else x.contiguous()], cache_of(calls[0])
     for kind in range(len(first_calls)):
         call = first_calls[kind]
         mask, embeddings = call.get("attention_mask"), call.get("position_embeddings")
-        if embeddings is None or embeddings[0].dim() != 3 or (mask is not None and mask.dim() != 4):
+        if embeddings is None and not rotates:
+            embeddings = (MISSING, MISSING)
+        elif embeddings is None or embeddings[0].dim() != 3:
             return None
-        if call.get("past_key_values") is not cache or any(call[name] is not None for name in call.keys() - _READ):
+        if (mask is not None and mask.dim() != 4) or cache_of(call) is not cache:
             return None
+        others = {name for name in call.keys() - _READ if call[name] is not None} - {_RECORDS_ROUTERS}
+        if others or call.get(_RECORDS_ROUTERS):
+            return None
+        embeddings = whole_columns(embeddings) if half_rotary and rotates else embeddings
         inputs += (*embeddings, MISSING if mask is None else mask)
     return inputs
 
@@ -96,89 +124,69 @@ def calls_lowbit_attention(attention: nn.Module) -> bool:
     return function is lowbit_attention and not weights_are_recorded(attention)
 
 
-def fuse_decoder_layer(module: nn.Module) -> str:
-    """Fuse ``module``, a layer whose pieces are fused already, or return the reason why it stays unchanged.
+def may_be_layer(module: nn.Module) -> bool:
+    """Whether the module may be a decoder layer: it has attention or a gated delta net that is fused, or
+    the names of one."""
+    children = module._modules.values()
+    return bool(halves_of(module)) or any(isinstance(child, (FusedAttention, FusedDeltaNet)) for child in children)
 
-    A probe call, in which each piece returns a random tensor, shows how the layer connects its pieces.
+
+def fuse_decoder_layer(module: nn.Module) -> str:
+    """Fuse ``module``, a layer whose submodules are already fused, or return the reason why it stays unchanged.
+
+    A probe call, in which each submodule returns a random tensor, shows how the layer connects them.
     """
-    problem = _problem(module)
+    children = {name: child for name, child in module._modules.items() if child is not None}
+    pieces = {name: child for name, child in children.items() if isinstance(child, (*HALF_STEPS, *NORMS))}
+    idle = [name for name, child in children.items() if type(child) in IDLE]
+    problem = _problem(module, children, pieces, idle)
     if problem:
         return problem
-    names = FOUR_NORMS if FOUR_NORMS[-1] in module._modules else TWO_NORMS
-    if not _joins_as_the_op(module, names):
+    attention = next(name for name, child in pieces.items() if isinstance(child, FusedAttention))
+    halves = tuple(name for name, piece in pieces.items() if _returns_more(piece))
+    joins = joins_of(module, tuple(pieces), halves, pieces[attention].facts["hidden"])
+    if joins is None:
         return "it does not join its pieces as a decoder layer does"
     FusedDecoderLayer.take(
         module,
         {
-            "children": [(name, module._modules[name]) for name in (*HALVES, *names)],
-            "attention": module.self_attn,
+            "pieces": list(pieces.items()),
+            "containers": [("", Attributes(module, without=("training", "facts")))],
+            "activations": {},
+            "arguments": (),
+            "attention": pieces[attention],
+            "attention_name": attention,
+            "idle": idle,
+            "joins": joins,
             "kinds": (0,),
             "kept": LayerProgram(),
-            "norms": names,
         },
     )
     return ""
 
 
-def _problem(module: nn.Module) -> str:
-    children = module._modules
-    names = FOUR_NORMS if FOUR_NORMS[-1] in children else TWO_NORMS
-    wanted: dict[str, tuple[type[Fused], ...]] = dict.fromkeys(HALVES, tuple(HALF_STEPS))
-    wanted |= dict.fromkeys(names, (FusedRMSNorm,))
-    for name, pieces in wanted.items():
-        if not isinstance(children.get(name), pieces):
-            return f"its {name} is not fused"
-    if set(children) != set(wanted) or has_own_tensors(module):
-        return f"it has {', '.join(sorted(set(children) - set(wanted))) or 'parameters of its own'}"
-    if unknown := set(children["self_attn"].facts["options"]) - _OPTIONS:
+def halves_of(module: nn.Module) -> tuple[str, ...]:
+    """Return the names of attention and of the half behind it, or an empty tuple if the module is no decoder layer."""
+    second = next((name for name in _SECOND_HALVES if name in module._modules), None)
+    return (HALVES[0], second) if second is not None and HALVES[0] in module._modules else ()
+
+
+def _returns_more(piece: nn.Module) -> bool:
+    return isinstance(piece, FusedAttention) or (isinstance(piece, FusedMixture) and piece.facts["returns_more"])
+
+
+def _problem(module: nn.Module, children: dict[str, nn.Module], pieces: dict[str, nn.Module], idle: list[str]) -> str:
+    attentions = [child for child in pieces.values() if isinstance(child, FusedAttention)]
+    if nets := [name for name, child in children.items() if isinstance(child, FusedDeltaNet)]:
+        return f"its {nets[0]}, a gated delta net, is no step of a program"
+    if left := [name for name in children if name not in pieces and name not in idle]:
+        known = [name for name in left if name == HALVES[0] or name in _SECOND_HALVES or "norm" in name]
+        return f"its {known[0]} is not fused" if known else f"it has {', '.join(sorted(left))}"
+    if len(attentions) != 1:
+        return f"it has {len(attentions)} attentions"
+    if has_own_tensors(module):
+        return "it has parameters of its own"
+    if unknown := set(attentions[0].facts["options"]) - OPTIONS:
         return f"its attention has the option {', '.join(sorted(unknown))}"
     hook = hooked(module, children)
     return f"hooks on {hook}" if hook else ""
-
-
-@torch.no_grad()
-def _joins_as_the_op(module: nn.Module, names: tuple[str, ...]) -> bool:
-    """Whether the layer passes each piece the same input as the op does, and has the same result."""
-    generator = torch.Generator("cpu").manual_seed(0)
-    hidden = module._modules[names[0]].weight.numel()
-    x, *given = torch.randn(1 + len(HALVES) + len(names), *_HIDDEN, hidden, generator=generator, device="cpu")
-    results = dict(zip((*HALVES, *names), given, strict=True))
-    got = _inputs_of_pieces(module, x, results)
-    before, behind, *others = names
-    attention, mlp = results["self_attn"], results["mlp"]
-    if others:
-        after_attention, after_mlp = results[behind], results[others[1]]
-        wanted = {behind: attention, others[0]: x + after_attention, others[1]: mlp}
-        second = others[0]
-    else:
-        after_attention, after_mlp, second = attention, mlp, behind
-        wanted = {behind: x + attention}
-    wanted |= {before: x, "self_attn": results[before], "mlp": results[second]}
-    wanted["result"] = x + after_attention + after_mlp
-    return got.keys() == wanted.keys() and all(
-        got[name].shape == wanted[name].shape
-        and bool((got[name] - wanted[name]).abs().max() <= _TOLERANCE * wanted[name].abs().max())
-        for name in wanted
-    )
-
-
-def _inputs_of_pieces(module: nn.Module, x: Tensor, results: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the input of each piece when the pieces return their entries of ``results``, and the layer's ``result``;
-    an empty dictionary if the layer takes other arguments."""
-    inputs: dict[str, Tensor] = {}
-
-    def stand_in(name: str) -> nn.Module:
-        def forward(*args: Tensor, **kwargs: Any) -> Any:
-            inputs[name] = args[0] if args else kwargs["hidden_states"]
-            return (results[name], None) if name == "self_attn" else results[name]
-
-        piece = probe_of(module._modules[name])
-        piece.forward = forward
-        return piece
-
-    probe = probe_of(module, **{name: stand_in(name) for name in results})
-    try:
-        result = probe(x, attention_mask=None, position_embeddings=(x, x), past_key_values=None)
-    except (TypeError, RuntimeError, ValueError, AttributeError, KeyError):  # it takes other arguments
-        return {}
-    return inputs | {"result": result} if isinstance(result, Tensor) else {}

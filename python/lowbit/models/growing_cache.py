@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A cache of float keys and values that grows in place: the layers of the DynamicCache that transformers creates by
-default for a model with ``attn_implementation="lowbit"``.
+"""A cache of float keys and values that grows in place.
 
-transformers concatenates, so that each token moves the whole cache, or the whole window of a layer that has one. Here a
-layer has spare capacity after its last token, and a new one is written there.
+Its layers are those of the DynamicCache that transformers creates by default for a model with
+``attn_implementation="lowbit"``. transformers concatenates, so each token copies the whole cache, or the whole window
+of a sliding-window layer. Here a layer has spare capacity after its last token, and new tokens are written there.
 """
 
 from __future__ import annotations
@@ -18,16 +18,18 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingW
 
 from lowbit.ops.tracing import is_traced
 
-LEAST_ROOM = 256  # tokens; a quarter of a longer cache: 1 of 5 tokens is moved once more, however long it gets
+LEAST_ROOM = 256  # min spare tokens; long caches get a quarter of their length, so copies stay rare
 
 
 _IN_ROOM = ...
-"""Stands for a layer's states where they are in its room."""
+"""Marks states that are held in the layer's `_Room`."""
 
 
 class _Held:
-    """``keys`` or ``values``: a tensor that was set, or a view of the room, made when it is asked for. Two views for
-    each layer were 0.1 ms of a token."""
+    """The attribute ``keys`` or ``values``: a tensor that was set, or a view of the room.
+
+    The view is made on access, because making two views per layer for each token takes measurable time.
+    """
 
     def __init__(self, index: int) -> None:
         self.index = index
@@ -44,28 +46,29 @@ class _Held:
 
 
 NewTokens = tuple[tuple[int, int, int], torch.dtype, torch.device, bool]
-"""Tokens that need room: the shape of their keys (B, H, E), and all else that decides whether a room serves."""
+"""A description of new tokens: the shape of their keys (B, H, E), and all else that decides whether a room can hold
+them."""
 
 
 def new_tokens(batch: int, heads: int, size: int, like: Tensor) -> NewTokens:
-    """Tokens of this shape, and of the dtype and device of ``like``."""
+    """Describe tokens of this shape, with the dtype and device of ``like``."""
     return (batch, heads, size), like.dtype, like.device, torch.is_inference_mode_enabled()
 
 
 class _Growing:
-    """The common part of both kinds of layers: ``keys`` and ``values`` ``[B, H, S, E]`` are parts of larger tensors.
+    """The base of both kinds of layers, whose ``keys`` and ``values`` ``[B, H, S, E]`` are parts of larger tensors.
 
-    Tokens behind a `crop` are overwritten by the next ones, also in views of ``keys`` that were taken before it.
-    Tensors that need a gradient, and compiled calls, concatenate as before.
+    After a `crop`, new tokens overwrite the removed ones, also in views of ``keys`` that were taken before it. Tensors
+    that require grad, and compiled calls, concatenate as in transformers.
     """
 
     keys = _Held(0)
     values = _Held(1)
     _longest: int | None = None
-    """Tokens of which more get no room for the next ones; None: there is no such number."""
+    """The max number of tokens for which spare capacity is allocated, or None for no limit."""
     _served: NewTokens | None = None
-    """The tokens that the rooms were found to serve, up to `_capacity`; forgotten where something else is done with
-    the layer. A look at all that `_Room.make` looks at was 0.1 ms of a token."""
+    """The tokens that the rooms are known to hold, up to `_capacity`. It is reset when anything else is done with the
+    layer. This saves all the checks of `_Room.make` for each token."""
     _capacity = 0
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -74,8 +77,8 @@ class _Growing:
         self._begin_anew()
 
     def __copy__(self) -> Any:
-        """A copy that goes on by itself. Both move their tokens before they write again: where one was cropped, its
-        next token would stand in the place of the other's last."""
+        """Return an independent copy. Both layers copy their tokens before they write again, because after a crop they
+        would write their next tokens to the same memory."""
         twin = type(self).__new__(type(self))
         twin.__dict__.update(self.__dict__)
         states = [self.keys, self.values]
@@ -85,7 +88,7 @@ class _Growing:
         return twin
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Append the states of new tokens; return those that these may see, and their own."""
+        """Append the states of new tokens; return the states that these tokens may see, including their own."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         self._served = None
@@ -97,8 +100,11 @@ class _Growing:
         return self.last(self._count(key_states.shape[-2]))
 
     def room_for(self, length: int, new: NewTokens, like: Tensor) -> tuple[Tensor, Tensor, int] | None:
-        """Return tensors of keys and values, and the place in them that the next ``length`` tokens are to be written
-        to, which may see all before it; `extend` makes them count. None: they can only be appended by `update`."""
+        """Return tensors for keys and values, and the index in them at which to write the next ``length`` tokens.
+
+        These tokens may see everything before the index. Call `extend` once they are written. The result is None if
+        they can only be appended by `update`.
+        """
         keys, values = self._rooms
         if new == self._served and keys.begin + keys.total + length <= self._capacity:
             return self._behind(keys.total)
@@ -114,7 +120,8 @@ class _Growing:
         return self._behind(held)
 
     def _behind(self, held: int) -> tuple[Tensor, Tensor, int]:
-        """The states that tokens behind ``held`` see, with room for them, and how many these are."""
+        """Return keys and values, with spare capacity, that the tokens after the first ``held`` may see, and how many
+        tokens these are."""
         keys, values = self._rooms
         seen = self._seen(held)
         if seen == held and not (keys.begin or values.begin):
@@ -122,20 +129,20 @@ class _Growing:
         return keys.behind(held - seen), values.behind(held - seen), seen
 
     def extend(self, length: int) -> int:
-        """Count ``length`` tokens more, which were written to the room; return how many the new ones may see, which are
-        the `last` ones."""
+        """Count ``length`` more tokens, which were written to the room. Return how many tokens they may see: the `last`
+        ones."""
         keys, values = self._rooms
         keys.total = values.total = self._held() + length
         keys.view = values.view = None
         return self._count(length)
 
     def last(self, count: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of the last ``count`` tokens in the room."""
+        """Return the keys and values of the last ``count`` tokens in the room."""
         keys, values = self._rooms
         return keys.last(count), values.last(count)
 
     def reset(self) -> None:
-        """Forget all tokens, and free their memory."""
+        """Forget all tokens and free their memory."""
         super().reset()
         self._begin_anew()
 
@@ -151,33 +158,34 @@ class _Growing:
         self._served = None
 
     def _held(self) -> int:
-        """Tokens in ``keys``."""
+        """Return the number of tokens in ``keys``."""
         states = self._states[0]
         if states is _IN_ROOM:
             return self._rooms[0].total
         return states.shape[-2] if self.is_initialized and states.numel() else 0
 
     def _seen(self, held: int) -> int:
-        """The number of ``held`` tokens that new ones may see."""
+        """Return how many of the ``held`` tokens new ones may see."""
         return held
 
     def _count(self, length: int) -> int:
-        """Hold the tokens of the rooms, the last ``length`` of which are new; return how many these may see."""
+        """Set the states to the tokens in the rooms, the last ``length`` of which are new. Return how many tokens these
+        may see."""
         self._states[:] = _IN_ROOM, _IN_ROOM
         return self._rooms[0].total
 
 
 class GrowingLayer(_Growing, DynamicLayer):
-    """A `DynamicLayer` whose tokens stand at the beginning of larger tensors."""
+    """A `DynamicLayer` whose tokens are at the start of larger tensors."""
 
     def get_seq_length(self) -> int:
-        """The number of tokens."""
+        """Return the number of tokens."""
         return self._held()
 
 
 class GrowingSlidingLayer(_Growing, DynamicSlidingWindowLayer):
-    """A `DynamicSlidingWindowLayer` whose window goes through larger tensors, and is moved to the beginning of new ones
-    when it is at their end."""
+    """A `DynamicSlidingWindowLayer` whose window moves through larger tensors. When it reaches their end, it is copied
+    to the start of new ones."""
 
     def __init__(self, sliding_window: int, **kwargs: Any) -> None:
         self._longest = sliding_window + max(sliding_window, LEAST_ROOM)
@@ -189,37 +197,37 @@ class GrowingSlidingLayer(_Growing, DynamicSlidingWindowLayer):
     def _count(self, length: int) -> int:
         self.cumulative_length += length
         seen = self._seen(super()._count(length) - length) + length
-        if not self.record_past:  # otherwise `crop` forgets the tokens before the window
+        if not self.record_past:  # with record_past, `crop` drops the tokens before the window
             for room in self._rooms:
                 room.keep_last(self.sliding_window - 1)
         return seen
 
 
 class _Room:
-    """A tensor with room for more tokens than it has: the memory of one layer.
+    """The memory of a layer's keys or values: a tensor with capacity for more tokens than it has.
 
-    Where the layer does not hold the tokens that were written last (a copy of it went on, or its states were set), the
-    room begins anew, since both would write the same tokens.
+    If the layer no longer holds the tokens written last (because a copy of it was continued, or its states were set),
+    new memory is allocated. Otherwise two layers would write to the same memory.
     """
 
     def __init__(self, longest: int | None) -> None:
         self.longest = longest
         self.states: Tensor | None = None
         self.begin = 0
-        """The first of the layer's tokens, as long as this room is its own; there are `total` of them."""
+        """The index of the layer's first token, valid while the layer uses this room; the layer has `total` tokens."""
         self.total = 0
         self.view: Tensor | None = None
-        """The layer's tokens, where they were asked for."""
+        """The view of the layer's tokens, once it was requested."""
 
     @property
     def written(self) -> Tensor | None:
-        """The part of ``states`` that holds tokens."""
+        """The part of ``states`` that holds tokens, as a view."""
         if self.view is None and self.states is not None:
             self.view = self.states.narrow(-2, self.begin, self.total)
         return self.view
 
     def append(self, held: Tensor, new: Tensor) -> None:
-        """Write ``new [B, H, L, E]`` behind ``held [B, H, S, E]``."""
+        """Write ``new [B, H, L, E]`` after ``held [B, H, S, E]``."""
         length = held.shape[-2] if held.numel() else 0
         total = length + new.shape[-2]
         if length and held.dtype != new.dtype:
@@ -230,8 +238,10 @@ class _Room:
         self.hold(total)
 
     def make(self, held: Any, length: int, shape: tuple[int, ...], like: Tensor) -> None:
-        """See to it that ``states`` has, from ``begin`` on, the ``length`` tokens of ``held`` and room for ``shape``.
-        Most of a prompt that is longer than ``longest`` is not needed for the next token: it gets no room."""
+        """Ensure that ``states`` has, from ``begin`` on, the ``length`` tokens of ``held`` and capacity for ``shape``.
+
+        A prompt longer than ``longest`` gets no spare capacity, because the next token does not see most of it.
+        """
         own = held is _IN_ROOM or held is self.view
         if own and self._takes(shape, like):
             return
@@ -244,12 +254,12 @@ class _Room:
             self.states.narrow(-2, 0, length).copy_(held)
 
     def behind(self, count: int) -> Tensor:
-        """The room behind the first ``count`` tokens."""
+        """Return the states from token ``count`` on, including spare capacity."""
         first = self.begin + count
         return self.states.narrow(-2, first, self.states.shape[-2] - first) if first else self.states
 
     def last(self, count: int) -> Tensor:
-        """The ``count`` tokens that were written last, also those before ``begin``."""
+        """Return the ``count`` tokens written last, which may begin before ``begin``."""
         return self.states.narrow(-2, self.begin + self.total - count, count)
 
     def hold(self, total: int) -> None:
@@ -262,14 +272,14 @@ class _Room:
             self.begin, self.total, self.view = self.begin + self.total - count, count, None
 
     def narrow_to(self, before: Tensor, held: Tensor) -> None:
-        """Let the next tokens stand behind ``held``, a part of the layer's tokens ``before``."""
+        """Continue after ``held``, which is a part of the layer's former tokens ``before``."""
         if before is self.view:
             self.begin += (held.storage_offset() - before.storage_offset()) // max(1, held.stride(-2))
             self.total, self.view = held.shape[-2], held
 
     def _takes(self, shape: tuple[int, ...], like: Tensor) -> bool:
         states = self.states
-        if states.is_inference() and not torch.is_inference_mode_enabled():  # torch would refuse to write to it
+        if states.is_inference() and not torch.is_inference_mode_enabled():  # torch refuses to write to it
             return False
         *batch, room, size = states.shape
         same = like.dtype is states.dtype and like.device == states.device
@@ -277,7 +287,7 @@ class _Room:
 
 
 def growing_layer(cache: Any, index: int | None) -> GrowingLayer | GrowingSlidingLayer | None:
-    """The layer of a cache that new tokens can be written to in place, if it is one."""
+    """Return the layer of a cache if new tokens can be written to it in place, else None."""
     if type(cache) is not DynamicCache or cache.offloading or index is None or index >= len(cache.layers):
         return None
     layer = cache.layers[index]
@@ -285,7 +295,7 @@ def growing_layer(cache: Any, index: int | None) -> GrowingLayer | GrowingSlidin
 
 
 def growing_layers(cache: Any, indices: Sequence[int]) -> list[GrowingLayer | GrowingSlidingLayer] | None:
-    """The layers of a cache at ``indices``, if all of them are such."""
+    """Return the layers of a cache at ``indices`` if new tokens can be written to all of them in place, else None."""
     if type(cache) is not DynamicCache or cache.offloading:
         return None
     held = cache.layers
@@ -296,9 +306,10 @@ def growing_layers(cache: Any, indices: Sequence[int]) -> list[GrowingLayer | Gr
 
 
 def grow_caches_in_place(implementation: str) -> None:
-    """Let every DynamicCache that is made for a model with this attention have layers that grow in place.
+    """Give every DynamicCache of a model with this attention implementation layers that grow in place.
 
-    transformers has no hook here: it makes this class by name, in ``generate`` and in each model's ``forward``.
+    This replaces `DynamicCache.__init__`, because transformers has no hook: it creates this class by name, in
+    ``generate`` and in each model's ``forward``.
     """
     make = DynamicCache.__init__
 
@@ -309,10 +320,10 @@ def grow_caches_in_place(implementation: str) -> None:
         if config is None or config.get_text_config(decoder=True)._attn_implementation != implementation:
             return
         for i, layer in enumerate(self.layers):
-            # Others, such as the states of linear attention, stay transformers' own.
+            # Other layers, such as the states of linear attention, stay as they are.
             if type(layer) is DynamicLayer and not layer.is_initialized:
                 self.layers[i] = GrowingLayer()
             elif type(layer) is DynamicSlidingWindowLayer and not layer.is_initialized and layer.sliding_window > 1:
-                self.layers[i] = GrowingSlidingLayer(layer.sliding_window)  # one of 1 forgets nothing
+                self.layers[i] = GrowingSlidingLayer(layer.sliding_window)  # a window of 1 keeps all tokens
 
     DynamicCache.__init__ = make_growing

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A table of the halves of decoder layers, attention and MLP, with the function that writes each as program steps.
+"""The functions that write attention and MLP of a decoder layer as steps of a program.
 
-A half is a module between a norm and the residual stream. Its last linear layer adds to the stream, so the function
-does not write that layer. It returns the operand and the layer, for ``stream + linear(operand)``.
+A half is a module between a norm and the residual stream: attention or MLP. Its last linear layer adds to the stream,
+so the function does not write that layer. It returns the operand and the layer, for ``stream + linear(operand)``. A half
+of experts returns what is to be added to the stream.
 """
 
 from __future__ import annotations
@@ -10,82 +11,45 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor, nn
+import torch
 
-from lowbit.models.fused_attention import FusedAttention
+from lowbit.models.fused_attention import AttentionPiece, FusedAttention
+from lowbit.models.fused_mixture import FusedMixture, mixture_steps
+from lowbit.models.fused_self_attention import FusedSelfAttention
+from lowbit.models.gated_mlp_steps import gated_mlp_steps
 from lowbit.models.lowbit_attention import softcap_program
-from lowbit.ops.linear import LinearArgs
-from lowbit.ops.program import Program
+from lowbit.models.steps import Steps, Written
+from lowbit.ops.program import NONE, Program
 from lowbit.quant.fused import Fused, hooked
+from lowbit.quant.fused_mlp import FusedMLP, scalars_of
 from lowbit.quant.fused_norm import EPS
-from lowbit.quant.gated_mlp import GATED_LAYERS, FusedGatedMLP
+from lowbit.quant.gated_mlp import FusedGatedMLP
+from lowbit.quant.merged import split_halves
 from lowbit.quant.quant_linear import QuantLinear
-from lowbit.quant.unchanged import Unchanged
 
 
-class Steps(Unchanged):
-    """A program under construction. It notes the modules of its steps, so that a later change of one is detected."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.program = Program()
-        self.merged = True
-        """Whether q, k and v are one product in each layer."""
-
-    def norm(self, norm: nn.Module, x: int, **add: int) -> int:
-        """Write the RMSNorm of x."""
-        self.note(norm._parameters, "weight")
-        self.note(norm.__dict__, "facts", *EPS)
-        self.note_module(norm)
-        facts = norm.facts
-        return self.program.rms_norm(x, self.program.constant(norm.weight), facts["eps"], facts["offset"], **add)
-
-    def product(self, linear: QuantLinear, x: int, **more: Any) -> int:
-        """Write a quantized linear layer applied to x."""
-        self.note_linear(linear)
-        return self.linear(linear.weight, linear.bias, linear.op_args, linear.row_number, x, **more)
-
-    def linear(self, weight: Tensor, bias: Tensor | None, op_args: LinearArgs, row: int, x: int, **more: Any) -> int:
-        """Write the product of x and this packed weight."""
-        constant = self.program.constant
-        return self.program.linear(x, constant(weight), op_args, constant(bias), row=row, **more)
-
-    def note_linear(self, linear: QuantLinear) -> None:
-        """Note a layer whose weight is part of a step."""
-        self.note(linear._parameters, "weight", "bias")
-        self.note(linear.__dict__, "op_args", "row_number")
-        self.note_module(linear)
-
-    def note_half(self, half: nn.Module) -> None:
-        """Note a half that will not be called."""
-        self.note(half._modules, *half._modules)
-        self.note(half.__dict__, "facts", "training")
-        self.note_module(half)
-
-
-Written = tuple[int, QuantLinear]
-
-
-def attention_steps(steps: Steps, attention: FusedAttention, i: int, kind: int, x: int) -> Written | None:
+def attention_steps(steps: Steps, attention: AttentionPiece, i: int, kind: int, x: int) -> Written | None:
     """Write attention, with or without a window: the mask and the cache determine which tokens are visible."""
-    projections, o_proj = attention.projections(), attention._modules["o_proj"]
+    out = attention.facts["out"]
+    projections, o_proj = attention.projections(), attention._modules.get(out)
     of_heads = attention.facts["norms"]
-    if attention.training or not attention.is_causal or projections is None or hooked(attention, ("o_proj",)):
+    if attention.training or bool(attention.is_causal) is not steps.causal:
         return None
-    if type(o_proj) is not QuantLinear or not all(norm.weight.is_contiguous() for norm in of_heads):
+    if projections is None or hooked(attention, (out,)):
         return None
-    program, facts = steps.program, attention.facts
-    cos, sin, mask = (Program.input(1 + 3 * kind + j) for j in range(3))
-    keys, values = Program.state(2 * i), Program.state(2 * i + 1)
+    if out is not None and type(o_proj) is not QuantLinear:
+        return None
+    if not all(norm.weight.is_contiguous() for norm in of_heads):
+        return None
+    facts = attention.facts
     qkv = _projected(steps, facts["merged"], projections, x)
-    norms = [program.constant(norm.weight) for norm in of_heads]
-    if norms:
-        norms += (facts["norm"]["eps"], facts["norm"]["offset"])
-    query = program.rope_append(qkv, cos, sin, keys, values, kind, *norms)
-    scale, softcap = (facts["options"].get(name) for name in ("scaling", "softcap"))
-    scale = attention.head_dim**-0.5 if scale is None else float(scale)
-    score_mod = () if softcap is None else softcap_program(float(softcap))
-    attended = program.attention(query, keys, values, kind, scale, mask, causal=True, score_mod=score_mod)
+    scale = facts["options"].get("scaling")
+    scale = facts["head_dim"] ** -0.5 if scale is None else float(scale)
+    if out is None:  # BERT's: no cache, no rotary embedding, no norms
+        mask = Program.input(3 + 3 * kind)
+        attended = steps.program.self_attention(qkv, facts["kv_heads"], facts["head_dim"], scale, mask, steps.cu_seqlens)
+    else:
+        attended = _of_cache(steps, attention, i, kind, qkv, scale)
     steps.note_half(attention)
     steps.note(attention.__dict__, "is_causal", *facts["noted"].names)
     for norm in of_heads:
@@ -95,8 +59,42 @@ def attention_steps(steps: Steps, attention: FusedAttention, i: int, kind: int, 
     return attended, o_proj
 
 
+def _of_cache(steps: Steps, attention: AttentionPiece, i: int, kind: int, qkv: int, scale: float) -> int:
+    """Write the step that adds the new tokens to the keys and values of layer i, and the attention to these."""
+    program, facts = steps.program, attention.facts
+    steps.has_states = True
+    cos, sin, mask = (Program.input(1 + 3 * kind + j) for j in range(3))
+    keys, values = Program.state(2 * i), Program.state(2 * i + 1)
+    norms = [program.constant(norm.weight) for norm in facts["norms"]]
+    if norms:
+        norms += (facts["norm"]["eps"], facts["norm"]["offset"])
+    if facts["rotates"]:
+        steps.rotates = True
+    else:
+        cos = sin = NONE
+    query = program.rope_append(qkv, cos, sin, keys, values, kind, *norms, **facts["layout"])
+    softcap = facts["options"].get("softcap")
+    score_mod = () if softcap is None else softcap_program(float(softcap))
+    sink = _sink(steps, attention)
+    return program.attention(
+        query, keys, values, kind, scale, mask, steps.causal, score_mod, sink, cu_seqlens=steps.cu_seqlens
+    )
+
+
+def _sink(steps: Steps, attention: AttentionPiece) -> int:
+    """Return the operand of the sinks, which the op takes in float32."""
+    name = attention.facts["sinks"]
+    if name is None:
+        return NONE
+    sinks = attention._parameters[name]
+    steps.note(attention._parameters, name)
+    if sinks.dtype is not torch.float32:
+        steps.note_contents(sinks)
+    return steps.program.constant(sinks.detach().float())
+
+
 def _projected(steps: Steps, merged: Any, projections: list[QuantLinear], x: int) -> int:
-    """Write q, k and v as one product, or as one product each into parts of the same row."""
+    """Write q, k and v as one product, or as three products into column ranges of one tensor."""
     if merged.holds(projections):
         steps.note(merged.__dict__, "weight", "bias")
         parameters = (parameter for linear in projections for parameter in (linear.weight, linear.bias))
@@ -112,27 +110,47 @@ def _projected(steps: Steps, merged: Any, projections: list[QuantLinear], x: int
     return qkv
 
 
-def gated_mlp_steps(steps: Steps, mlp: FusedGatedMLP, i: int, kind: int, x: int) -> Written | None:
-    """Write ``act(gate(x)) * up(x)``."""
-    gate, up, down = layers = [mlp._modules[name] for name in GATED_LAYERS]
-    activation, act_fn = mlp.activation(), mlp._modules.get("act_fn")
-    if mlp.training or activation is None or hooked(mlp, (*GATED_LAYERS, "act_fn")):
+def mlp_steps(steps: Steps, mlp: FusedMLP, i: int, kind: int, x: int) -> Written | None:
+    """Write ``act(first(x))``, or ``act(gate) * up`` of the halves of ``first(x)``."""
+    if not mlp.is_as_fused():
         return None
-    if any(type(linear) is not QuantLinear for linear in layers):
-        return None
-    gated = steps.product(up, x, mul=steps.product(gate, x, activation=activation))
+    facts = mlp.facts
+    first, last = mlp._modules[facts["first"]], mlp._modules[facts["last"]]
+    if facts["gate"] is None:
+        hidden = steps.product(first, x, activation=facts["activation"])
+        if facts["function"]:
+            hidden = steps.program.pointwise(hidden, facts["function"], parameters=facts.get("numbers", ()))
+    else:
+        halves = split_halves(first)
+        if halves is None:
+            return None
+        steps.note_linear(first)
+        steps.note_addresses([each for each in (first.weight, first.bias) if each is not None])
+        gate, up = halves[facts["gate"]], halves[1 - facts["gate"]]
+        gate = steps.linear(*gate, first.row_number, x, activation=facts["activation"])
+        hidden = steps.linear(*up, first.row_number, x, mul=gate)
     steps.note_half(mlp)
-    steps.note(mlp.__dict__, "act_fn")
-    steps.note(getattr(mlp.facts["act_fn"], "__dict__", {}), *mlp.facts["noted"].names)
-    if act_fn is not None:
-        steps.note_module(act_fn)
-    return gated, down
+    steps.note(mlp.__dict__, *facts["noted"].names)
+    for name, notes, _ in facts["activations"]:
+        activation = mlp._modules[name]
+        steps.note_module(activation)
+        steps.note(activation.__dict__, "training", *notes.names)
+        steps.note(activation._parameters, *activation._parameters)
+        steps.note(activation._buffers, *activation._buffers)
+        for number in scalars_of(activation):
+            steps.note_contents(number)
+    return hidden, last
 
 
 HALF_STEPS: dict[type[Fused], Callable[..., Written | None]] = {
     FusedAttention: attention_steps,
     FusedGatedMLP: gated_mlp_steps,
+    FusedMixture: mixture_steps,
+    FusedMLP: mlp_steps,
+    FusedSelfAttention: attention_steps,
 }
-"""The class of each kind of half after `lowbit.fuse`, and the function that writes its steps. The function takes the
-steps, the module, the index of the layer, its kind of mask and rotary embedding, and the operand x. It returns None if
-the module cannot be a step in its current state."""
+"""The function that writes the steps of each class of fused half.
+
+The function takes the steps, the module, the index of the layer, its kind of mask and rotary embedding, and the operand
+x. It returns None if the module cannot be a step in its current state.
+"""

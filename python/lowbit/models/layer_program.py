@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A program that computes decoder layers. It is kept as long as the layers do not change.
+"""A program that computes the layers of a decoder or an encoder, kept as long as the layers do not change.
 
-    h = x + n1(o(attention(rope_append(qkv(n0(x))))));  y = h + n3(down(act(gate(n2(h))) * up(n2(h))))
+    h = x + o(attention(rope_append(qkv(norm(x)))));  y = h + down(act(gate(norm(h))) * up(norm(h)))
 
-n0 and n2 are rms_norm. n1 and n3 are rms_norm in a layer with four norms (Gemma) and the identity in a layer with two.
-y is the x of the next layer.
+for Llama, and other sums of the same pieces for others (`layer_joins.py`). The second half may be a mixture of
+experts. y is the x of the next layer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import chain, repeat
 from operator import attrgetter, is_
 from typing import Any
@@ -17,23 +18,31 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowbit.models.decoder_pieces import HALVES
+from lowbit.models.fused_attention import IDLE
 from lowbit.models.growing_cache import GrowingLayer, GrowingSlidingLayer, growing_layers, new_tokens
-from lowbit.models.half_steps import HALF_STEPS, Steps
-from lowbit.ops.program import Program
+from lowbit.models.half_steps import HALF_STEPS
+from lowbit.models.layer_joins import Sums
+from lowbit.models.steps import Steps
+from lowbit.ops.program import NONE, Program
 from lowbit.ops.run_program import KeptProgram
-from lowbit.quant.fused import Fused, has_hooks, hooked
+from lowbit.quant.fused import Fused, has_hooks, hooked, submodule_at
+from lowbit.quant.fused_layer_norm import FusedLayerNorm
+from lowbit.quant.fused_norm import FusedRMSNorm
+from lowbit.quant.quant_linear import QuantLinear
 
 _dtype_of = attrgetter("dtype")
+NORMS = (FusedRMSNorm, FusedLayerNorm)
+"""The classes of norms that can be steps."""
 
 
 class LayerProgram(Steps):
-    """The program of one or more decoder layers. ``run`` executes it; ``run`` is None if the layers cannot be a
-    program, for instance because one has a hook. The object refers to no layer, because a layer may hold it.
+    """The program of one or more layers. ``run`` executes it; it is None if the layers cannot be a program, for
+    instance because one has a hook.
 
-    The inputs are x, then cos, sin and mask of each kind of layer. The states are the keys and values of each layer.
+    The inputs are x, then cos, sin and mask for each kind of layer. The states are the keys and values of each layer.
     The starts are the numbers of tokens in the caches of each kind. A program of several layers runs without calling
-    them, so their hooks count; a program of one layer runs inside its call.
+    them, so hooks on them rule it out; a program of one layer runs inside its call. The program holds no reference to a
+    layer, because a layer may hold the program.
 
     Args:
         layers: the fused layers.
@@ -41,6 +50,8 @@ class LayerProgram(Steps):
         dtype: the dtype of activations and norms.
         end: writes the steps after the layers. It gets the program and the last result and returns the new result, or
             None if it cannot write them.
+        causal: whether they are the layers of a decoder. Those of an encoder have one more input, the ends of packed
+            sequences, which may be absent.
     """
 
     def __init__(
@@ -49,15 +60,20 @@ class LayerProgram(Steps):
         kinds: Sequence[int] = (),
         dtype: torch.dtype | None = None,
         end: Callable[[Any, int], int | None] | None = None,
+        causal: bool = True,
     ) -> None:
-        super().__init__()
-        self.dtype = dtype
+        super().__init__(dtype)
+        self.causal = causal
+        if not causal:
+            self.cu_seqlens = Program.input(1 + 3 * len(set(kinds)))
         self.norms: list[Tensor] = []
+        self.half_rotary = False
+        """Whether cos and sin of the model have one column for two of a head."""
         self._kinds = kinds
         self._indices: list[int | None] = []
         """The cache index of each layer."""
         self._heads: list[tuple[int, int]] = []
-        """The number of key heads and their size, for each layer."""
+        """The number of key heads and the head size of each layer."""
         x: int | None = Program.input(0)
         for i, (layer, kind) in enumerate(zip(layers, kinds, strict=True)):
             if len(layers) > 1 and has_hooks(layer):
@@ -70,7 +86,7 @@ class LayerProgram(Steps):
         self.run = KeptProgram(self.program) if layers and x is not None else None
 
     def serves(self, dtype: torch.dtype) -> bool:
-        """Whether the program is valid for the layers in their current state and activations of this dtype."""
+        """Whether the program is valid for the layers in their current state and for activations of this dtype."""
         return (
             self.run is not None and self.dtype is dtype and self.holds()
             and all(map(is_, map(_dtype_of, self.norms), repeat(dtype)))  # `.to()` may keep the object
@@ -79,9 +95,12 @@ class LayerProgram(Steps):
     def places(
         self, x: Tensor, cache: Any, length: int | None = None
     ) -> tuple[Sequence[GrowingLayer | GrowingSlidingLayer], list[Tensor], list[int]] | None:
-        """Return the memory for the keys and values of the new tokens ``x [B, L, k]``: the layers of the cache, which
-        count the tokens by `extend`, and the states and starts of the program. The memory holds ``length`` tokens, by
-        default L. Without a cache, it is new. Return None if this cache takes tokens only through its ``update``."""
+        """Return the memory for the keys and values of the new tokens ``x [B, L, k]``.
+
+        The result has the layers of the cache, whose `extend` counts the tokens, and the states and starts of the
+        program. The memory has space for ``length`` tokens, by default L. Without a cache, it is new. The result is
+        None if tokens can be added to this cache only through its ``update``.
+        """
         batch, length = x.shape[0], x.shape[1] if length is None else length
         if cache is None:
             made = [x.new_empty(2, batch, heads, length, size).unbind() for heads, size in self._heads]
@@ -99,42 +118,92 @@ class LayerProgram(Steps):
             return None
         return grown, [*chain.from_iterable(zip(keys, values, strict=True))], list(of_kinds.values())
 
+    def memory(self, x: Tensor) -> list[Tensor]:
+        """Return the states of an encoder's program for ``x [B, L, k]``: memory for keys and values, which layers with
+        the same heads share, or nothing if no step writes them."""
+        if not self.has_states:
+            return []
+        batch, length, _ = x.shape
+        made = {(heads, size): x.new_empty(2, batch, heads, length, size).unbind() for heads, size in set(self._heads)}
+        return [*chain.from_iterable(map(made.__getitem__, self._heads))]
+
     def takes_norm(self, norm: nn.Module) -> bool:
         """Whether a norm can be a step: it is unchanged since it was fused and has the dtype. `serves` checks the dtype
-        in each call."""
-        weight = norm.weight
-        if not norm.is_as_fused() or weight.dtype is not self.dtype or not weight.is_contiguous():
+        again in each call."""
+        weights = [weight for weight in norm._parameters.values() if weight is not None]
+        if not norm.is_as_fused() or not all(w.dtype is self.dtype and w.is_contiguous() for w in weights):
             return False
-        self.norms.append(weight)
+        self.norms += weights
         return True
 
     def _layer(self, layer: Fused, i: int, kind: int, x: int) -> int | None:
         """Write the steps of a layer and return its result, or None if the layer has changed since it was fused."""
         if not isinstance(layer, Fused):  # `unfuse` was called
             return None
-        facts, modules = layer.facts, layer._modules
-        if any(modules[name] is not module or not isinstance(module, Fused) for name, module in facts["children"]):
+        facts = layer.facts
+        if not self._note_structure(layer):
             return None
-        norms = [modules[name] for name in facts["norms"]]
-        if layer.training or hooked(layer, modules) or not all(map(self.takes_norm, norms)):
-            return None
-        self.note(modules, *modules)
-        self.note(layer.__dict__, "training")
-        attention = modules["self_attn"]
-        self.note(attention.__dict__, "layer_idx")
-        self._indices.append(attention.layer_idx)
-        self._heads.append((attention.facts["kv_heads"], attention.head_dim))
-        count = len(norms) // len(HALVES)
-        for j, name in enumerate(HALVES):
-            before, *behind = norms[count * j : count * (j + 1)]
-            written = HALF_STEPS[modules[name].piece](self, modules[name], i, kind, self.norm(before, x))
-            if written is None:
+        attention = submodule_at(layer, facts["attention_name"])
+        if attention.facts["rotates"]:
+            if self.rotates and self.half_rotary != attention.facts["half_rotary"]:
                 return None
-            x = self._added(*written, behind, x)
-        return x
+            self.half_rotary = attention.facts["half_rotary"]
+        self.note(attention.__dict__, "layer_idx")
+        self._indices.append(getattr(attention, "layer_idx", None))
+        self._heads.append((attention.facts["kv_heads"], attention.facts["head_dim"]))
+        joins, sums = facts["joins"], Sums(self.program, x)
+        for join in joins.pieces:
+            piece, number = submodule_at(layer, join.name), facts["activations"].get(join.name)
+            if number is None:
+                write = self._writer(piece, i, kind, sums.of(join.terms))
+            else:  # of a linear layer, which computes it too
+                of = joins.pieces[join.terms[0][1] - 1]
+                linear, given = submodule_at(layer, of.name), sums.of(of.terms)
+                write = partial(self._activated, linear, given, number)
+                self.note_module(piece)
+            if write is None:
+                return None
+            sums.append(write)
+        return sums.of(joins.result)
 
-    def _added(self, operand: int, linear: nn.Module, behind: Sequence[nn.Module], x: int) -> int:
-        """``x + linear(operand)``, or ``x + norm(linear(operand))`` if ``behind`` has a norm."""
-        if not behind:
-            return self.product(linear, operand, add=x)
-        return self.norm(behind[0], self.product(linear, operand), add=x)
+    def _note_structure(self, layer: Fused) -> bool:
+        """Record the modules of a layer whose code the program replaces. Return False if one has changed since the
+        layer was fused, is in training mode, or has a hook."""
+        facts = layer.facts
+        for path, piece in facts["pieces"]:
+            is_step = isinstance(piece, Fused) or type(piece) is QuantLinear or path in facts["activations"]
+            if submodule_at(layer, path) is not piece or not is_step:
+                return False
+        for path, noted in facts["containers"]:
+            container = submodule_at(layer, path)
+            if container.training or hooked(container, container._modules) or not noted.hold(container):
+                return False
+            self.note(container._modules, *container._modules)
+            self.note(container.__dict__, *noted.names, "training")
+            if path:
+                self.note_module(container)
+        for path in facts["idle"]:
+            idle = submodule_at(layer, path)
+            if idle.training or type(idle) not in IDLE:
+                return False
+            self.note_module(idle)
+            self.note(idle.__dict__, "training")
+        return True
+
+    def _activated(self, linear: QuantLinear, x: int, activation: int, add: int) -> int:
+        return self.product(linear, x, activation=activation, add=add)
+
+    def _writer(self, piece: nn.Module, i: int, kind: int, x: int) -> Callable[[int], int] | None:
+        """Write a piece up to its last step, and return the function that writes this one; None if the piece cannot be
+        steps in its current state."""
+        if type(piece) is QuantLinear:
+            return lambda add: self.product(piece, x, add=add)
+        if piece.piece in NORMS:
+            return (lambda add: self.norm(piece, x, add=add)) if self.takes_norm(piece) else None
+        written = HALF_STEPS[piece.piece](self, piece, i, kind, x)
+        if written is None:
+            return None
+        operand, linear = written
+        if linear is None:  # A mixture of experts is a result already.
+            return lambda add: operand if add == NONE else self.program.scaled_add(operand, add)
+        return lambda add: self.product(linear, operand, add=add)

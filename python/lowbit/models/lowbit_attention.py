@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention of one layer as transformers calls it (``attn_implementation="lowbit"``).
+"""The attention function behind ``attn_implementation="lowbit"``, called by transformers for each layer.
 
-out = softmax(scaling * q k^T, capped, + mask + bias; a sink beside it) v
+out = softmax(softcap(scaling * q k^T) + mask + bias) v,  with an optional sink as one more score
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from lowbit.score.program import ProgramBuilder
 
 try:
     from transformers.utils.output_capturing import _active_collector
-except ImportError:  # the first versions of transformers 5 record outputs where nothing else can see it
+except ImportError:  # the first versions of transformers 5 do not expose it
     _active_collector = None
 
 
@@ -41,22 +41,28 @@ def lowbit_attention(
     block_indices: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of one layer, as transformers calls it: ``query [B, Hq, L, E]``, ``key``, ``value [B, Hkv, S, E]``;
-    returns ``[B, L, Hq, Ev]``.
+    """Compute the attention of one layer, with the signature that transformers calls.
 
     Args:
+        module: the attention module of the model.
+        query: float ``[B, Hq, L, E]``.
+        key: float ``[B, Hkv, S, E]``.
+        value: float ``[B, Hkv, S, Ev]``.
+        attention_mask: boolean or float, broadcastable to ``[B, Hq, L, S]``; or None.
         softcap: scores become ``softcap * tanh(score / softcap)`` before they are masked (Gemma 2).
         position_bias: ``[1 or B, Hq, L, S]``, added to the scores (T5).
-        s_aux: ``[Hq]``, a score of each head without a value (gpt-oss).
-        sinks: ``[B, Hq, L, 1]``, the same for each query (Inkling 2).
-        indices: int ``[B, L, K]``, the keys that each query may see, of those that the mask lets it see (DeepSeek 3.2).
+        s_aux: ``[Hq]``, a sink: an additional score per head, which has no value (gpt-oss).
+        sinks: ``[B, Hq, L, 1]``, a sink for each query (Inkling 2).
+        indices: int ``[B, L, K]``, the only keys that each query may see, as far as the mask allows it (DeepSeek 3.2).
         block_indices: int ``[B, Hkv, L, K]``, the same for blocks of keys, -1 for none (MiniMax M3).
-        others: `attention_arguments` knows them by name.
+        others: the arguments listed by name in `attention_arguments`.
+
+    Returns:
+        The output ``[B, L, Hq, Ev]``, and None in place of attention weights.
 
     Raises:
-        NotImplementedError: the model asks for attention weights, for a paged cache, or for dropout with
-            a quantized cache.
-        ValueError: another argument is not known here, or packed sequences come without a mask.
+        NotImplementedError: the model asks for attention weights, a paged cache, or dropout with a quantized cache.
+        ValueError: an argument is unknown, or packed sequences come without a mask.
     """
     if weights_are_recorded(module):
         raise NotImplementedError(attention_arguments.REFUSED["output_attentions"])
@@ -68,7 +74,7 @@ def lowbit_attention(
         raise NotImplementedError("QuantizedCache: dropout must be 0, a quantized cache has no gradient")
     if (
         store is None and causal and key.shape[2] > query.shape[2]
-    ):  # an empty static cache: the prompt stands at its beginning
+    ):  # an empty static cache, which the prompt fills from its beginning
         key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
         position_bias = None if position_bias is None else position_bias[..., : query.shape[2]]
     if position_bias is not None:
@@ -81,7 +87,7 @@ def lowbit_attention(
         sink = None if s_aux is None else s_aux.detach().float()
         out = store.attend(query, scale=scaling, causal=causal, mask=attention_mask, sink=sink)
         return out.transpose(1, 2).contiguous(), None
-    if store is not None:  # a step over codes has neither a softcap nor a sink for each query
+    if store is not None:  # The quantized cache supports neither a softcap nor a sink for each query.
         key, value = store.keys(query.dtype), store.values(query.dtype)
         attention_mask, causal = _at_the_end(attention_mask, causal, query.shape[2], key.shape[2])
     if softcap is None and s_aux is None and sinks is None:
@@ -98,28 +104,29 @@ def lowbit_attention(
             score_mod=() if softcap is None else softcap_program(float(softcap)),
             sink=None if s_aux is None else s_aux.float(),
         )
-        if sinks is not None:  # e^lse / (e^lse + e^sink) of the probability is left to the keys
+        if sinks is not None:  # The keys keep e^lse / (e^lse + e^sink) of the probability.
             out = out * torch.sigmoid(lse[..., None] - sinks).to(out.dtype)
     return out.transpose(1, 2).contiguous(), None
 
 
 def _all_is_seen(module: torch.nn.Module) -> bool:
-    """Whether a call without a mask sees all keys, as in eager attention, also in a layer that calls itself causal."""
+    """Whether every query sees all keys in a call without a mask. As in eager attention, this holds even for a layer
+    that calls itself causal."""
     config = getattr(module, "config", None)
     return config is not None and wants_eager_mask(config)
 
 
 def weights_are_recorded(module: torch.nn.Module) -> bool:
-    """Whether a model around this call collects attention weights; not every model hands ``output_attentions`` on."""
+    """Whether a model around this call records attention weights. Not every model passes ``output_attentions`` on."""
     if _active_collector is None:
         return False
     if torch.compiler.is_dynamo_compiling() and not module._forward_hooks:
-        return False  # what is not hooked is not recorded; while Dynamo traces, other threads write the collector too
+        return False  # Nothing unhooked is recorded, and while Dynamo traces, other threads use the collector too.
     return any("attentions" in key for key in _active_collector.get() or ())
 
 
 def _joined(one: Tensor, mask: Tensor | None) -> Tensor:
-    """One mask of two, each boolean or floating."""
+    """Combine two masks, each boolean or floating point."""
     if mask is None:
         return one
     if one.dtype == mask.dtype == torch.bool:
@@ -130,13 +137,13 @@ def _joined(one: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def _of_keys(indices: Tensor, length: int) -> Tensor:
-    """The boolean mask ``[B, 1, L, S]`` of the keys that were chosen for each query."""
+    """Return the boolean mask ``[B, 1, L, S]`` of the keys selected for each query."""
     chosen = torch.zeros(*indices.shape[:2], length, dtype=torch.bool, device=indices.device)
     return chosen.scatter(-1, indices.long(), True).unsqueeze(1)
 
 
 def _of_blocks(module: torch.nn.Module, indices: Tensor, heads: int, length: int) -> Tensor:
-    """The boolean mask ``[B, Hq, L, S]`` of the blocks of keys that were chosen for each query and group of heads."""
+    """Return the boolean mask ``[B, Hq, L, S]`` of the blocks of keys selected for each query and group of heads."""
     size = module.indexer.block_size
     blocks = -(-length // size)
     chosen = torch.zeros(*indices.shape[:3], blocks + 1, dtype=torch.bool, device=indices.device)
@@ -146,7 +153,7 @@ def _of_blocks(module: torch.nn.Module, indices: Tensor, heads: int, length: int
 
 
 def _at_the_end(mask: Tensor | None, causal: bool, q_length: int, length: int) -> tuple[Tensor | None, bool]:
-    """mask and causal for queries that are the last of ``length`` tokens, not the first."""
+    """Return mask and causal flag for queries that are the last of ``length`` tokens, not the first."""
     if not causal or q_length == length:
         return mask, causal
     seen = torch.ones(q_length, length, dtype=torch.bool, device="cpu").tril(length - q_length)[None, None]
@@ -155,7 +162,7 @@ def _at_the_end(mask: Tensor | None, causal: bool, q_length: int, length: int) -
 
 @functools.cache
 def softcap_program(softcap: float) -> tuple[int, ...]:
-    """softcap * tanh(score / softcap)"""
+    """Return the score program of ``softcap * tanh(score / softcap)``."""
     program = ProgramBuilder()
     capped = program.op("tanh", program.op("mul", program.op("score"), program.constant(1.0 / softcap)))
     return tuple(program.finish(program.op("mul", capped, program.constant(softcap))))

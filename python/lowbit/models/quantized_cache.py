@@ -1,32 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
-"""QuantizedCache: a cache of transformers in int8 or int4, as ``past_key_values``.
+"""QuantizedCache: a transformers cache in int8 or int4, to be passed as ``past_key_values``.
 
-It works with every attention implementation (another one is given dequantized keys and values); with "lowbit" its codes
-are multiplied directly.
+With ``attn_implementation="lowbit"``, attention multiplies its codes directly. Any other implementation gets
+dequantized keys and values.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import QuantizedCache as TransformersQuantizedCache
 
 from lowbit.attention.kv_layer import QuantizedKVLayer
 from lowbit.ops.tracing import is_traced
 
 
 class QuantizedCache(Cache):
-    """A transformers cache in int8 or int4: ``past_key_values`` of any decoder with full attention.
+    """A transformers cache in int8 or int4: the ``past_key_values`` of any decoder with full attention.
 
-    The first prompt is attended to in float, as it is at hand; it is quantized for the tokens after it.
+    Attention within the first prompt uses the float keys and values. They are quantized for the tokens that follow.
 
     Args:
         format: ``"int8"`` or ``"int4"``, as in `lowbit.QuantizedKVCache`.
 
     Raises:
-        ValueError: the format is another one.
+        ValueError: ``format`` is neither.
 
     Example:
         >>> model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="lowbit")
@@ -34,20 +37,20 @@ class QuantizedCache(Cache):
     """
 
     def __init__(self, format: str = "int8") -> None:
-        QuantizedKVLayer(format)  # checks the format
+        QuantizedKVLayer(format)  # called for its check of the format
         self.format = format
         super().__init__(layer_class_to_replicate=lambda *_, **__: _Layer(format))
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all layers."""
+        """Return the size of all layers in bytes."""
         return sum(layer.store.nbytes for layer in self.layers)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last ``-tokens_to_remove`` tokens.
 
         Raises:
-            ValueError: it is positive, or a layer holds fewer; then no layer is changed.
+            ValueError: ``tokens_to_remove`` is positive, or a layer holds fewer tokens. No layer is changed then.
         """
         for layer in self.layers:
             layer.check_crop(tokens_to_remove)
@@ -55,7 +58,7 @@ class QuantizedCache(Cache):
 
 
 class _Layer(CacheLayerMixin):
-    """A layer as transformers expects it, on a QuantizedKVLayer."""
+    """The layer interface of transformers on top of a QuantizedKVLayer."""
 
     is_sliding = False
     is_compileable = False
@@ -95,7 +98,8 @@ class _Layer(CacheLayerMixin):
     def check_crop(self, tokens_to_remove: int) -> None:
         if tokens_to_remove > 0:
             raise ValueError(
-                f"QuantizedCache: crop takes the tokens to remove as a negative number, got {tokens_to_remove}"
+                "QuantizedCache: crop must get the number of tokens to remove as a negative number, got "
+                f"{tokens_to_remove}"
             )
         if tokens_to_remove:
             self.store.cropped_length(tokens_to_remove)
@@ -117,14 +121,14 @@ class _Layer(CacheLayerMixin):
             self.store.reorder(torch.arange(self.store.shape[0], device="cpu")[indices])
 
     def offload(self) -> None:
-        """Nothing to do: the cache lives on the CPU."""
+        """Do nothing: the cache is on the CPU."""
 
     prefetch = offload
 
 
 class CachedStates(Tensor):
-    """The keys or the values of a quantized layer, as transformers hands them on: any torch
-    operation dequantizes them."""
+    """The keys or values of a quantized layer, in the form that transformers passes on. Any torch operation dequantizes
+    them."""
 
     store: QuantizedKVLayer
     which: int
@@ -148,8 +152,47 @@ class CachedStates(Tensor):
 
 
 def _traced_states(store: QuantizedKVLayer, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """CachedStates for Dynamo, which makes no tensor subclass: dequantized, and out of the compiled graph again when
-    only their store is used."""
+    """Return keys and values for Dynamo, which cannot create the tensor subclass. They are dequantized; the compiler
+    removes this again if only their store is used."""
     key, value = store.keys(dtype), store.values(dtype)
     key.store = store
     return key, value
+
+
+_FORMATS = {None: "int4", 4: "int4", 8: "int8"}
+"""By transformers' ``nbits``."""
+
+
+def serve_quantized_caches(implementation: str) -> None:
+    """Let ``generate(cache_implementation="quantized")`` make a `QuantizedCache` for a model with this attention: with
+    4 bits, or as many as ``cache_config={"nbits": 8}`` says. One that ``cache_config`` asks more of, such as another
+    backend, stays transformers' own.
+
+    transformers has no hook here: ``generate`` makes its class by name, with backends that other packages have.
+    """
+    make = TransformersQuantizedCache.__init__
+    signature = inspect.signature(make)
+
+    @functools.wraps(make)
+    def make_ours(self: Any, *args: Any, **kwargs: Any) -> None:
+        asked = signature.bind(self, *args, **kwargs).arguments
+        config = asked["config"].get_text_config(decoder=True)
+        if config._attn_implementation != implementation:
+            make(self, *args, **kwargs)
+            return
+        options = {name for name, value in asked.items() if value is not None} - {"self", "backend", "config", "nbits"}
+        has_windows = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
+        format = _FORMATS.get(asked.get("nbits"))
+        if asked["backend"] == "quanto" and format is not None and not options and not has_windows:
+            self.__class__ = QuantizedCache
+            QuantizedCache.__init__(self, format)
+            return
+        try:
+            make(self, *args, **kwargs)
+        except ImportError as error:
+            raise ImportError(
+                f'{error}\nWith attn_implementation="{implementation}", cache_config={{"nbits": 4}} or 8 alone makes a '
+                'lowbit.QuantizedCache, which needs no other package; so does past_key_values=lowbit.QuantizedCache("int8")'
+            ) from error
+
+    TransformersQuantizedCache.__init__ = make_ours

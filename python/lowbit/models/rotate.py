@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """lowbit.rotate_: rotate a decoder's residual stream, so that no channel has outliers.
 
-With the gains g of each RMSNorm folded into the layers behind it, stream x -> x R for an orthogonal R changes nothing:
-R passes through the norm, a layer that reads has W diag(g) R, one that writes R^T W. In the same way values v -> v Q of
-each head go through attention to o_proj.
+Once the gains g of each RMSNorm are folded into the layers after it, replacing the stream x by x R with an orthogonal R
+preserves the model's results. R commutes with the norm; a layer that reads the stream gets the weight W diag(g) R, and
+a layer that writes it R^T W. In the same way the values of each head, v -> v Q, pass through attention to o_proj.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ class RotationReport:
         heads: Q, or None.
         layers: the number of decoder layers.
         untied: whether the embedding and the head shared a weight before and no longer do.
-        difference: the relative difference of the logits of random tokens, before and after; computed in float64, where
-            that is possible, with the weights in their dtype. It is the error of rounding them.
+        difference: the relative difference between the logits of random tokens before and after. They are computed in
+            float64 if the model can run in it, from the weights in their own dtype, so this is the error of rounding
+            the weights.
     """
 
     stream: Rotation
@@ -48,36 +49,37 @@ class RotationReport:
 
 
 def rotate_(model: nn.Module, kind: str = "hadamard", *, seed: int = 0, heads: bool = True) -> RotationReport:
-    """Turn the residual stream of a language model of transformers in place, before it is quantized.
+    """Rotate the residual stream of a transformers language model in place, before it is quantized.
 
-    Weights and activations with outliers in a few channels need large scales for all of them; turned by a Hadamard
-    matrix, each channel has a part of every outlier. The model computes the same results: gains of RMSNorm go into the
-    linear layers behind (and become 1), the rotation into the embedding, the head, and every layer that reads or
-    writes the stream. (QuaRot, Ashkboos et al. 2024, arXiv:2404.00456; SpinQuant, Liu et al. 2024, arXiv:2405.16406,
-    its R1 and R2.)
+    If a few channels of weights and activations have outliers, all channels need large scales. After a rotation by a
+    Hadamard matrix, each outlier is spread over all channels. The model's results stay the same: the gains of each
+    RMSNorm move into the linear layers after it (and become 1), and the rotation into the embedding, the head, and
+    every layer that reads or writes the stream. (QuaRot, Ashkboos et al. 2024, arXiv:2404.00456; SpinQuant, Liu et al.
+    2024, arXiv:2405.16406, R1 and R2.)
 
-    For decoders whose layers have two RMSNorms, ``self_attn`` and ``mlp``: Llama, Mistral, Qwen2, Qwen3, Phi-3, Gemma,
-    Granite, SmolLM3. Everything is checked, and the turned model is run on random tokens, before the first weight is
-    changed. Parameters stay the same objects; gradients are dropped.
+    Supported are decoders whose layers have two RMSNorms, ``self_attn`` and ``mlp``: Llama, Mistral, Qwen2, Qwen3,
+    Phi-3, Gemma, Granite, SmolLM3. Before the first weight changes, everything is checked and the rotated model is run
+    on random tokens. Parameters stay the same objects; their gradients are dropped.
 
-    A head that is tied to the embedding gets a weight of its own, as the last norm's gains go into the head alone, and
-    ``config.tie_word_embeddings`` becomes False; they stay tied where these gains are all equal.
+    A head that is tied to the embedding gets a weight of its own, because the gains of the last norm go into the head
+    only, and ``config.tie_word_embeddings`` becomes False. If these gains are all equal, head and embedding stay tied.
 
     Args:
         model: a model in float32, bfloat16, float16 or float64 on the CPU, without adapters and hooks.
-        kind: "hadamard": random signs and a Hadamard matrix, where the width has one that can be made (as 576, 896 and
-            4096 have); else the odd part of the width is a random orthogonal matrix. "orthogonal": a random one.
+        kind: "hadamard" for a Hadamard matrix with random signs. If none can be constructed for the width (it can for
+            576, 896 and 4096, for example), a random orthogonal matrix is used for the odd factor of the width.
+            "orthogonal" for a random orthogonal matrix.
         seed: the seed of the random signs or matrix.
-        heads: turn the values of each head too, which o_proj takes back.
+        heads: whether to rotate the values of each head too; o_proj undoes this.
 
     Returns:
         A `RotationReport`; it prints the changes.
 
     Raises:
-        TypeError: model is no module, seed no int, or a weight of another dtype.
-        ValueError: kind is another; the model has another piece (LayerNorm, norms behind attention as Gemma 2,
-            experts), is quantized, has adapters or hooks, shares weights, or is not on the CPU; or it computes
-            something else with the turned weights. The error names the piece, and nothing was changed.
+        TypeError: ``model`` is not a module, ``seed`` is not an int, or a weight has another dtype.
+        ValueError: ``kind`` is unknown; the model has an unsupported module (LayerNorm, norms after attention as in
+            Gemma 2, experts), is quantized, has adapters or hooks, shares weights, or is not on the CPU; or its results
+            change with the rotated weights. The error names the module, and nothing was changed.
 
     Example:
         >>> lowbit.rotate_(model)
@@ -106,13 +108,15 @@ def untie(model: nn.Module) -> None:
     if config is not None:
         config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = False
     if hasattr(model, "all_tied_weights_keys"):
-        model.all_tied_weights_keys = {}  # nothing else is shared in a model that has these pieces alone
+        model.all_tied_weights_keys = {}  # nothing else is shared in a model that passed the checks
 
 
 def _head_dim(decoder: Decoder) -> int:
     sizes = {half.head_dim for half in decoder.halves if half.head_dim}
     if len(sizes) != 1:
-        raise ValueError(f"rotate_: heads must be of one size in all layers, got {sorted(sizes)}; or heads=False")
+        raise ValueError(
+            f"rotate_: heads must have one size in all layers, got {sorted(sizes)}; pass heads=False to leave them"
+        )
     return sizes.pop()
 
 
@@ -134,7 +138,7 @@ def _changes(decoder: Decoder, stream: Rotation, heads: Rotation | None) -> Chan
 
 
 def _fold(norm: Norm, changes: Changes, stream: Rotation) -> None:
-    """Take the gains of the norm, and the rotation of its input, into the layers behind it."""
+    """Fold the gains of the norm, and the rotation of its input, into the layers that read it."""
     gains = norm.offset + norm.module.weight.detach().double()
     for reader in norm.readers:
         changes.add(reader, "weight", lambda weight: stream.turn(weight * gains))
@@ -142,10 +146,10 @@ def _fold(norm: Norm, changes: Changes, stream: Rotation) -> None:
 
 
 def _turn_heads(half: Half, changes: Changes, heads: Rotation) -> None:
-    """Turn the values of each head, and take that back in front of o_proj."""
+    """Rotate the values of each head, and undo that in o_proj."""
 
     def turned(values: Tensor) -> Tensor:
-        """Turn the rows of a weight [n, k] or a bias [n]."""
+        """Rotate the rows of a weight [n, k] or a bias [n]."""
         by_heads = values.reshape(-1, half.head_dim, *values.shape[1:])
         return heads.turn(by_heads.movedim(1, -1)).movedim(-1, 1).reshape(values.shape)
 

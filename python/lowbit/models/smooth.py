@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""lowbit.smooth_: scales of channels that a decoder's weights take over from its activations, before it is quantized.
+"""lowbit.smooth_: move channel scales from a decoder's activations into its weights, before it is quantized.
 
-A channel of the input x of a linear layer is divided by s and the column of its weight multiplied by it: the norm in
-front (its gains), the values (in front of o_proj) or the up projection (in front of down_proj) now give x / s. The
-error of a column counts as s^-2, while the scale of its group grows by less than s where other channels of the
-group are smaller: columns that meet large inputs get more of the codes.
+Each channel of the input x of a linear layer is divided by a scale s, and the matching column of the weight is
+multiplied by it. The module before it then produces x / s: the norm (through its gains), the value projection (before
+o_proj) or the up projection (before down_proj). The squared error of a column counts 1 / s^2 as much. The scale of its
+quantization group grows by less than s if other channels of the group are smaller, so columns with large inputs become
+more precise.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from torch import Tensor, nn
 
 from lowbit.formats.base import FormatConfig
 from lowbit.formats.int4 import int8_dynamic_activation_int4_weight
-from lowbit.formats.torchao import from_torchao
 from lowbit.models.decoder_pieces import Half, decoder_of
 from lowbit.models.folded_weights import Changes, make_checked
 from lowbit.quant.calibration import Calibration, calibrate
 from lowbit.quant.input_moments import InputMoments
 from lowbit.quant.packing import pack_weight
+from lowbit.quant.quantize import config_asked_for
 from lowbit.quant.report import decibel
 from lowbit.tables.folding import folded
 
@@ -32,8 +33,8 @@ STEPS = 20
 """Steps of the search for alpha, as in AWQ."""
 RANK = 32
 _ITERATIONS = 5
-"""Products with the matrix, as many as torch.svd_lowrank makes."""
-_LEAST = 1e-8  # fraction of the mean of x^2 that is added: a channel of zeros has a finite scale
+"""The number of products with the matrix, as in torch.svd_lowrank."""
+_LEAST = 1e-8  # fraction of the mean of x^2 that is added, so that a channel of zeros has a finite scale
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +42,9 @@ class SmoothedRow:
     """The linear layers that read one input.
 
     Attributes:
-        layer: name of the first of them.
-        alpha: s is the root mean square of the input's channels to the power of this; 0 left them as they were.
-        gained_db: the reduction of the outputs' error in the given format, in dB.
+        layer: the name of the first of them.
+        alpha: the exponent in s = rms(x)^alpha; 0 leaves the layers as they are.
+        gained_db: the reduction of the output error in the given format, in dB.
     """
 
     layer: str
@@ -70,37 +71,36 @@ class SmoothingReport:
 def smooth_(
     model: nn.Module, calibration: Calibration | Iterable[Any], config: FormatConfig | Any | None = None
 ) -> SmoothingReport:
-    """Move scales of channels of a language model of transformers from activations into weights, in place.
+    """Move channel scales of a transformers language model from activations into weights, in place.
 
-    The model computes the same results. For each input of linear layers the scales are s = rms(x)^alpha, with the alpha
-    from 0 to 1 that makes the error of the outputs least when the weights are quantized. (AWQ, Lin et al. 2023,
-    arXiv:2306.00978; errors are weighted by the mean of x x^T.) Call it before `quantize_` with a calibration; with
-    GPTQ it is not needed. After `rotate_`, which makes channels alike, little is left to gain.
+    The model's results stay the same. For each input of linear layers, the scales are s = rms(x)^alpha, with the alpha
+    from 0 to 1 that minimizes the output error when the weights are quantized. (AWQ, Lin et al. 2023, arXiv:2306.00978;
+    here errors are weighted by the mean of x x^T.) Call it before `quantize_` with a calibration; it is not needed with
+    GPTQ. After `rotate_`, which makes channels alike, there is little left to gain.
 
-    Models, checks and refusals are those of `rotate_`; the head stays as it is.
+    The supported models and the checks are those of `rotate_`; the head does not change.
 
     Args:
         model: a float model on the CPU.
-        calibration: inputs to run it on, or a result of ``lowbit.calibrate`` with ``hessian=True``; without it, only
-            the mean of x^2 of each channel counts, which may choose scales that are worse than none.
-        config: the format whose errors are compared; None is ``int8_dynamic_activation_int4_weight(group_size=32)``.
+        calibration: inputs to run the model on, or a result of ``lowbit.calibrate`` with ``hessian=True``. A result
+            without ``hessian=True`` has only the mean of x^2 of each channel, which may select scales that make the
+            error larger.
+        config: the format whose errors are compared. None means ``int8_dynamic_activation_int4_weight(group_size=32)``.
 
     Returns:
         A `SmoothingReport`; it prints one line per kind of layer.
 
     Raises:
-        TypeError: `rotate_` or `calibrate` would raise it; or config is no configuration.
-        ValueError: `rotate_` or `calibrate` would raise it; or the calibration has not seen a layer. Nothing was
-            changed.
+        TypeError: ``config`` is not a configuration, or for the reasons of `rotate_` and `calibrate`.
+        ValueError: the calibration does not include a layer, or for the reasons of `rotate_` and `calibrate`. Nothing
+            was changed.
 
     Example:
         >>> config = lowbit.int4_weight_only(group_size=128)
         >>> lowbit.smooth_(model, batches, config)
         >>> lowbit.quantize_(model, config, calibration=batches)
     """
-    config = from_torchao(int8_dynamic_activation_int4_weight(32) if config is None else config)
-    if not isinstance(config, FormatConfig):
-        raise TypeError(f"smooth_: config must be a configuration or None, got {type(config).__name__}")
+    config = int8_dynamic_activation_int4_weight(32) if config is None else config_asked_for("smooth_: config", config)
     decoder = decoder_of("smooth_", model)
     inputs = [of for half in decoder.halves for of in (_behind_norm(half), _in_front_of_writer(half))]
     seen = _seen(model, calibration, {decoder.names[id(of.layers[0])] for of in inputs})
@@ -116,12 +116,13 @@ def smooth_(
 
 @dataclass(frozen=True, slots=True)
 class _Input:
-    """An input of linear layers.
+    """An input of one or more linear layers.
 
     Args:
         layers: the layers that read it.
-        heads: (n, d): n heads of d channels each have the same scales, as they read the same values; or (1, channels).
-        move: adds the changes that divide it by scales ``[channels]``.
+        heads: (n, d): n query heads of d channels share a value head, and so share scales; (1, channels) if nothing is
+            shared.
+        move: adds the changes that divide the input by scales ``[channels]``.
     """
 
     layers: tuple[nn.Linear, ...]
@@ -145,7 +146,7 @@ def _in_front_of_writer(half: Half) -> _Input:
     shared = half.writer.in_features // half.inner_rows
 
     def move(scales: Tensor, changes: Changes) -> None:
-        own = scales.view(-1, shared, size)[:, 0].reshape(-1)  # the scale of each value; query heads share it
+        own = scales.view(-1, shared, size)[:, 0].reshape(-1)  # one scale per value, shared by its query heads
 
         def divided(rows: Tensor) -> Tensor:
             return rows / own.view(-1, *[1] * (rows.dim() - 1))
@@ -170,7 +171,7 @@ def _seen(model: nn.Module, calibration: Calibration | Iterable[Any], names: set
 
 
 def _search(of: _Input, inputs: InputMoments, config: FormatConfig) -> tuple[float, float, Tensor]:
-    """Return alpha, by how many dB the error is smaller than with 0, and the scales, float64 ``[channels]``."""
+    """Return alpha, the reduction of the error relative to alpha = 0 in dB, and the scales, float64 ``[channels]``."""
     squares = inputs.importance.double()
     squares = squares.view(-1, *of.heads).mean(1, keepdim=True).expand(-1, *of.heads).reshape(-1)
     root = (squares + _LEAST * squares.mean()).sqrt()
@@ -187,8 +188,12 @@ def _search(of: _Input, inputs: InputMoments, config: FormatConfig) -> tuple[flo
 
 
 def _parts(inputs: InputMoments) -> tuple[Tensor, Tensor]:
-    """The mean of x x^T as diag(d) + F F^T, with F ``[k, RANK]`` of its largest eigenvalues: in a language model a few
-    directions have most of x, and errors along them add up. Without the products F is empty."""
+    """Return d and F, where diag(d) + F F^T approximates the mean of x x^T, and F ``[k, RANK]`` has its largest
+    eigenvalues.
+
+    In a language model, a few directions have most of the energy of x, and errors along them add up. If the calibration
+    has no products, F is empty.
+    """
     if inputs.products is None:
         return inputs.importance, inputs.importance.new_zeros(len(inputs.squares), 0)
     hessian = inputs.hessian
@@ -197,9 +202,11 @@ def _parts(inputs: InputMoments) -> tuple[Tensor, Tensor]:
 
 
 def _factor(hessian: Tensor, rank: int) -> Tensor:
-    """F ``[k, rank]``, where F F^T has about the largest eigenvalues of ``hessian [k, k]``. torch.svd_lowrank is
-    the same iteration (Halko et al. 2009, arXiv:0909.4061), but draws its first vectors from the generator that
-    all threads share."""
+    """Return F ``[k, rank]``, where F F^T approximates the largest eigenvalues of ``hessian [k, k]``.
+
+    torch.svd_lowrank has the same iteration (Halko et al. 2009, arXiv:0909.4061), but draws its first vectors from the
+    global generator, which all threads share.
+    """
     generator = torch.Generator("cpu").manual_seed(0)
     basis = torch.randn(len(hessian), rank, generator=generator, dtype=hessian.dtype, device="cpu")
     for _ in range(_ITERATIONS):
@@ -211,7 +218,8 @@ def _factor(hessian: Tensor, rank: int) -> Tensor:
 def _error(
     weight: Tensor, scales: Tensor, inputs: InputMoments, parts: tuple[Tensor, Tensor], config: FormatConfig
 ) -> float:
-    """The mean square of the outputs' error when the weight times the scales is quantized and its input divided."""
+    """Return the mean squared error of the outputs with the scaled weight quantized and its input divided by the
+    scales."""
     spec = replace(config.spec(torch.float32), algorithm=None)
     scaled = (weight.detach().double() * scales).float()
     divided = InputMoments(inputs.rows, inputs.squares / scales.square())

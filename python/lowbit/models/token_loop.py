@@ -16,6 +16,7 @@ from transformers.cache_utils import DynamicCache
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
+from lowbit import _C
 from lowbit.models.token_run import TokenRun
 
 _SERVED = {"attention_mask", "logits_to_keep", "past_key_values", "position_ids", "use_cache"}
@@ -66,7 +67,8 @@ class Generation:
         self._processors, self._criteria, self._streamer = processors, criteria, streamer
         self._run: TokenRun | None = None
         self._behind = 0
-        """The number of tokens that ``arguments`` do not include yet; only a call of the model needs them."""
+        """The number of tokens that ``arguments`` do not include yet. Only a call of the model needs them up to
+        date."""
         told = config.return_dict_in_generate
         self._scores: tuple[Tensor, ...] | None = () if told and config.output_scores else None
         self._raw: tuple[Tensor, ...] | None = () if told and config.output_logits else None
@@ -82,8 +84,11 @@ class Generation:
         ends = _ends(self._criteria, prompt.shape[0], self._config._pad_token_tensor)
         self._begin_run()
         try:
-            while not self._add(sequences, logits, ends):
-                logits = self._logits(sequences)
+            while True:
+                with _C.OnCallerIfCrowded():  # the choice among 50,000 tokens is a region of torch's
+                    if self._add(sequences, logits, ends):
+                        break
+                    logits = self._logits(sequences)
         finally:
             if self._run is not None:
                 self._run.count()
@@ -148,8 +153,7 @@ class Generation:
 
 
 def _is_known(called: Any) -> bool:
-    """Whether this criterion, processor or streamer (or None) belongs to a known package and calls no foreign
-    function."""
+    """Whether this criterion, processor or streamer (or None) belongs to a known package and calls no user function."""
     package = type(called).__module__.partition(".")[0]
     return called is None or package in _KNOWN and not hasattr(called, "_prefix_allowed_tokens_fn")
 
@@ -176,7 +180,7 @@ class _Sequences:
 
 
 class _Ends:
-    """The end criteria of a batch, evaluated with tensors."""
+    """The stopping criteria of a batch, evaluated with tensors."""
 
     def __init__(self, criteria: Any, batch: int, pad: Tensor | None) -> None:
         self._criteria = criteria
@@ -196,8 +200,8 @@ class _Ends:
 
 
 class _EndOfOne:
-    """The end criteria of one sequence, for transformers' criteria of length, tokens and time, evaluated with Python
-    numbers."""
+    """The stopping criteria of one sequence, evaluated with Python numbers. It supports transformers' criteria of
+    length, end tokens and time."""
 
     def __init__(self, criteria: Any) -> None:
         self._lengths = [each for each in criteria if type(each) is MaxLengthCriteria]
@@ -215,7 +219,7 @@ class _EndOfOne:
             if length >= each.max_length:
                 ended = True
             elif each.max_position_embeddings is not None and length > each.max_position_embeddings:
-                each(torch.empty(1, length, device="meta"), scores)  # it warns
+                each(torch.empty(1, length, device="meta"), scores)  # called for its warning
         return ended or any(time.time() - each.initial_timestamp > each.max_time for each in self._times)
 
 

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decoding tokens of one generation, each by one run of a program with the layers, the last norm and the head.
+"""The decoding of tokens by a program that has the layers, the last norm and the head; each token takes one run.
 
-    logits = head(norm(layers(embedding(token), cos, sin)))
+logits = head(norm(layers(embedding(token), cos, sin)))
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any
 
@@ -14,25 +14,42 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from lowbit.models.fused_attention import whole_columns
 from lowbit.models.fused_decoder import FusedDecoder, stand_ins, with_children
-from lowbit.models.fused_layer import MISSING, calls_lowbit_attention
+from lowbit.models.fused_layer import calls_lowbit_attention
 from lowbit.models.growing_cache import GrowingLayer
-from lowbit.models.layer_program import LayerProgram
+from lowbit.models.layer_program import NORMS, LayerProgram
+from lowbit.models.steps import MISSING
 from lowbit.ops.tracing import is_traced
 from lowbit.quant.fused import Fused, has_hooks, is_inference
-from lowbit.quant.fused_norm import FusedRMSNorm
 from lowbit.quant.quant_linear import QuantLinear
 
 AHEAD = 64  # tokens per check of the model, per batch of rotary embeddings and per reservation in the cache
 _FIXED_ROPE = {"default", "linear", "llama3", "yarn"}
-"""Rotary embeddings whose rows depend only on their position. Rows of others may depend on the longest sequence."""
+"""Rotary embeddings whose rows depend only on the position. Rows of others may depend on the longest sequence."""
+
+
+MULTIPLIERS: dict[str, Callable[[Tensor, float], Tensor]] = {
+    "times": lambda x, number: x if number == 1.0 else x * number,  # Granite's embedding, Cohere's logits
+    "divided": lambda x, number: x / number,  # Granite's logits
+    "capped": lambda x, number: torch.tanh(x / number) * number,  # Gemma 2's logits
+}
+"""What models do to the result of their embedding or head, with a number of their configuration."""
+
+
+def numbers_of(model: Any) -> list[float]:
+    """Return the numbers that a model may multiply by: those other than 0 of its configuration and its attributes."""
+    decoder = (child for child in model._modules.values() if isinstance(child, FusedDecoder))
+    named = [model.config.__dict__, model.__dict__, *(child.__dict__ for child in decoder)]
+    values = (value for names in named for name, value in sorted(names.items()))
+    return [float(value) for value in values if type(value) in (int, float) and value not in (0, 1) and value == value]
 
 
 class TokenProgram(LayerProgram):
     """A program with the layers of a decoder, its last norm and, if it is packed, the head of the model.
 
     Args:
-        parts: the parts of the model.
+        parts: the modules of the model.
         dtype: the dtype of activations and norms.
     """
 
@@ -47,7 +64,7 @@ class TokenProgram(LayerProgram):
             super().__init__(facts["layers"], facts["kinds"], dtype, parts.steps)
 
     def is_of(self, head: nn.Module) -> bool:
-        """Whether the program has this head as its last step, or no head if this one cannot be a step now."""
+        """Whether the program ends with this head, or has no head if this one cannot be a step now."""
         return self.head is (head if _is_step(head) else None)
 
 
@@ -59,7 +76,7 @@ class Parts:
     """The current modules of a `FusedCausalLM` that a token passes through.
 
     Raises:
-        KeyError: one of them was removed.
+        KeyError: a module was removed.
     """
 
     def __init__(self, model: Any) -> None:
@@ -69,15 +86,32 @@ class Parts:
         self.norm_name = facts["norm"]
         self.norm: Any = self.decoder._modules[facts["norm"]]
         self.embedding: Any = self.decoder._modules[facts["embedding"]]
+        self._numbers_hold = numbers_of(model) == facts["numbers"]
+        self._of_embedding, self._of_logits = facts["of_embedding"], facts["of_logits"]
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Return the input of the first layer."""
+        kind, number = self._of_embedding
+        return MULTIPLIERS[kind](self.embedding(tokens), number)
+
+    def logits(self, y: Tensor) -> Tensor:
+        """Return the logits of the model for the result of its head."""
+        kind, number = self._of_logits
+        return MULTIPLIERS[kind](y, number)
 
     def are_plain(self) -> bool:
-        """Whether no part has hooks and the decoder still calls its layers as it did when it was fused."""
+        """Whether none of them has hooks and the decoder still calls its layers as it did when it was fused."""
         decoder = self.decoder
         return (
-            isinstance(decoder, FusedDecoder) and isinstance(self.norm, FusedRMSNorm)
+            isinstance(decoder, FusedDecoder) and isinstance(self.norm, NORMS) and self._numbers_hold
             and not has_hooks(self.embedding) and decoder.hands_on(decoder.facts["layers"])
             and calls_lowbit_attention(decoder.facts["attention"])
         )  # fmt: skip
+
+    def dtype(self) -> torch.dtype:
+        """Return the dtype of the activations: that of the last norm, or of the model if it has no weight."""
+        weight = next(self.norm.parameters(), None)
+        return self.decoder.dtype if weight is None else weight.dtype
 
     def steps(self, program: TokenProgram, x: int) -> int | None:
         """Write the steps after the layers."""
@@ -101,10 +135,10 @@ class TokenRun:
         model: a `FusedCausalLM`.
         cache: a DynamicCache.
         positions: int64 ``[B or 1, 1]``, the positions of the next tokens.
-        mask: ``[B, S]``, nonzero for visible tokens of the cache and for the next token. None: all are visible.
-        changing: whether foreign code may change the model between two tokens. If so, each token checks the whole
-            model; if not, each token checks hooks, class and mode, and the rest is checked once for `AHEAD` tokens.
-        watched: whether foreign code may read the cache between two tokens. If so, the cache counts each token at once.
+        mask: ``[B, S]``, nonzero for visible tokens of the cache and for the next token; None if all are visible.
+        changing: whether user code may change the model between two tokens. If so, each token checks the whole model;
+            if not, each token checks hooks, class and mode, and the rest is checked once per `AHEAD` tokens.
+        watched: whether user code may read the cache between two tokens. If so, the cache counts each token at once.
     """
 
     def __init__(
@@ -123,7 +157,8 @@ class TokenRun:
         self._seen: tuple[Any, ...] = ()
         self._checked = 0  # tokens until the next full check of the model
         self._rows: list[tuple[tuple[Tensor, Tensor], ...]] = []
-        """Rotary embeddings of the next tokens for each kind of layer; those of the next token come last."""
+        """The rotary embeddings of the next tokens for each kind of layer, in reverse order, so that the next token's
+        come last."""
         self._room = self._written = 0  # tokens that still fit into the states; tokens written but not yet counted
         self._states: list[Tensor] = []
         self._starts: list[int] = []
@@ -136,13 +171,13 @@ class TokenRun:
         except Exception:
             if isinstance(self._model, Fused) and (self._parts is None or isinstance(self._parts.decoder, Fused)):
                 raise
-        return None  # another thread unfused the model meanwhile; nothing was written
+        return None  # Another thread unfused the model; nothing was written.
 
     def _logits(self, tokens: Tensor) -> Tensor | None:
         if not (self._checked and self._seen == self._at_a_glance()) and not self._look_at_model(tokens.shape[0]):
             return None
         self._checked -= 1
-        x, program = self._parts.embedding(tokens), self._program
+        x, program = self._parts.embed(tokens), self._program
         if x.dim() != 3 or x.dtype is not program.dtype or not is_inference(x) or not x.is_contiguous():
             return None
         if not (self._rows or self._look_ahead(x)) or not (self._room or self._find_room(x)):
@@ -156,7 +191,7 @@ class TokenRun:
         self._written += 1
         if self._room_ahead == 1:
             self.count()
-        return y if program.head is not None else self._parts.head(y)
+        return self._parts.logits(y if program.head is not None else self._parts.head(y))
 
     def skip(self) -> None:
         """Leave a token to a call of the model."""
@@ -172,13 +207,13 @@ class TokenRun:
         self._room = self._written = 0
 
     def _at_a_glance(self) -> tuple[Any, ...]:
-        """Return values that change if a hook is added, the model is unfused or trained, or its attention is set.
-        Checking all modules for each token would cost a small model a tenth of its time."""
+        """Return values that change if a hook is added, the model is unfused or set to training, or its attention is
+        changed. A check of all modules for each token would slow down a small model."""
         model = self._model
         return type(model), model.training, RemovableHandle.next_id, model.config._attn_implementation
 
     def _look_at_model(self, batch: int) -> bool:
-        """Find or write a program of the model in its current state; return whether there is one."""
+        """Find or write a program for the model in its current state; return whether there is one."""
         model, seen = self._model, self._at_a_glance()
         if not isinstance(model, Fused) or model.training or has_hooks(model) or is_traced():
             return False
@@ -189,11 +224,11 @@ class TokenRun:
             return False
         if not parts.are_plain():
             return False
-        program, dtype = facts["kept"], parts.norm.weight.dtype
+        program, dtype = facts["kept"], parts.dtype()
         if not program.serves(dtype) or not program.is_of(parts.head):
             program = facts["kept"] = TokenProgram(parts, dtype)
         if program is not self._program:
-            self.count()  # its layers may be others of the cache
+            self.count()  # The other program may use other layers of the cache.
         self._program, self._checked, self._seen = program, self._looks_ahead, seen
         return program.run is not None and (program.merged or batch == 1)
 
@@ -204,6 +239,8 @@ class TokenRun:
         pairs = rotary_embeddings(self._parts, x, positions)
         if pairs is None:
             return False
+        if self._program.half_rotary:
+            pairs = [whole_columns(pair) for pair in pairs]
         columns = [zip(_by_tokens(cos), _by_tokens(sin), strict=True) for cos, sin in pairs]
         self._rows = [*zip(*columns, strict=True)][::-1]
         return True
@@ -218,8 +255,8 @@ class TokenRun:
         return self._mask[:, None, None, :seen].contiguous()
 
     def _find_room(self, x: Tensor) -> bool:
-        """Reserve memory for tokens in the cache; only for one if layers have a window, which moves with each token.
-        Return whether the cache allows it."""
+        """Reserve memory for tokens in the cache; return whether the cache supports it. Only one token is reserved if
+        layers have a window, which moves with each token."""
         self.count()
         windows = not all(type(layer) is GrowingLayer for layer in self._cache.layers)
         if windows and self._mask is not None:
@@ -234,11 +271,12 @@ class TokenRun:
 
 
 def rotary_embeddings(parts: Parts, x: Tensor, positions: Tensor) -> list[tuple[Tensor, Tensor]] | None:
-    """Return the rotary embeddings that the model passes to its layers, cos and sin ``[B, L, R]`` for each kind of
+    """Return the rotary embeddings that the model passes to its layers: cos and sin ``[B, L, R]`` for each kind of
     layer, or None if they have another form.
 
     Args:
-        x: an input of the layers; its dtype and size are used.
+        parts: the modules of the model.
+        x: an input of the layers, of which the dtype and size are used.
         positions: int64 ``[B, L]``.
     """
     decoder, seen = parts.decoder, []
@@ -251,7 +289,7 @@ def rotary_embeddings(parts: Parts, x: Tensor, positions: Tensor) -> list[tuple[
     twin = with_children(decoder, layers=stand_ins(call, facts["layers"]), **{parts.norm_name: _same})
     inputs = x.new_zeros(*positions.shape, x.shape[-1])
     decoder.unfused.forward(twin, inputs_embeds=inputs, position_ids=positions, use_cache=False)
-    pairs = dict(zip(reversed(facts["kinds"]), reversed(seen), strict=True))  # the first of each kind is the last here
+    pairs = dict(zip(reversed(facts["kinds"]), reversed(seen), strict=True))  # `seen` of the first layer of each kind
     of_kinds = [pairs[kind] for kind in range(len(pairs))]
     return of_kinds if all(_are_rows(pair, positions) for pair in of_kinds) else None
 

@@ -1,3 +1,3 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ops as torch sees them: registration (registration.py), fake kernels (fakes.py, or `fake` of the op's file), one
-file per op for its Python side."""
+"""The Python side of the ops: one file per op, registration with torch (registration.py), and fake kernels (fakes.py,
+or `fake` in the op's file)."""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention with its gradient, for scaled_dot_product_attention and flex_attention.
 
-As for `linear`, the Function stands outside of the op and is used only when a gradient is wanted. It keeps q, k, v, the
-result (on a CPU in float32) and one log-sum-exp per row; the scores are computed again in the backward.
+As in `linear`, the autograd Function wraps the op and is used only if a gradient is needed. It saves q, k, v, the
+result (on a CPU in float32) and one log-sum-exp per row; the backward recomputes the scores.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _is_grad_enabled, _compiler = torch.is_grad_enabled, torch.compiler
 _is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 _is_transformed = torch._C._are_functorch_transforms_active
 
-# A call is a dict of its arguments by name. autograd sees a tensor only where it is an argument of its own: a Function
-# takes a dict of all others, with the length of each list of tensors, and behind it the tensors in this order.
+# A call is a dict of its arguments by name. autograd only sees tensors that are arguments themselves. So a Function
+# takes a dict of all other arguments, with the length of each list of tensors, followed by the tensors in this order.
 _TENSORS = ("q", "k", "v", "mask", "sink", "seed")
 _LISTS = ("score_captured", "mask_captured", "blocks")
 
@@ -50,33 +50,33 @@ def attention(
     sink: Tensor | None = None,
     want_max_scores: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return softmax(score_mod(scale * q k^T) + mask) v, the log-sum-exp of each row, and its largest score.
+    """Return softmax(score_mod(scale * q k^T) + mask) v, the log-sum-exp of each row, and the max score of each row.
 
-    Differentiable in q, k, v, a floating mask, sink and the floating tensors that score_mod captures, through the
-    result and the log-sum-exp. The largest score is not differentiable. A second derivative (create_graph=True)
-    materializes the scores, and is not there with programs, a block mask or dropout; so does forward mode, which is
-    not there with programs or a block mask.
+    The result and the log-sum-exp are differentiable in q, k, v, a floating mask, sink, and the floating tensors that
+    score_mod captures; the max score is not differentiable. A second derivative (create_graph=True) materializes the
+    scores; it is not available with score programs, a block mask or dropout. Forward mode also materializes the scores;
+    it is not available with score programs or a block mask.
 
     Args:
-        q, k, v: ``[B, Hq, L, E]``, ``[B, Hkv, S, E]``, ``[B, Hkv, S, Ev]``, one floating dtype; Hq is a
+        q, k, v: ``[B, Hq, L, E]``, ``[B, Hkv, S, E]``, ``[B, Hkv, S, Ev]``, all of one floating dtype; Hq is a
             multiple of Hkv.
         scale: factor of q k^T.
-        causal: query i sees keys 0 to i.
-        mask: bool (False: not seen) or floating (added), 4-d, each size 1 or that of ``[B, Hq, L, S]``.
-        dropout_p: probability with which each probability is dropped; the seed is drawn from torch's generator.
+        causal: whether query i only attends to keys 0 to i.
+        mask: bool (False masks a key) or floating (added to the score), 4-d, each size 1 or that of ``[B, Hq, L, S]``.
+        dropout_p: dropout probability; the seed is drawn from torch's generator.
         score_mod, mask_mod: score programs (docs/ops/attention.md); empty for none.
-        score_captured, mask_captured: the tensors that they read.
-        blocks: kv_num_blocks, kv_indices and perhaps full_kv_num_blocks, full_kv_indices of a BlockMask.
-        block_size: queries and keys of a block.
-        sink: ``[Hq]``, a logit without a value.
-        want_max_scores: fill the third result, whether a gradient is wanted or not.
+        score_captured, mask_captured: the tensors that the programs read.
+        blocks: kv_num_blocks, kv_indices and optionally full_kv_num_blocks, full_kv_indices of a BlockMask.
+        block_size: number of queries and keys in a block.
+        sink: ``[Hq]``, an additional logit per head that has no value.
+        want_max_scores: whether the third result is needed.
 
     Returns:
-        (out ``[B, Hq, L, Ev]`` in the dtype of q, lse and largest score ``[B, Hq, L]`` in float32, float64 for float64
-        inputs; without ``want_max_scores`` the third may be empty).
+        (out, lse, max score): out ``[B, Hq, L, Ev]`` in the dtype of q; lse and max score ``[B, Hq, L]`` in float32,
+        or float64 for float64 inputs. Without ``want_max_scores`` the third result may be empty.
 
     Raises:
-        ValueError, TypeError: an argument does not fit; the text names it.
+        ValueError, TypeError: an argument does not fit; the message names it.
     """
     seed = torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64, device=q.device) if dropout_p > 0 else None
     if sink is not None:
@@ -87,10 +87,10 @@ def attention(
         "score_mod": score_mod, "score_captured": score_captured, "mask_mod": mask_mod, "mask_captured": mask_captured,
         "blocks": blocks, "block_size": block_size, "want_max_scores": want_max_scores, "real_out": False,
     }  # fmt: skip
-    if forward_ad._current_level >= 0:  # -1 outside of forward mode
+    if forward_ad._current_level >= 0:  # the level is -1 outside forward mode
         return _with_tangents(call)
-    # Inside vmap a tensor does not say that the one around it requires a gradient. An exported program gets it from the
-    # dispatcher when it runs.
+    # Inside vmap, requires_grad does not show whether the wrapped tensor requires a gradient, so the Function is always
+    # used. An exported program gets its gradient from the dispatcher when it runs.
     if (
         _compiler._is_exporting_flag
         or not _is_grad_enabled()
@@ -109,7 +109,7 @@ def attention(
 
 
 def differentiated_attention_forward(**call: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """`lowbit::attention_forward` with its derivative (derivatives.py)."""
+    """Compute `lowbit::attention_forward` with its derivative, for derivatives.py."""
     real_out = call["real_out"]
     out, lse, max_scores = (_with_tangents if forward_ad._current_level >= 0 else _recorded)(call)
     return out.to(lse.dtype) if real_out else out, lse, max_scores
@@ -123,13 +123,13 @@ def _with_tangents(call: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _recorded(call: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
-    """The op in a Function, which records nothing where no gradient is wanted."""
+    """Call the op in a Function, which records nothing if no gradient is needed."""
     q = call["q"]
-    # want_max_scores keeps the call from `decode`, which sums q k^T in another order than the backward: at |s| = 200
-    # p = exp(s - lse) would be off by four times as much. real_out asks for the result in float32. A gradient of the
-    # scores is p (dp - sum of grad_out * out), and where one score is far above the others this difference is nothing
-    # but the rounding of the result.
-    # On a GPU both stay off: decode sums in the order of the tiles there, and every library has results of 16 bits.
+    # With want_max_scores the call is not served by `decode`, which sums q k^T in another order than the backward: at
+    # |s| = 200 the error of p = exp(s - lse) would be four times as large. real_out requests the result in float32. The
+    # gradient of the scores is p (dp - sum of grad_out * out); if one score is far above the others, this difference
+    # would consist only of the result's rounding error.
+    # On a GPU neither is needed: decode sums in the order of the tiles, and every library's results have 16 bits.
     call["want_max_scores"] = call["real_out"] = not q.is_cuda
     transformed = _is_dynamo_compiling() or _is_transformed()
     function = _TransformedAttention if transformed else _Attention
@@ -149,7 +149,8 @@ def _tensors(call: dict[str, Any]) -> list[Tensor | None]:
 
 
 def _joined(others: dict[str, Any], tensors: Sequence[Any]) -> dict[str, Any]:
-    """The call of `_without_tensors` and `_tensors`, or of a stand-in for each tensor."""
+    """Return the call for the results of `_without_tensors` and `_tensors`. Any other values may replace the
+    tensors."""
     call = others | dict(zip(_TENSORS, tensors, strict=False))
     begin = len(_TENSORS)
     for name in _LISTS:
@@ -159,7 +160,7 @@ def _joined(others: dict[str, Any], tensors: Sequence[Any]) -> dict[str, Any]:
 
 
 class _TransformedAttention(torch.autograd.Function):
-    """The op with its gradient, for Dynamo and torch.func."""
+    """Autograd Function of the op, for Dynamo and torch.func."""
 
     generate_vmap_rule = True
 
@@ -181,7 +182,7 @@ class _TransformedAttention(torch.autograd.Function):
         call, needs = _joined(ctx.others, tensors), _joined(ctx.others, ctx.needs_input_grad[1:])
         if grad_out is None:
             grad_out = torch.zeros_like(out)
-        twice = torch.is_grad_enabled()  # create_graph=True, and always in torch.func
+        twice = torch.is_grad_enabled()  # with create_graph=True, and always in torch.func
         if twice and not (call["score_mod"] or call["mask_mod"] or call["blocks"] or call["dropout_p"] > 0):
             nothing = {name: [None] * len(call[name]) for name in _LISTS}
             grads = nothing | attention_formulas.gradients(call, needs, grad_out, grad_lse)
@@ -201,7 +202,7 @@ def _gradients(
 
 
 def _by_argument(call: dict[str, Any], needs: dict[str, Any], grads: Iterable[Tensor]) -> dict[str, Any]:
-    """The gradients that the op returns one behind the other, by the argument that they are of."""
+    """Return the op's flat list of gradients as a dict by argument."""
     rest = iter(grads)
     of = {"q": next(rest), "k": next(rest), "v": next(rest), "seed": None}
     of["mask"] = next(rest).to(call["mask"].dtype) if needs["mask"] else None
@@ -211,8 +212,8 @@ def _by_argument(call: dict[str, Any], needs: dict[str, Any], grads: Iterable[Te
 
 
 class _Once(torch.autograd.Function):
-    """The backward as a function without a derivative of its own. ``create_graph=True`` alone is fine; an error comes
-    only when that second derivative is computed."""
+    """The backward as a Function without a derivative. ``create_graph=True`` is allowed; only computing the second
+    derivative raises an error."""
 
     generate_vmap_rule = True
     forward = staticmethod(_gradients)
@@ -223,11 +224,14 @@ class _Once(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> None:
-        raise NotImplementedError("attention: no second derivative with score_mod, mask_mod, a block mask or dropout")
+        raise NotImplementedError(
+            "attention: a second derivative must be without score_mod, mask_mod, block mask and dropout"
+        )
 
 
 class _Attention(torch.autograd.Function):
-    """The same in one part: torch binds the arguments of a `setup_context` by their signature, 20 us a call."""
+    """Autograd Function of the op for eager mode, without `setup_context`, which costs torch a slow binding of the
+    arguments in every call."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fake kernels of attention, decoding and the quantized cache: shape, dtype and strides of the
-results of csrc/torch."""
+"""Fake kernels of attention, decoding and the quantized cache: shape, dtype and strides of the results of
+csrc/torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 def forward(q: Tensor, v: Tensor, want_max_scores: bool, real_out: bool, **_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """out, lse and largest score."""
+    """Return out, lse and max score."""
     shape, real = tuple(q.shape[:3]), torch.float64 if q.dtype == torch.float64 else torch.float32
     lse = q.new_empty(shape, dtype=real)
     return (
@@ -27,7 +27,7 @@ def backward(
     score_captured: Sequence[Tensor],
     score_captured_needs: Sequence[bool], mask_needs: bool, sink_needs: bool, **_: Any,
 ) -> list[Tensor]:  # fmt: skip
-    """Those of q, k, v, then of mask, sink and captured tensors as far as they are wanted."""
+    """Return the gradients of q, k, v, followed by those of mask, sink and captured tensors that are needed."""
     grads = [_ordered(tensor, tensor.shape) for tensor in (q, k, v)]
     if mask_needs:
         grads.append(lse.new_empty(mask.shape))
@@ -42,11 +42,12 @@ def decode(q: Tensor, v_columns: int, **_: Any) -> Tensor:
 
 
 def writes(**_: Any) -> None:
-    """Nothing to infer: the results are arguments."""
+    """Return nothing, since the results are arguments."""
 
 
 def _ordered(like: Tensor, shape: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
-    """A new dense tensor, 4-d, in the order of the strides of ``like``, the last dimension innermost."""
+    """Return a new dense 4-d tensor whose strides have the order of those of ``like``, with the last dimension
+    innermost."""
     strides = like.stride()
     if 0 in strides[:3] or (strides[3] != 1 and like.shape[3] > 1):
         return like.new_empty(shape, dtype=dtype)

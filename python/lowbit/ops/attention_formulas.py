@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention by torch's own ops, from the whole matrix of scores, for derivatives that the kernels do not have. Its
-gradients can be differentiated again; the whole of it serves forward mode. Both know no programs and no block masks."""
+"""Attention from torch's own ops, with the full matrix of scores, for derivatives that the kernels do not have.
+
+`gradients` can be differentiated again, and `forward` supports forward mode. Neither supports score programs or block
+masks.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from lowbit.ops.registration import check
 
 
 def forward(call: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (out, lse, largest score) of a call, as `lowbit.ops.attention.attention` does."""
+    """Return (out, lse, max score) of a call, as `lowbit.ops.attention.attention` does."""
     check("attention_forward", call)
     scores = _scores(call)
     p, empty = _probabilities(scores)
@@ -28,8 +31,8 @@ def forward(call: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
 def gradients(
     call: dict[str, Any], needs: dict[str, Any], grad_out: Tensor, grad_lse: Tensor | None
 ) -> dict[str, Tensor | None]:
-    """Return the gradient of each tensor of a call without dropout by its name; of mask and sink where
-    they are needed."""
+    """Return the gradients of a call without dropout, by the name of the tensor. Those of mask and sink are None unless
+    needed."""
     q, k, v, mask, length = call["q"], call["k"], call["v"], call["mask"], call["k"].shape[2]
     groups = _groups(call)
     p, _ = _probabilities(_scores(call))
@@ -51,7 +54,7 @@ def gradients(
 
 
 def _scores(call: dict[str, Any]) -> Tensor:
-    """The masked scores, and those of the sink as one more column."""
+    """Return the masked scores, with the sink as an additional column."""
     q, mask, sink = call["q"], call["mask"], call["sink"]
     keys = _wide(call, call["k"])
     scores = q.to(keys.dtype) @ keys.transpose(-1, -2) * call["scale"]
@@ -68,18 +71,18 @@ def _scores(call: dict[str, Any]) -> Tensor:
 
 
 def _probabilities(scores: Tensor) -> tuple[Tensor, Tensor]:
-    """The softmax of each row, and which rows are empty: a row that sees nothing is 0 and must not make nan."""
+    """Return the softmax of each row, and which rows are fully masked. Such rows are 0 instead of nan."""
     empty = (scores == -torch.inf).all(-1, keepdim=True)
     return torch.softmax(scores.masked_fill(empty, 0.0), -1).masked_fill(empty, 0.0), empty
 
 
 def _wide(call: dict[str, Any], tensor: Tensor) -> Tensor:
-    """k or v in float32 or float64, with a head for each of q."""
+    """Return k or v in float32 or float64, with its heads repeated to match q."""
     real = torch.float64 if call["q"].dtype == torch.float64 else torch.float32
     return tensor.to(real).repeat_interleave(_groups(call)[1], 1)
 
 
 def _groups(call: dict[str, Any]) -> tuple[int, int]:
-    """Heads of k, and how many of q share one."""
+    """Return the number of heads of k, and the number of heads of q that share one."""
     heads = call["k"].shape[1]
     return heads, call["q"].shape[1] // max(1, heads)

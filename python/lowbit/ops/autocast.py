@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`lowbit::linear` in ``torch.autocast``: activations are cast to autocast's dtype, and the result has it, as in
+"""`lowbit::linear` in ``torch.autocast``: activations are cast to autocast's dtype, which the result has too, as in
 nn.Linear."""
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ _KEYS = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA"}
 
 
 def register_linear(library: torch.library.Library) -> None:
-    """Register the op's kernels for autocast; without autocast they are not on the way."""
+    """Register the op's autocast kernels, which cost nothing while autocast is off."""
     for device, key in _KEYS.items():
         keys = torch._C.DispatchKeySet(torch._C._dispatch_key_parse(key))
         library.impl("linear", _cast_before(torch.ops.lowbit.linear.default, device, keys), key)
@@ -23,7 +23,7 @@ def register_linear(library: torch.library.Library) -> None:
 def _cast_before(op: torch._ops.OpOverload, device: str, keys: torch._C.DispatchKeySet) -> Callable[..., Tensor]:
     casts = [argument.name in ("x", "mul", "add") for argument in op._schema.arguments]
 
-    def linear(*arguments):  # those at the end that have their default are left out
+    def linear(*arguments):  # torch omits trailing arguments that have their default
         dtype = torch.get_autocast_dtype(device)
         with torch._C._ExcludeDispatchKeyGuard(keys):
             return op(*[_cast(value, dtype) if cast else value for value, cast in zip(arguments, casts, strict=False)])
@@ -32,6 +32,6 @@ def _cast_before(op: torch._ops.OpOverload, device: str, keys: torch._C.Dispatch
 
 
 def _cast(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """Cast as autocast does: floats but float64."""
+    """Cast a floating tensor other than float64, as autocast does."""
     wanted = tensor is not None and tensor.is_floating_point() and tensor.dtype is not torch.float64
     return tensor.to(dtype) if wanted else tensor

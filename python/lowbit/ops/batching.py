@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vmap over the attention ops: one call where the mapped dimension can join the batch, else one call per entry. torch's
-own fallback, which does the latter, takes no lists of tensors.
+"""vmap over the attention ops: one call if the mapped dimension can be merged into the batch, otherwise one call per
+entry. torch's own fallback makes one call per entry too, but does not support lists of tensors.
 
-torch has two vmaps. `torch.vmap` and torch.func ask a rule of `register_vmap`.
-`torch.autograd.grad(is_grads_batched=True)`,
-`jacobian(vectorize=True)` and the batched part of gradcheck still use an older one, under the dispatch key Batched.
+torch has two vmaps. `torch.vmap` and torch.func use the rule of `register_vmap`.
+`torch.autograd.grad(is_grads_batched=True)`, `jacobian(vectorize=True)` and the batched checks of gradcheck still use
+an older one, with the dispatch key Batched.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from lowbit.ops.registration import argument_names, keep
 
 
 def register(name: str) -> None:
-    """Give both entries of ``lowbit::name`` (derivatives.py) rules for both, unless another copy of the package did."""
+    """Register rules of both vmaps for both overloads of ``lowbit::name`` (see derivatives.py), unless another copy of
+    the package has done so."""
     if torch._C._dispatch_has_kernel_for_dispatch_key(f"lowbit::{name}", "FuncTorchBatched"):
         return
     library = keep(torch.library.Library("lowbit", "FRAGMENT"))
@@ -40,11 +41,11 @@ def _register(entry: str, op: Callable[..., Any], names: list[str], library: tor
         return stacked, type(stacked)(0 for _ in stacked)
 
     def older_rule(*arguments: Any) -> Any:
-        level = torch._C._vmapmode_decrement_nesting() + 1  # calls from here belong to the vmap around this one
+        level = torch._C._vmapmode_decrement_nesting() + 1  # inner calls belong to the enclosing vmap
         try:
             whole = tree_map_only(
                 Tensor, lambda tensor: torch._remove_batch_dim(tensor, level, 1, 0), arguments
-            )  # 1: if it has no such dimension
+            )  # a tensor without the mapped dimension gets one of size 1
             sizes: list[int] = []
             tree_map_only(Tensor, lambda tensor: sizes.append(tensor.shape[0]), whole)
             stacked = _stack(
@@ -61,10 +62,11 @@ def _register(entry: str, op: Callable[..., Any], names: list[str], library: tor
 
 
 def _folded(op: Callable[..., Any], count: int, call: dict[str, Any], dims: dict[str, Any]) -> Any:
-    """The results of one call with the mapped dimension as part of the batch; None where it cannot join.
+    """Return the results of one call with the mapped dimension merged into the batch, or None if that is impossible.
 
-    All tensors of ``[B, ...]`` have to be mapped, a mask too unless its B is 1. Programs, blocks and dropout count
-    batches; the gradients of a sink, and of a mask that is not mapped, are sums over the batch.
+    All tensors ``[B, ...]`` must be mapped; so must a mask, unless its B is 1. Merging is impossible for programs,
+    blocks and dropout, which depend on the batch index, and for the gradients of a sink and of an unmapped mask, which
+    are sums over the batch.
     """
     rows = [name for name in ("q", "k", "v", "out", "lse", "grad_out", "grad_lse") if call.get(name) is not None]
     if any(dims[name] is None for name in rows) or dims["sink"] is not None or call.get("sink_needs"):
@@ -84,13 +86,13 @@ def _folded(op: Callable[..., Any], count: int, call: dict[str, Any], dims: dict
 
 
 def _stack(op: Callable[..., Any], count: int, arguments: Callable[[int], Any]) -> Any:
-    """The results of one call per entry, stacked one by one; a list or a tuple, as the op returns."""
+    """Return the stacked results of one call per entry, as a list or a tuple, like the results of the op."""
     results = [op(*arguments(i)) for i in range(count)]
     return type(results[0])(torch.stack(parts) for parts in zip(*results, strict=True))
 
 
 def _entry(argument: Any, dim: Any, i: int) -> Any:
-    """Entry i of everything that is batched in a tree of arguments."""
+    """Return a tree of arguments with entry i of every batched tensor."""
     if isinstance(argument, (tuple, list)) and dim is not None:
         return type(argument)(_entry(item, item_dim, i) for item, item_dim in zip(argument, dim, strict=True))
     return argument.select(dim, i) if isinstance(argument, Tensor) and dim is not None else argument

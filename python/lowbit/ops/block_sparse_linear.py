@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""y = x @ w.T + bias with a block-sparse weight (torch's BSR), and its gradients.
+"""y = x @ w.T + bias with a block-sparse weight (torch's BSR layout), and its gradients.
 
-Gradients are dense products: of x by the weight with its zeros, of the weight cut into blocks.
+Gradients are computed as dense products. That of x uses the dense weight; that of the weight is split into blocks.
 """
 
 from __future__ import annotations
@@ -22,33 +22,35 @@ _call = function_of("block_sparse_linear")
 def block_sparse_linear(
     x: Tensor, values: Tensor, crow_indices: Tensor, col_indices: Tensor, bias: Tensor | None = None
 ) -> Tensor:
-    """Multiply by a block-sparse weight ``[n, k]`` and add the bias. A block that is not stored is not multiplied:
-    inf or nan in x add nothing there.
+    """Multiply by a block-sparse weight ``[n, k]`` and add the bias.
+
+    Blocks that are not stored are not multiplied, so inf or nan in x have no effect there.
 
     Args:
         x: ``[..., k]``, float32, bfloat16 or float16, any strides.
-        values: the stored blocks ``[blocks, size, size]``, dtype of x (outside of autocast), size a multiple of 16.
-        crow_indices: int32 ``[n / size + 1]``: the blocks of row i of blocks are those from number ``crow_indices[i]``
-            to before ``crow_indices[i + 1]``.
-        col_indices: int32 ``[blocks]``, the column of each, 0 to k / size - 1. Indices are not checked here.
+        values: the stored blocks ``[blocks, size, size]``, with the dtype of x (except in autocast); size is a multiple
+            of 16.
+        crow_indices: int32 ``[n / size + 1]``. Block row i has the blocks ``crow_indices[i]`` up to, but not including,
+            ``crow_indices[i + 1]``.
+        col_indices: int32 ``[blocks]``, the block column of each block, 0 to k / size - 1. Indices are not checked.
         bias: ``[n]``, any of the three dtypes.
 
     Returns:
-        ``[..., n]``, dtype of x (of autocast inside ``torch.autocast``), accumulated in float32.
+        ``[..., n]``, dtype of x (inside ``torch.autocast``, autocast's dtype), accumulated in float32.
 
     Raises:
         ValueError: a shape does not fit.
         TypeError: a dtype is not one of the above.
-        NotImplementedError: no kernel row serves the device, or a derivative in forward mode is wanted.
+        NotImplementedError: no kernel row serves the device, or a forward-mode derivative is requested.
     """
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
         x, values = x.to(dtype), values.to(dtype)
     tensors = x, values, bias
-    if forward_ad._current_level >= 0:  # -1 outside of forward mode
+    if forward_ad._current_level >= 0:  # the level is -1 outside forward mode
         refuse_tangents("block_sparse_linear", tensors)
     wanted = torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
-    if wanted and not torch.compiler._is_exporting_flag:  # an exported program gets it from the dispatcher
+    if wanted and not torch.compiler._is_exporting_flag:  # exported programs get gradients from the dispatcher
         return _BlockSparseLinear.apply(x, values, crow_indices, col_indices, bias)
     return _call(x, values, crow_indices, col_indices, bias)
 
@@ -56,7 +58,7 @@ def block_sparse_linear(
 def differentiated_block_sparse_linear(
     x: Tensor, values: Tensor, crow_indices: Tensor, col_indices: Tensor, bias: Tensor | None
 ) -> Tensor:
-    """`lowbit::block_sparse_linear` with its gradient (derivatives.py)."""
+    """Compute `lowbit::block_sparse_linear` with its gradient, for derivatives.py."""
     if forward_ad._current_level >= 0:
         refuse_tangents("block_sparse_linear", (x, values, bias))
     return _BlockSparseLinear.apply(x, values, crow_indices, col_indices, bias)
@@ -91,13 +93,13 @@ def blocks_of(weight: Tensor, size: int) -> Tensor:
 
 
 def _places(crow_indices: Tensor, col_indices: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the row and the column of blocks in which each stored block lies, int64 ``[blocks]``."""
+    """Return block row and block column of each stored block, int64 ``[blocks]`` each."""
     rows = torch.arange(len(crow_indices) - 1, device=crow_indices.device)
     return rows.repeat_interleave(crow_indices.diff(), output_size=len(col_indices)), col_indices.long()
 
 
 def dense_of_blocks(values: Tensor, crow_indices: Tensor, col_indices: Tensor, k: int) -> Tensor:
-    """Return the weight ``[n, k]`` with its zeros."""
+    """Return the dense weight ``[n, k]``."""
     size = values.shape[1]
     blocks = values.new_zeros((len(crow_indices) - 1, k // size, size, size))
     blocks[_places(crow_indices, col_indices)] = values

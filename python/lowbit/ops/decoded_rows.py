@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Some rows of a packed weight as float."""
+"""Decoding of some rows of a packed weight."""
 
 from __future__ import annotations
 
@@ -10,15 +10,17 @@ from lowbit.ops.registration import function_of, register
 register()
 _dequantize_op = function_of("dequantize")
 PANEL = 16
-"""Rows of a weight that lie together."""
+"""Rows of a weight that are stored together."""
 
 WeightArgs = tuple[int, int, int, int, bool]
-"""(n, k, format, group_size, asymmetric), as the op dequantize takes them."""
+"""(n, k, format, group_size, asymmetric), the arguments of the op dequantize."""
 
 
 def decoded_rows(weight: Tensor, weight_args: WeightArgs, start: int, stop: int, like: Tensor | None = None) -> Tensor:
-    """Return rows ``[stop - start, k]`` of a packed weight in the dtype of ``like``, by default float32; 0 <= start <=
-    stop <= n. The panels that hold them are decoded, and no others."""
+    """Return rows ``start`` to ``stop`` of a packed weight, ``[stop - start, k]``, in the dtype of ``like`` or float32.
+
+    Requires 0 <= start <= stop <= n. Only the panels that contain these rows are decoded.
+    """
     n, k, *rest = weight_args
     first, last = start // PANEL, -(-stop // PANEL)
     before = first * PANEL

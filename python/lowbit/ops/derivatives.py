@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Derivatives of our ops in torch's dispatcher, for calls that do not come from a layer.
+"""Derivatives of the ops in torch's dispatcher, for calls that do not come from a layer.
 
-Such are the calls of an exported program, `torch.ops.lowbit.*` by hand, and what torch.compile and torch.func make of
-both. Each op has two entries. The first, ``lowbit::linear``, has a kernel in Python for autograd, which computes the
-derivative or says that there is none. It takes some 5 us. The second, ``lowbit::linear.detached``, is for callers that
-have already checked: layers in eager mode, and graphs behind AOTAutograd. Autograd does nothing there, and the kernel
-itself refuses a tensor whose gradient would be lost.
+These are the calls of exported programs, direct calls of `torch.ops.lowbit.*`, and what torch.compile and torch.func
+make of both. Each op has two overloads. The first, such as ``lowbit::linear``, has an autograd kernel in Python, which
+computes the derivative or raises an error if there is none. That kernel is slow, so the second overload, such as
+``lowbit::linear.detached``, is for callers that have already checked that no derivative is needed: layers in eager
+mode, and graphs after AOTAutograd. Autograd skips it, and its kernel rejects a tensor whose gradient would be lost.
 """
 
 from __future__ import annotations
@@ -29,26 +29,31 @@ _MODULES = {
     "attention_forward": "attention",
     "fake_quantize": "fake_quantize",
     "fake_quantize_activations": "fake_quantize",
+    "causal_conv1d": "causal_conv1d",
     "route": "route",
+    "gated_delta_rule": "gated_delta_rule",
+    "ssd": "ssd",
 }
-"""Files in which ``differentiated_<op>`` is: the op, of its arguments by name, with its derivative."""
-_OF_DTYPES = ("dequantize", "embedding")  # they read the dtype of a floating argument, and none of its numbers
+"""The file of each op that has a function ``differentiated_<op>``, which takes the op's arguments by name and computes
+the op with its derivative."""
+_OF_DTYPES = ("dequantize", "embedding")  # ops that read only the dtype of their floating argument, not its values
 
 
 def register(name: str, library: torch.library.Library) -> None:
-    """Register what autograd does for ``lowbit::name``, and for its entry ``detached`` if it has one."""
+    """Register the autograd kernel of ``lowbit::name``, and a fallthrough for its overload ``detached`` if it
+    exists."""
     library.impl(name, _kernel(name), "Autograd", with_keyset=True)
     if hasattr(getattr(torch.ops.lowbit, name), "detached"):
         library.impl(f"{name}.detached", torch.library.fallthrough_kernel, "Autograd")
 
 
 def is_differentiated() -> bool:
-    """Whether a call may be asked for a derivative: gradients are recorded, or it is in forward mode."""
-    return torch.is_grad_enabled() or forward_ad._current_level >= 0  # -1 outside of forward mode
+    """Return whether a call may need a derivative: grad mode is enabled, or forward mode is active."""
+    return torch.is_grad_enabled() or forward_ad._current_level >= 0  # the level is -1 outside forward mode
 
 
 def refuse_derivatives(op: str, tensors: Sequence[Tensor | None]) -> None:
-    """Raise where a derivative is wanted of an op that has none.
+    """Raise if a derivative of an op is needed that does not exist.
 
     Raises:
         NotImplementedError: a tensor requires a gradient, or has a tangent.
@@ -60,7 +65,7 @@ def refuse_derivatives(op: str, tensors: Sequence[Tensor | None]) -> None:
 
 
 def _kernel(name: str) -> Callable[..., Any]:
-    """The kernel for autograd; arguments at the end that have their default are left out."""
+    """Return the autograd kernel of an op. torch omits trailing arguments that have their default."""
     packet = getattr(torch.ops.lowbit, name)
     op, detached = packet.default, getattr(packet, "detached", None)
     arguments = op._schema.arguments
@@ -82,7 +87,8 @@ def _kernel(name: str) -> Callable[..., Any]:
 
 
 def _keeps_derivatives() -> bool:
-    """Whether this call is recorded in a graph that autograd will see: one of torch.export, and not of AOTInductor."""
+    """Return whether the call is recorded in a graph that autograd will process: by torch.export, unless for
+    AOTInductor."""
     if not torch.compiler.is_exporting():
         return False
     inductor = sys.modules.get("torch._inductor.virtualized")
@@ -90,7 +96,7 @@ def _keeps_derivatives() -> bool:
 
 
 def _tensors(given: Sequence[Any]) -> list[Tensor]:
-    """The tensors among the arguments of a call, those of lists too."""
+    """Return the tensors among the arguments of a call, including those in lists."""
     tensors: list[Tensor] = []
     for value in given:
         if isinstance(value, Tensor):
@@ -101,14 +107,15 @@ def _tensors(given: Sequence[Any]) -> list[Tensor]:
 
 
 def _is_wanted(given: Sequence[Any]) -> bool:
-    """Whether the call is asked for a derivative."""
+    """Return whether a derivative of the call is needed."""
     return forward_ad._current_level >= 0 or (
         torch.is_grad_enabled() and any(tensor.requires_grad for tensor in _tensors(given))
     )
 
 
 def _refuse_transforms(name: str) -> None:
-    """An autograd.Function has to begin above the levels of torch.func, which this call is below."""
+    """Raise if a torch.func transform is active: an autograd.Function must be entered above the levels of torch.func,
+    but this call is already below them."""
     if torch._C._are_functorch_transforms_active():
         raise NotImplementedError(
             f"{name}: torch.func takes derivatives of lowbit's layers and functions, such as lowbit.linear, and "
@@ -117,5 +124,6 @@ def _refuse_transforms(name: str) -> None:
 
 
 def _differentiated(name: str) -> Callable[..., Any]:
-    """Looked up in a call: the files import this one, and a program that is loaded may need none of them."""
+    """Return the function ``differentiated_<name>``. It is imported when needed, since these files import this one, and
+    a loaded program may not need them."""
     return getattr(importlib.import_module(f"lowbit.ops.{_MODULES[name]}"), f"differentiated_{name}")

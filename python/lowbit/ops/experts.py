@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The feed-forward layer of a mixture of experts over packed weights, and its gradients:
-y[t] = sum over j of weights[t, j] * (act(gate_e(x[t]), up_e(x[t])) @ down_e.T + down_bias_e), e = index[t, j]."""
+"""The feed-forward layer of a mixture of experts with packed weights, and its gradients:
+
+y[t] = sum over j of weights[t, j] * (act(gate_e(x[t]), up_e(x[t])) @ down_e.T + down_bias_e),    e = index[t, j]
+"""
 
 from __future__ import annotations
 
@@ -22,11 +24,12 @@ _call = function_of("experts")
 _gather_linear = function_of("gather_linear")
 
 ACTIVATIONS = ("none", "relu", "gelu", "gelu_tanh", "silu", "relu_squared")
-"""By the number that the op takes."""
+"""Names of the activations; the op takes their index."""
 
 
 class Gate(NamedTuple):
-    """The step between the two products, the activation by its number; a limit of 0 is none."""
+    """What is computed between the two products; see `lowbit.experts`. The activation is an index of ``ACTIVATIONS``,
+    and a limit of 0 means no limit."""
 
     activation: int
     gated: bool
@@ -45,7 +48,11 @@ def gate_of(
     limit: float | None = None,
     up_offset: float = 0.0,
 ) -> Gate:
-    """Return the step that these arguments of `lowbit.experts` name."""
+    """Return the `Gate` for these arguments of `lowbit.experts`.
+
+    Raises:
+        ValueError: the activation is unknown, or limit is not positive.
+    """
     if activation not in ACTIVATIONS:
         raise ValueError(f"experts: activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
     if limit is not None and not limit > 0:
@@ -65,15 +72,15 @@ def experts(
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
 ) -> Tensor:
-    """`lowbit.experts` by the numbers that layers hold."""
+    """Compute `lowbit.experts` with numbers instead of names, as layers store them."""
     if torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
     given = (x, weights, gate_up_bias, down_bias)
-    if forward_ad._current_level >= 0:  # -1 outside of forward mode
+    if forward_ad._current_level >= 0:  # the level is -1 outside forward mode
         refuse_tangents("experts", given)
     of = [int(number) for number in gate_up_args], [int(number) for number in down_args]
     wanted = torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in given)
-    if wanted and not torch.compiler._is_exporting_flag:  # an exported program gets it from the dispatcher
+    if wanted and not torch.compiler._is_exporting_flag:  # exported programs get gradients from the dispatcher
         return _Experts.apply(x, gate_up, down, index, weights, *of, gate, gate_up_bias, down_bias)
     return _call(x, gate_up, down, index, weights, *of, *gate, gate_up_bias, down_bias)
 
@@ -95,7 +102,7 @@ def differentiated_experts(
     gate_up_bias: Tensor | None,
     down_bias: Tensor | None,
 ) -> Tensor:
-    """`lowbit::experts` with its gradient (derivatives.py)."""
+    """Compute `lowbit::experts` with its gradient, for derivatives.py."""
     if forward_ad._current_level >= 0:
         refuse_tangents("experts", (x, weights, gate_up_bias, down_bias))
     gate = Gate(activation, gated, interleaved, alpha, limit, up_offset)
@@ -105,7 +112,8 @@ def differentiated_experts(
 
 
 class _Experts(torch.autograd.Function):
-    """The backward makes both products again, for each pair of a token and an expert: [T, k, H] in float32."""
+    """Autograd Function of the op. The backward recomputes both products for each pair of token and expert, with
+    intermediate results [T, k, H] in float32."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, gate_up: Tensor, down: Tensor, index: Tensor, weights: Tensor,
@@ -141,13 +149,13 @@ class _Experts(torch.autograd.Function):
 
 
 def gated_value(sums: Tensor, gate: Gate) -> Tensor:
-    """Return act(gate, up) of the sums of the first product ``[..., 2 I]``, or without a gate ``[..., I]``."""
+    """Return act(gate, up) for the first product's results ``[..., 2 I]``, or ``[..., I]`` if there is no up."""
     return _gated(sums, gate)[0]
 
 
 def _gated(sums: Tensor, gate: Gate) -> tuple[Tensor, list[Tensor]]:
-    """Return act(gate, up) of the sums of the first product, and its derivatives to the gate, and to up if there
-    is one."""
+    """Return act(gate, up) for the first product's results, and its derivatives with respect to gate and, if it exists,
+    up."""
     if not gate.gated:
         value, slope = _activated(sums, gate)
         return value, [slope]
@@ -175,7 +183,7 @@ def _activated(x: Tensor, gate: Gate) -> tuple[Tensor, Tensor]:
 
 
 def _joined(grads: list[Tensor], gate: Gate) -> Tensor:
-    """Return the gradients of gate and up as the first product has its columns."""
+    """Return the gradients of gate and up in the column order of the first product."""
     return torch.stack(grads, -1).flatten(-2) if gate.interleaved else torch.cat(grads, -1)
 
 

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights and activations as they are after quantizing, in float, with a straight-through gradient.
+"""Fake quantization: float weights and activations with the values they have after quantizing, and a straight-through
+gradient.
 
-A weight has the scales, codes and roundings of `quantize`, and so the values of `dequantize`, bit for bit. Its gradient
-is that of the result where no code was clipped, and 0 elsewhere; a scale that is given gets the one of LSQ (Esser et
-al., arXiv 1902.08153). Activations are rounded as the kernels of `linear` do. Their scales are those of their own
-ranges, so none is clipped, and the gradient passes as it is.
+For weights, scales, codes and rounding are those of `quantize`, so the values are those of `dequantize`, bit for bit.
+The gradient of a weight is that of the result where the code was not clipped, and 0 elsewhere. A scale that is given
+gets the gradient of LSQ (Esser et al., arXiv 1902.08153). Activations are rounded as in the kernels of `linear`. Their
+scales follow from their own range, so nothing is clipped, and the gradient passes unchanged.
 """
 
 from __future__ import annotations
@@ -21,29 +22,29 @@ register()
 _weight_op = function_of("fake_quantize")
 _gradient_op = function_of("fake_quantize_backward_")
 _activations_op = function_of("fake_quantize_activations")
-_compiler = torch.compiler  # an exported program gets its gradients from the dispatcher (derivatives.py)
+_compiler = torch.compiler  # exported programs get gradients from the dispatcher (derivatives.py)
 
 WeightFormat = tuple[int, int, int]
-"""(format, group_size, mapping), the numbers of `_C.FORMATS` and `_C.MAPPINGS`."""
+"""(format, group_size, mapping), with the numbers of `_C.FORMATS` and `_C.MAPPINGS`."""
 
 
 def fake_quantize_weight(
     weight: Tensor, format: WeightFormat, scale: Tensor | None = None, zero: Tensor | None = None
 ) -> Tensor:
-    """Return ``dequantize(quantize(weight))``, nothing of it packed.
+    """Return ``dequantize(quantize(weight))`` without packing.
 
     Args:
-        weight: ``[n, k]`` float32, bfloat16 or float16. A group that holds inf or nan becomes nan.
-        format: ``(format, group_size, mapping)``, as `LinearSpec.fake_quantize_args` says them.
-        scale: ``[n, groups]`` float32, rounded as for storage; None: that of the range of each group.
-        zero: likewise, the zero points that go with the scales of an asymmetric weight.
+        weight: ``[n, k]`` float32, bfloat16 or float16. A group that contains inf or nan becomes nan.
+        format: ``(format, group_size, mapping)``, see `LinearSpec.fake_quantize_args`.
+        scale: ``[n, groups]`` float32, rounded as for storage; None computes scales from the range of each group.
+        zero: ``[n, groups]`` float32, the zero points for ``scale`` if the weight is asymmetric.
 
     Returns:
         Shape and dtype of weight, computed in float32 and rounded once.
 
     Raises:
-        ValueError: a shape or number is another; says which.
-        TypeError: another dtype.
+        ValueError: a shape or a number does not fit; the message names it.
+        TypeError: a dtype is not one of the above.
     """
     if _compiler._is_exporting_flag:
         return _weight_op(weight, *format, scale, zero)[0]
@@ -58,10 +59,10 @@ def fake_quantized_linear(
     scale: Tensor | None = None,
     zero: Tensor | None = None,
 ) -> Tensor:
-    """Return ``linear(x, fake_quantize_weight(weight, format, scale, zero), bias)``, in less memory.
+    """Return ``linear(x, fake_quantize_weight(weight, format, scale, zero), bias)``, using less memory.
 
     Args:
-        x: ``[..., k]``, of the dtype of weight, or of autocast's.
+        x: ``[..., k]``, with the dtype of weight or of autocast.
         weight, format, scale, zero: the arguments of `fake_quantize_weight`.
         bias: ``[n]`` or None.
     """
@@ -74,21 +75,22 @@ def fake_quantized_linear(
 def quantize_weight(
     weight: Tensor, format: WeightFormat, scale: Tensor | None = None, zero: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the codes uint8 ``[n, k]`` behind `fake_quantize_weight`, and scales and zero points ``[n, groups]``."""
+    """Return the codes uint8 ``[n, k]`` that `fake_quantize_weight` decodes, with scales and zero points
+    ``[n, groups]``."""
     return _weight_op(weight.detach(), *format, scale, zero, True)
 
 
 def fake_quantize_activations(x: Tensor, x_format: int, group_size: int) -> Tensor:
-    """Return ``x`` as a kernel of `linear` multiplies it.
+    """Return ``x`` rounded as in the kernels of `linear`.
 
     Args:
         x: ``[..., k]`` float32, bfloat16 or float16.
-        x_format: a number of ``_C.X_FORMATS``, not float.
+        x_format: a number in ``_C.X_FORMATS`` other than that of "float".
         group_size: the group size of ``int8_group``; 0 is one scale per row.
 
     Raises:
-        ValueError: a number is another.
-        TypeError: another dtype.
+        ValueError: a number is not one of the above.
+        TypeError: the dtype is not one of the above.
     """
     if _compiler._is_exporting_flag:
         return _activations_op(x, x_format, group_size)
@@ -104,14 +106,14 @@ def differentiated_fake_quantize(
     zero: Tensor | None,
     codes: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`lowbit::fake_quantize` with its gradient (derivatives.py), which codes do not have."""
+    """Compute `lowbit::fake_quantize` with its gradient, for derivatives.py. Codes have no gradient."""
     if codes:
         return _weight_op(weight.detach(), format, group_size, mapping, _detached(scale), _detached(zero), True)
     return _WeightAndScales.apply(weight, scale, zero, format, group_size, mapping)
 
 
 def differentiated_fake_quantize_activations(x: Tensor, x_format: int, group_size: int) -> Tensor:
-    """`lowbit::fake_quantize_activations` with its gradient (derivatives.py)."""
+    """Compute `lowbit::fake_quantize_activations` with its gradient, for derivatives.py."""
     return _Activations.apply(x, x_format, group_size)
 
 
@@ -129,13 +131,13 @@ class _Weight(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        grad_weight = grad.clone(memory_format=torch.contiguous_format)  # others may hold grad
+        grad_weight = grad.clone(memory_format=torch.contiguous_format)  # a copy, as autograd may use grad elsewhere
         grad_scale = _masked(ctx, grad_weight, *ctx.saved_tensors, ctx.needs_input_grad[1])
         return grad_weight, grad_scale, None, None, None, None
 
 
 class _WeightAndScales(_Weight):
-    """The same with the scales and zero points that were used, as the op returns them."""
+    """`_Weight` that also returns the scales and zero points that were used, as the op does."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -150,9 +152,11 @@ class _WeightAndScales(_Weight):
 
 
 class _Linear(torch.autograd.Function):
-    """x @ fake_quantize(weight).T + bias. In one with the product, the gradient of the rounded weight has no
-    other owner and becomes that of the weight in place: new memory of that size costs more than the
-    computation in it."""
+    """Autograd Function of x @ fake_quantize(weight).T + bias.
+
+    Rounding and product are one Function, so that the gradient of the rounded weight can be turned into that of the
+    weight in place: allocating another tensor of this size would cost more than the computation.
+    """
 
     @staticmethod
     def forward(
@@ -192,7 +196,7 @@ class _Linear(torch.autograd.Function):
 
 
 def _masked(ctx: Any, grad: Tensor, weight: Tensor, scale: Tensor, zero: Tensor, scale_wanted: bool) -> Tensor | None:
-    """Make the gradient of the rounded weight that of the weight, in place; return that of the scale."""
+    """Turn the gradient of the rounded weight into that of the weight, in place; return the gradient of the scale."""
     grad_scale = _gradient_op(grad, weight, scale, zero, *ctx.format[:2], scale_wanted)
     return grad_scale if scale_wanted else None
 

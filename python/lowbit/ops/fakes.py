@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fake kernels: shape, dtype and strides of each op's result, for tracing without data.
 
-`registration` runs the checks of csrc/ops first. Results are always contiguous: Inductor asserts exact strides.
+`registration` runs the checks of csrc/ops first. Results are always contiguous, since Inductor asserts exact strides.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from torch import Tensor
 from lowbit.ops import attention_fakes
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-"""Dtypes of activations, biases and the weights that quantize takes."""
+"""The dtypes of activations, biases, and weights to quantize."""
 
 
 def described(value: Any) -> Any:
-    """Return an argument of an op as `_C.check_call` takes it: a tensor as dtype and shape. A number that only a run
-    will say is the one that was seen when the trace began, or else 1."""
+    """Return an argument of an op in the form that `_C.check_call` takes: a tensor as dtype and shape, a symbolic
+    number as its hint from tracing, or 1 if it has none."""
     if isinstance(value, Tensor):
         return name_of(value.dtype), [described(size) for size in value.shape]
     if isinstance(value, (list, tuple)):
         return [described(item) for item in value]
     while isinstance(value, (torch.SymInt, torch.SymFloat)):
-        value = 1 if value.node.hint is None else value.node.hint  # asks for no guard
+        value = 1 if value.node.hint is None else value.node.hint  # reading the hint adds no guard
     return value
 
 
 def is_open(value: Any) -> bool:
-    """Whether a run alone will say a number of this argument."""
+    """Return whether the argument contains a symbolic number whose value is unknown before run time."""
     if isinstance(value, (Tensor, list, tuple)):
         return any(map(is_open, value.shape if isinstance(value, Tensor) else value))
     return isinstance(value, (torch.SymInt, torch.SymFloat)) and value.node.hint is None
@@ -72,12 +72,16 @@ def float8_cast(x: Tensor, dim: int, bfloat16: bool, **_: Any) -> tuple[Tensor, 
 
 def int8_pack(weight: Tensor, **_: Any) -> Tensor:
     n, k = weight.shape
-    panels, tiles = -(-n // 16), -(-k // 64)  # a tile is 16 x 64 bytes, behind the scales and sums of its panel
+    panels, tiles = -(-n // 16), -(-k // 64)  # 128 bytes of scales and sums, then tiles of 16 x 64 bytes
     return weight.new_empty((panels, 128 + 1024 * tiles), dtype=torch.uint8)
 
 
+def ssd_in_place(x: Tensor, **_: Any) -> Tensor:
+    return x.new_empty(x.shape)
+
+
 def name_of(dtype: torch.dtype) -> str:
-    """The name of a dtype as errors show it."""
+    """Return the name of a dtype for error messages."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -95,9 +99,11 @@ _FAKES = {
     "decode": attention_fakes.decode,
     "kv_quantize_": attention_fakes.writes,
     "kv_dequantize_": attention_fakes.writes,
+    "ssd_": ssd_in_place,
 }
 
 
 def fake_of(name: str) -> Callable[..., Any]:
-    """Return the fake kernel of an op, called with the names of its schema: ours, or ``fake`` of the op's own file."""
+    """Return the fake kernel of an op, from this file or ``fake`` in the op's file. It takes the arguments of the
+    schema by name."""
     return _FAKES.get(name) or importlib.import_module(f"lowbit.ops.{name.removesuffix('_')}").fake

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""torch.utils.flop_counter: ``FlopCounterMode`` counts our ops as it counts torch's, 2 for a product and its addition,
-with all keys of attention, whatever a mask hides."""
+"""Formulas for torch.utils.flop_counter: ``FlopCounterMode`` counts the ops like torch's own, with 2 operations for a
+multiplication and its addition. Attention counts all keys, even if they are masked."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _Shape = Sequence[int]
 
 @register_flop_formula(_ops.linear)
 def linear(x: _Shape, weight: _Shape, n: int, k: int, *_: Any, out_shape: Any = None, **__: Any) -> int:
-    """x ``[..., k]`` times a packed weight ``[n, k]``."""
+    """Count the product of x ``[..., k]`` with a packed weight ``[n, k]``."""
     return 2 * prod(x[:-1]) * n * k
 
 
@@ -25,7 +25,7 @@ def linear(x: _Shape, weight: _Shape, n: int, k: int, *_: Any, out_shape: Any = 
 def gather_linear(
     x: _Shape, weight: _Shape, index: _Shape, n: int, k: int, *_: Any, out_shape: Any = None, **__: Any
 ) -> int:
-    """Each row of ``index`` ``[T, J]`` times one packed weight ``[n, k]``."""
+    """Count one product with a packed weight ``[n, k]`` for each item of ``index`` ``[T, J]``."""
     return 2 * prod(index) * n * k
 
 
@@ -34,23 +34,60 @@ def experts(
     x: _Shape, gate_up: _Shape, down: _Shape, index: _Shape, weights: _Shape, gate_up_args: _Shape, down_args: _Shape,
     *_: Any, out_shape: Any = None, **__: Any,
 ) -> int:  # fmt: skip
-    """Each pair of ``index`` ``[T, k]``, those of no expert too, times both weights of one expert."""
+    """Count the products with both weights of an expert for each item of ``index`` ``[T, k]``, even if it means no
+    expert."""
     return 2 * prod(index) * (prod(gate_up_args[:2]) + prod(down_args[:2]))
 
 
 @register_flop_formula(_ops.block_sparse_linear)
 def block_sparse_linear(x: _Shape, values: _Shape, *_: Any, out_shape: Any = None, **__: Any) -> int:
-    """x ``[..., k]`` times the blocks that are there, ``[blocks, size, size]``."""
+    """Count the product of x ``[..., k]`` with the stored blocks ``[blocks, size, size]``."""
     return 2 * prod(x[:-1]) * prod(values)
+
+
+@register_flop_formula(_ops.gated_delta_rule)
+def gated_delta_rule(q: _Shape, k: _Shape, v: _Shape, *_: Any, out_shape: Any = None, **__: Any) -> int:
+    """Count three products with the state for each token: what its key reads, the change, and what its query reads."""
+    return 6 * prod(v) * q[-1]
+
+
+@register_flop_formula(_ops.gated_delta_rule_backward)
+def gated_delta_rule_backward(q: _Shape, k: _Shape, v: _Shape, *_: Any, out_shape: Any = None, **__: Any) -> int:
+    """Count ten products of that size, four of which compute the states again."""
+    return 20 * prod(v) * q[-1]
+
+
+@register_flop_formula([_ops.ssd, _ops.ssd_])
+def ssd(x: _Shape, dt: _Shape, A: _Shape, B: _Shape, *_: Any, out_shape: Any = None, **__: Any) -> int:
+    """Count two products with the state for each token: what it adds, and what it reads."""
+    return 4 * prod(x) * B[-1]
+
+
+@register_flop_formula(_ops.ssd_backward)
+def ssd_backward(x: _Shape, dt: _Shape, A: _Shape, B: _Shape, *_: Any, out_shape: Any = None, **__: Any) -> int:
+    """Count six products of that size, two of which compute the states again."""
+    return 12 * prod(x) * B[-1]
+
+
+@register_flop_formula(_ops.causal_conv1d)
+def causal_conv1d(x: _Shape, weight: _Shape, *_: Any, out_shape: Any = None, **__: Any) -> int:
+    """Count K products for each element of x, like torch's depthwise convolution."""
+    return 2 * prod(x) * weight[1]
+
+
+@register_flop_formula(_ops.causal_conv1d_backward)
+def causal_conv1d_backward(x: _Shape, weight: _Shape, *_: Any, out_shape: Any = None, **__: Any) -> int:
+    """Count the convolution again, and the products of the gradients of x and weight."""
+    return 6 * prod(x) * weight[1]
 
 
 @register_flop_formula(_ops.attention_forward)
 def attention_forward(q: _Shape, k: _Shape, v: _Shape, *_: Any, out_shape: Any = None, **__: Any) -> int:
-    """As torch's scaled_dot_product_attention."""
+    """Count attention like torch's scaled_dot_product_attention."""
     return sdpa_flop_count(q, k, v)
 
 
 @register_flop_formula(_ops.attention_backward)
 def attention_backward(q: _Shape, k: _Shape, v: _Shape, *_: Any, out_shape: Any = None, **__: Any) -> int:
-    """As its backward, which has five products for two."""
+    """Count the backward of attention, which has five products instead of two."""
     return sdpa_flop_count(q, k, v) * 5 // 2

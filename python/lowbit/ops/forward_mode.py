@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Forward-mode derivatives (torch.func.jvp, jacfwd, torch.autograd.forward_ad) where we have no formula: an op of ours
-reads the numbers of a tensor alone, so that its tangent would be lost without an error.
+"""Errors for forward-mode derivatives (torch.func.jvp, jacfwd, torch.autograd.forward_ad) of ops that do not have one.
 
-torch computes such a derivative inside a level, which it keeps in Python: ``forward_ad._current_level``, -1 outside.
-Reading it takes some nanoseconds.
+An op only reads the values of a tensor, so without an error the tangent would be lost silently. While torch computes
+forward-mode derivatives, ``forward_ad._current_level`` is at least 0; otherwise it is -1. Reading this Python variable
+is cheap.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from torch import Tensor
 
 
 def refuse_tangents(op: str, tensors: Iterable[Tensor | None]) -> list[Tensor | None]:
-    """Return the tensors, floating ones as views that let no tangent through.
+    """Return the tensors, with floating ones as views that raise an error if they have a tangent.
 
     Raises:
         NotImplementedError: a tensor has a tangent.
     """
-    if torch.compiler.is_dynamo_compiling():  # it would trace `_WithoutTangent` without its jvp
+    if torch.compiler.is_dynamo_compiling():  # Dynamo would ignore the jvp of `_WithoutTangent`
         torch._dynamo.graph_break(msg=f"{op}: forward mode is left to eager mode, which refuses tangents")
     return [
         tensor if tensor is None or not tensor.is_floating_point() else _WithoutTangent.apply(tensor, op)
@@ -30,7 +30,7 @@ def refuse_tangents(op: str, tensors: Iterable[Tensor | None]) -> list[Tensor | 
 
 
 class _WithoutTangent(torch.autograd.Function):
-    """The identity in all but forward mode. A Function sees tangents below the wrappers of torch.func too."""
+    """The identity, with an error in forward mode. A Function also sees tangents inside the wrappers of torch.func."""
 
     generate_vmap_rule = True
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""y[t, j] = x[t] @ w[index[t, j]].T + bias[index[t, j]] with one of many packed weights for each row, and its
-gradients: the products of a mixture of experts."""
+"""y[t, j] = x[t] @ w[index[t, j]].T + bias[index[t, j]] with packed weights, and its gradients: the products of a
+mixture of experts."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _call = function_of("gather_linear")
 
 
 def gather_linear(x: Tensor, weight: Tensor, index: Tensor, op_args: LinearArgs, bias: Tensor | None = None) -> Tensor:
-    """`lowbit.gather_linear` by the numbers that layers hold."""
+    """Compute `lowbit.gather_linear` with numbers instead of names, as layers store them."""
     if torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
-    if forward_ad._current_level >= 0:  # -1 outside of forward mode
+    if forward_ad._current_level >= 0:  # the level is -1 outside forward mode
         refuse_tangents("gather_linear", (x, bias))
     wanted = torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad))
-    if wanted and not torch.compiler._is_exporting_flag:  # an exported program gets it from the dispatcher
+    if wanted and not torch.compiler._is_exporting_flag:  # exported programs get gradients from the dispatcher
         return _GatherLinear.apply(x, weight, index, op_args, bias)
     return _call(x, weight, index, *op_args, bias)
 
@@ -44,7 +44,7 @@ def differentiated_gather_linear(
     x_format: int,
     bias: Tensor | None,
 ) -> Tensor:
-    """`lowbit::gather_linear` with its gradient (derivatives.py)."""
+    """Compute `lowbit::gather_linear` with its gradient, for derivatives.py."""
     if forward_ad._current_level >= 0:
         refuse_tangents("gather_linear", (x, bias))
     return _GatherLinear.apply(x, weight, index, (n, k, format, group_size, asymmetric, x_format), bias)
@@ -73,8 +73,11 @@ class _GatherLinear(torch.autograd.Function):
 
 
 def grad_of_rows(grad_out: Tensor, weight: Tensor, index: Tensor, op_args: LinearArgs) -> Tensor:
-    """Return ``grad_out`` [T, J, n] times the weight of each row, float32 [T, J, k]: weight by weight, for all
-    of its rows. In a graph it is one op, since how many rows a weight has is in the numbers of ``index``."""
+    """Return ``grad_out`` ``[T, J, n]`` times the weight of each row, float32 ``[T, J, k]``.
+
+    Each weight is decoded once for all of its rows. In a traced graph this is one op, since the number of rows per
+    weight depends on the values of ``index``.
+    """
     numbers = [int(number) for number in op_args]
     if is_traced():
         return torch.ops.lowbit.gather_linear_grad(grad_out, weight, index, numbers)

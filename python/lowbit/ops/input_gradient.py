@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gradient of `linear` to its input: grad_out @ w, of a packed weight, decoded.
+"""The gradient of `linear` with respect to its input: grad_out @ w, where the packed weight is decoded.
 
-Gradients in bfloat16 are multiplied in bfloat16, with sums in float32, where the CPU has such products: by the weight
-as the op decodes it to bfloat16. Else the product is in float32, and each slice of it, some panels of 16 columns, adds
-to the result, so that no decoded weight is in memory. On other devices the whole weight is decoded to the dtype of the
-gradient: a GPU multiplies 16 bits some ten times as fast as float32.
+If the gradient is bfloat16 and the CPU has fast bfloat16 products, the weight is decoded to bfloat16, and sums are
+float32. Otherwise, on a CPU, the product is in float32: slices of the weight, of some panels of 16 rows each, are
+decoded one after another, and their products are added up, so the whole weight is never decoded at once. On other
+devices the whole weight is decoded to the dtype of the gradient, because a GPU multiplies 16-bit floats much faster
+than float32.
 
-A weight of 5632 x 2048 in nf4 on one thread of a Xeon with AMX: 3.7 ms to decode to bfloat16, 17 ms with the product of
-512 rows (13 ms of a bfloat16 weight); 96 ms in float32 slices, 114 with the whole weight decoded to float32 first.
+Times for an nf4 weight of 5632 x 2048 and 512 rows, on one thread of a Xeon with AMX: in bfloat16 17 ms, of which 3.7
+ms are for decoding (a bfloat16 weight takes 13 ms); in float32 96 ms with slices, 114 ms if the whole weight is decoded
+first.
 """
 
 from __future__ import annotations
@@ -22,13 +24,13 @@ from lowbit.ops.tracing import is_traced
 
 register()
 _dequantize_op = function_of("dequantize")
-_SLICE = 2**20  # weights: 4 MB of float32, which stay in the cache until they are read again
+_SLICE = 2**20  # weights in a slice: 4 MB in float32, which stay in the cache between decoding and the product
 
-BFLOAT16_PRODUCTS = _C.isa()["chosen"] in ("amx", "avx512_bf16")  # torch's are slower than float32 elsewhere
+BFLOAT16_PRODUCTS = _C.isa()["chosen"] in ("amx", "avx512_bf16")  # on other CPUs, torch's are slower than float32
 
 
 def input_gradient(grad_out: Tensor, weight: Tensor, weight_args: WeightArgs) -> Tensor:
-    """Return ``grad_out`` [..., n] times the weight, [..., k], in the dtype of ``grad_out`` or in float32."""
+    """Return ``grad_out`` ``[..., n]`` times the weight, ``[..., k]``, in the dtype of ``grad_out`` or in float32."""
     n, k, *rest = weight_args
     in_bfloat16 = grad_out.dtype is torch.bfloat16 and weight.is_cpu and BFLOAT16_PRODUCTS
     if in_bfloat16 or not weight.is_cpu:

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """y = act(x @ w.T + bias) * mul + add with a packed weight, and its gradient.
 
-The Function below stands outside of the op and is used only when a gradient is wanted: one that torch's dispatcher
-calls costs 5-9 us a call even without gradients. Programs of torch.export have that one (derivatives.py).
+The autograd Function below wraps the op and is used only if a gradient is needed. A Function inside torch's dispatcher
+would slow down every call, even without gradients; only programs of torch.export use such a Function (derivatives.py).
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,19 +16,22 @@ from torch.autograd import forward_ad
 from torch.nn import functional
 
 from lowbit.ops.input_gradient import input_gradient
+from lowbit.ops.other_inputs import of_nested
 from lowbit.ops.registration import detached_function, function_of, register
 
 register()
 _linear_op = torch.ops.lowbit.linear.default
 _dequantize_op = function_of("dequantize")
 _linear_function = detached_function("linear")
+_differentiated_function = _linear_op._op
 _compiler = torch.compiler
 _is_grad_enabled = torch.is_grad_enabled
 _is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 _is_transformed = torch._C._are_functorch_transforms_active
+_is_jit_tracing = torch._C._is_tracing
 
 LinearArgs = tuple[int, int, int, int, bool, int]
-"""(n, k, format, group_size, asymmetric, x_format), the numbers of `_C.FORMATS` and `_C.X_FORMATS`."""
+"""(n, k, format, group_size, asymmetric, x_format), with the numbers of `_C.FORMATS` and `_C.X_FORMATS`."""
 
 
 def linear(
@@ -40,22 +44,27 @@ def linear(
     add: Tensor | None = None,
     row: int = 0,
 ) -> Tensor:
-    """`lowbit.linear` by numbers, as layers hold them: it costs a call of one token no look-up of names.
+    """Compute `lowbit.linear` with numbers instead of names, as layers store them, which saves the lookup of names.
 
     Args:
-        op_args: the arguments of the op, a `LinearArgs`.
+        x, weight, bias, mul, add: the arguments of `lowbit.linear`.
+        op_args: format and size of the weight, and format of the activations.
         activation: a value of ``_C.ACTIVATIONS``.
-        row: ``_C.row_number("linear", name)`` of the row that the call prefers; 0: the first that can serve it.
+        row: ``_C.row_number("linear", name)`` of the preferred kernel row; 0 is the first row that can serve the call.
     """
     if _compiler._is_exporting_flag:
         return _exported(x, weight, op_args, bias, activation, mul, add, row)
     compiling = _is_dynamo_compiling()
-    if forward_ad._current_level >= 0:  # -1 outside of forward mode
+    if forward_ad._current_level >= 0:  # the level is -1 outside forward mode
         if compiling:
             torch._dynamo.graph_break(msg="linear: a forward-mode derivative is computed outside of graphs")
         return _post_ops(_LinearWithTangents.apply(x, weight, bias, _Leaf(op_args), row), activation, mul, add)
-    # Inside vmap a tensor does not say that the one around it requires a gradient.
+    # Inside vmap, requires_grad does not show whether the wrapped tensor requires a gradient.
     transformed = not compiling and _is_transformed()
+    if compiling and x.is_nested:  # in eager mode the layer finds this out from the error of the op
+        rest = {"activation": activation, "mul": mul, "add": add, "row": row}
+        return of_nested(partial(linear, weight=weight, op_args=op_args, bias=bias, **rest), x)
+    op = _linear_op if compiling else _linear_function
     if _is_grad_enabled() and (
         transformed
         or x.requires_grad
@@ -63,28 +72,40 @@ def linear(
         or (mul is not None and mul.requires_grad)
         or (add is not None and add.requires_grad)
     ):
-        if (
-            transformed
-            or x.requires_grad
-            or (bias is not None and bias.requires_grad and not _adds_exactly(x, bias, op_args))
-        ):
-            return _post_ops(_Linear.apply(x, weight, bias, op_args, row), activation, mul, add)
-        if bias is None or not bias.requires_grad:
-            return _post_ops(_product(x, weight, bias, op_args, row), activation, mul, add)
-        # A trainable bias alone: 5 us where the Function takes 30.
-        product = _product(x, weight, None, op_args, row) + bias
-        return _post_ops(product, activation, mul, add)
+        if compiling or not _is_jit_tracing():
+            return _with_gradient(x, weight, op_args, bias, activation, mul, add, row, transformed)
+        op = _differentiated_function  # torch compares its graph with one without gradients, to the line of the call
     if not x.is_contiguous():
         x = x.contiguous()
     if bias is not None and not bias.is_contiguous():
         bias = bias.contiguous()
-    op = _linear_op if compiling else _linear_function
-    if activation == row == 0 and mul is None and add is None:  # each argument costs 0.3 us, and *op_args 0.15
+    if activation == row == 0 and mul is None and add is None:  # fewer arguments make a call faster
         n, k, format, group_size, asymmetric, x_format = op_args
         return op(x, weight, n, k, format, group_size, asymmetric, x_format, bias)
     mul = None if mul is None else mul.contiguous()
     add = None if add is None else add.contiguous()
     return op(x, weight, *op_args, bias, activation, mul, add, row)
+
+
+def _with_gradient(
+    x: Tensor,
+    weight: Tensor,
+    op_args: LinearArgs,
+    bias: Tensor | None,
+    activation: int,
+    mul: Tensor | None,
+    add: Tensor | None,
+    row: int,
+    transformed: bool,
+) -> Tensor:
+    """Return the result of a call that needs a gradient."""
+    trains_bias = bias is not None and bias.requires_grad
+    if transformed or x.requires_grad or (trains_bias and not _adds_exactly(x, bias, op_args)):
+        return _post_ops(_Linear.apply(x, weight, bias, op_args, row), activation, mul, add)
+    if not trains_bias:
+        return _post_ops(_product(x, weight, bias, op_args, row), activation, mul, add)
+    # If only the bias is trainable, torch's addition is much faster than the Function.
+    return _post_ops(_product(x, weight, None, op_args, row) + bias, activation, mul, add)
 
 
 def _exported(
@@ -97,7 +118,7 @@ def _exported(
     add: Tensor | None,
     row: int,
 ) -> Tensor:
-    """One node, to which the dispatcher gives the gradient when the program runs."""
+    """Call the op as a single node of the graph. When the program runs, the dispatcher adds the gradient."""
     bias, mul, add = (None if tensor is None else tensor.contiguous() for tensor in (bias, mul, add))
     return _linear_op(x.contiguous(), weight, *op_args, bias, activation, mul, add, row)
 
@@ -117,7 +138,7 @@ def differentiated_linear(
     add: Tensor | None,
     row: int,
 ) -> Tensor:
-    """`lowbit::linear` with its derivative (derivatives.py)."""
+    """Compute `lowbit::linear` with its derivative, for derivatives.py."""
     op_args = n, k, format, group_size, asymmetric, x_format
     if forward_ad._current_level >= 0:
         y = _LinearWithTangents.apply(x, weight, bias, _Leaf(op_args), row)
@@ -132,13 +153,14 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None, op_args: LinearArgs
 
 
 def _adds_exactly(x: Tensor, bias: Tensor, op_args: LinearArgs) -> bool:
-    """Whether adding the bias to the stored product gives the kernel's result: it adds in float32 and rounds once."""
-    whole = x.dtype is bias.dtype is torch.float32 and bias.shape == op_args[:1]
+    """Return whether adding the bias after the op gives the kernel's result. The kernel adds it in float32 and rounds
+    once, so this needs float32 everywhere."""
+    whole = x.dtype is bias.dtype is torch.float32 and bias.shape == op_args[:1] and not x.is_meta
     return whole and not torch.is_autocast_enabled("cuda" if x.is_cuda else "cpu")
 
 
 class _Linear(torch.autograd.Function):
-    """x @ w.T + bias; backward: grad_out @ w, from the weight decoded again (nothing but the packed form is kept)."""
+    """Autograd Function of x @ w.T + bias. Only the packed weight is saved; the backward grad_out @ w decodes it."""
 
     generate_vmap_rule = True
 
@@ -166,12 +188,16 @@ class _Linear(torch.autograd.Function):
 
 
 class _Leaf(tuple):
-    """op_args as one argument of a Function: torch counts those of `jvp` under vmap with tuples taken apart."""
+    """A tuple that counts as one argument of a Function: under vmap, torch unpacks plain tuples when it counts the
+    arguments of `jvp`."""
 
 
 class _LinearWithTangents(_Linear):
-    """The same in forward mode, where the tangent is x' @ w.T + bias', as straight-through as the backward. A class of
-    its own: Dynamo takes no Function with a `jvp` where a gradient is wanted, and ignores the `jvp` elsewhere."""
+    """`_Linear` with forward mode: the tangent is x' @ w.T + bias', straight-through like the backward.
+
+    It is a separate class, because Dynamo rejects a Function with a `jvp` if a gradient is needed, and otherwise
+    ignores the `jvp`.
+    """
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

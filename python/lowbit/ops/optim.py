@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Optimizer steps over lists of tensors, in place: `_C.OptimStep` in eager mode, and an opaque op for torch.compile.
 
-The op is defined by `torch.library` (the C shims pass no lists of tensors); it runs once per step, so its cost
-does not count.
+The op is defined with `torch.library`, because the C shims do not support lists of tensors. It runs once per step, so
+its overhead does not matter.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ SCHEMA = (
     "Tensor? grad_scale=None, Tensor? found_inf=None, int? seed=None) -> ()"
 )
 HYPER = tuple(name for name in _C.OPTIM_HYPER if name != "lr")
-"""Order of the numbers of a rule in the op's ``hyper``."""
+"""Names of the hyperparameters in the order of the op's ``hyper``."""
 
 
 @dataclass(slots=True)
 class StepLists:
-    """Tensors of one call, by position: parameter i has grads[i], steps[i], and moment k
-    in states[k][i], scales[k][i]."""
+    """The tensors of one call. Parameter i has grads[i] and steps[i]; its moment k is in states[k][i] and
+    scales[k][i]."""
 
     params: list[Tensor] = field(default_factory=list)
     grads: list[Tensor] = field(default_factory=list)
@@ -43,8 +43,11 @@ class StepLists:
 
 @dataclass(slots=True)
 class Step:
-    """One call: every parameter of ``lists`` by ``rule``, moments in ``state_format`` (names
-    of `_C.OPTIM_RULES`, `_C.STATE_FORMATS`)."""
+    """One optimizer step for all parameters of ``lists``.
+
+    ``rule`` is a name in `_C.OPTIM_RULES`, and ``state_format`` a name in `_C.STATE_FORMATS`, the format of the
+    moments.
+    """
 
     rule: str
     state_format: str
@@ -57,14 +60,14 @@ class Step:
     seed: int | None = None
 
     def take_compiled(self) -> None:
-        """Put the op into the graph that is being traced."""
+        """Add the op to the graph that is being traced."""
         lr = _checked_lr(self.lr)
         lr = lr if isinstance(lr, Tensor) else torch.zeros((), dtype=torch.float64, device="cpu") + lr
         hyper = [float(self.hyper.get(name, 0.0)) for name in HYPER]
         self._given_to(torch.ops.lowbit.optim_step_, _flat(self.lists.states), _flat(self.lists.scales), lr, hyper)
 
     def checked(self) -> _C.OptimStep:
-        """Return the step after all of its checks."""
+        """Return the step for `_C`, after all of its checks have passed."""
         hyper = {"lr": float(_checked_lr(self.lr)), **self.hyper}
         return self._given_to(_C.OptimStep, self.lists.states, self.lists.scales, hyper)
 
@@ -87,18 +90,18 @@ def _checked_lr(lr: Any) -> float | Tensor:
 
 
 def take(steps: Sequence[Step]) -> None:
-    """Take all steps.
+    """Take all steps, after the checks of all of them.
 
     Raises:
-        TypeError, ValueError: a tensor with the wrong dtype, shape or strides, or an lr that is no number; nothing is
-            changed by any step.
+        TypeError, ValueError: a tensor has the wrong dtype, shape or strides, or lr is not a number. Then no step has
+            changed anything.
     """
     if is_traced():
         for step in steps:
             step.take_compiled()
         return
     ready = [step.checked() for step in steps]
-    # a direct call, not through torch's dispatcher, is in torch's profiler only where it is told
+    # This call does not go through torch's dispatcher, so torch's profiler only shows it if it is recorded explicitly.
     seen = torch.autograd._profiler_enabled()
     with torch.profiler.record_function("lowbit::optim_step_") if seen else contextlib.nullcontext():
         for step in ready:

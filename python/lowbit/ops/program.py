@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The steps of a model as the integers that `run_program` runs (csrc/ops/program_code.hpp has their meaning).
+"""Programs: the operations of a model as a list of integers for `run_program` (see csrc/ops/program_code.hpp).
 
 Example:
     >>> program = Program(inputs=1)
@@ -14,20 +14,23 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from lowbit.ops.experts import Gate
 from lowbit.ops.linear import LinearArgs
 
 VERSION = 1
 NONE = -1
 CONSTANT, STATE, INPUT, RESULT = range(4)
-SCORE, COLUMNS, RMS_NORM, LINEAR, ROPE_APPEND, ATTENTION = range(1, 7)
+SCORE, COLUMNS, RMS_NORM, LINEAR, ROPE_APPEND, ATTENTION, ROUTE, EXPERTS, SCALED_ADD = range(1, 10)
+LAYER_NORM, POINTWISE, SELF_ATTENTION = 16, 17, 18
 
 
 class Program:
-    """Steps, written one behind the other; each returns its result, an operand of those that follow.
+    """A program under construction. Each method appends an operation and returns its result, which can be an operand of
+    later operations.
 
     Attributes:
         code: the integers.
-        constants: the tensors that the steps read in every call.
+        constants: the tensors that are the same in every call.
     """
 
     def __init__(self) -> None:
@@ -38,28 +41,36 @@ class Program:
 
     @staticmethod
     def state(index: int) -> int:
-        """The operand of a tensor that steps write to."""
+        """Return the operand for a tensor that operations write to."""
         return 4 * index + STATE
 
     @staticmethod
     def input(index: int) -> int:
-        """The operand of a tensor of a call."""
+        """Return the operand for an input tensor of a call."""
         return 4 * index + INPUT
 
     def constant(self, tensor: Tensor | None) -> int:
-        """The operand of a tensor of every call; none for None."""
+        """Return the operand for a tensor that is the same in every call; ``NONE`` for None."""
         if tensor is None:
             return NONE
         self.constants.append(tensor)
         return 4 * (len(self.constants) - 1) + CONSTANT
 
     def columns(self, x: int, count: int) -> int:
-        """A result ``[..., count]`` with the rows of x, which other steps write to."""
+        """Append the allocation of a result ``[..., count]`` with the rows of x, which other operations write to."""
         return self._step(COLUMNS, x, count)
 
     def rms_norm(self, x: int, weight: int, eps: float, offset: float = 0.0, add: int = NONE) -> int:
-        """As `rms_norm`."""
+        """Append a call of `rms_norm`."""
         return self._step(RMS_NORM, x, weight, _bits(eps), _bits(offset), add)
+
+    def layer_norm(self, x: int, weight: int, bias: int, eps: float, offset: float = 0.0, add: int = NONE) -> int:
+        """Append a call of `layer_norm`."""
+        return self._step(LAYER_NORM, x, weight, bias, _bits(eps), _bits(offset), add)
+
+    def pointwise(self, x: int, function: int = 0, scale: float = 1.0, add: int = NONE, parameters: Sequence[float] = ()) -> int:
+        """Append a call of `pointwise`. ``parameters`` are its positive, negative and linear."""
+        return self._step(POINTWISE, x, function, _bits(scale), add, *map(_bits, parameters))
 
     def linear(
         self,
@@ -74,9 +85,10 @@ class Program:
         into: int = NONE,
         first_column: int = 0,
     ) -> int:
-        """As `linear`. With ``into``, a result of one row, y is its columns from ``first_column`` on."""
+        """Append a call of `linear`. With ``into``, a result of one row, the columns from ``first_column`` on of
+        ``into`` become y."""
         fields = (x, weight, *map(int, op_args), bias, activation, mul, add, row, into, first_column)
-        return self._step(LINEAR, *fields, own=into == NONE)
+        return self._step(LINEAR, *fields, results=int(into == NONE))
 
     def rope_append(
         self,
@@ -90,9 +102,14 @@ class Program:
         k_weight: int = NONE,
         eps: float = 0.0,
         offset: float = 0.0,
+        rotation: int = 0,
+        grouped: bool = False,
+        norm_behind: bool = False,
     ) -> int:
-        """As `rope_append`, of ``qkv [B, L, (Hq + 2 Hkv) E]``; ``start`` is an index of ``starts``."""
+        """Append a call of `rope_append` with ``qkv [B, L, (Hq + 2 Hkv) E]``. ``start`` is an index into ``starts``.
+        Without cos and sin nothing is rotated."""
         fields = (qkv, cos, sin, keys, values, start, q_weight, k_weight, _bits(eps), _bits(offset))
+        fields += (rotation, grouped, norm_behind)
         return self._step(ROPE_APPEND, *fields)
 
     def attention(
@@ -106,21 +123,86 @@ class Program:
         causal: bool = False,
         score_mod: Sequence[int] = (),
         sink: int = NONE,
+        cu_seqlens: int = NONE,
     ) -> int:
-        """As `attention` of the first ``start + L`` tokens of a cache; ``[B, L, Hq Ev]``. ``mask`` may be an input of
-        shape [0]: then all is seen, or, where ``causal``, each token and those before it."""
-        return self._step(ATTENTION, q, keys, values, start, _bits(scale), mask, causal, self._score(score_mod), sink)
+        """Append a call of `attention` over the first ``start + L`` tokens of a cache, with the result
+        ``[B, L, Hq Ev]``. ``mask`` may be an input of shape [0]; then nothing is masked, except later tokens if
+        ``causal``. ``cu_seqlens`` may be one too; otherwise B is 1, its entries ``[N + 1]`` are the ends of packed
+        sequences, each of which sees itself alone, and the mask ``[1, 1 or Hq, M, M]`` is that of each, from its first
+        token on."""
+        score = self._score(score_mod)
+        fields = (q, keys, values, start, _bits(scale), mask, causal, score, sink)
+        return self._step(ATTENTION, *fields, *([] if cu_seqlens == NONE else [cu_seqlens]))
+
+    def self_attention(
+        self, qkv: int, kv_heads: int, e: int, scale: float, mask: int = NONE, cu_seqlens: int = NONE
+    ) -> int:
+        """Append a call of `attention` of the tokens of ``qkv [B, L, (Hq + 2 Hkv) E]`` to themselves, with the result
+        ``[B, L, Hq E]``. ``mask`` and ``cu_seqlens`` are those of `attention`."""
+        return self._step(SELF_ATTENTION, qkv, kv_heads, e, _bits(scale), mask, cu_seqlens)
+
+    def route(
+        self,
+        x: int,
+        k: int,
+        scoring: int,
+        weight: int = NONE,
+        bias: int = NONE,
+        rounds: bool = False,
+        correction: int = NONE,
+        groups: int = 1,
+        groups_kept: int = 1,
+        group_top: int = 1,
+        zero_outside: bool = False,
+        normalize: bool = False,
+        eps: float = 0.0,
+        least: float = 0.0,
+        scale: float = 1.0,
+        expert_scale: int = NONE,
+    ) -> tuple[int, int]:
+        """Append a call of `route` and return its results, weights and index ``[T, k]``, T being all rows of x.
+
+        x are the logits ``[..., E]``, or the inputs ``[..., H]`` of a router with ``weight [E, H]`` and ``bias [E]``.
+        Its product is computed in float32, and rounded to the dtype of x if ``rounds``."""
+        choice = correction, groups, groups_kept, group_top, zero_outside
+        weighting = normalize, _bits(eps), _bits(least), _bits(scale), expert_scale
+        index = self._step(ROUTE, x, k, scoring, weight, bias, rounds, *choice, *weighting, results=2)
+        return index - 4, index
+
+    def experts(
+        self,
+        x: int,
+        gate_up: int,
+        down: int,
+        index: int,
+        weights: int,
+        gate_up_args: LinearArgs,
+        down_args: LinearArgs,
+        gate: Gate,
+        gate_up_bias: int = NONE,
+        down_bias: int = NONE,
+    ) -> int:
+        """Append a call of `experts` with all rows of x; the result has the other dimensions of x."""
+        activation, gated, interleaved, *numbers = gate
+        fields = (*map(int, gate_up_args), *map(int, down_args), activation, gated, interleaved, *map(_bits, numbers))
+        return self._step(EXPERTS, x, gate_up, down, index, weights, *fields, gate_up_bias, down_bias)
+
+    def scaled_add(self, x: int, add: int = NONE, gate: int = NONE, scale: float = 1.0) -> int:
+        """Append ``scale * sigmoid(gate) * x + add``, computed in float32 and rounded once. A gate ``[..., 1]`` has one
+        element for each row of x; without one, the factor is ``scale``."""
+        return self._step(SCALED_ADD, x, add, gate, _bits(scale))
 
     def _score(self, score_mod: Sequence[int]) -> int:
         key = tuple(score_mod)
         if key and key not in self._scores:
             self._scores[key] = len(self._scores)
-            self._step(SCORE, *key, own=False)
+            self._step(SCORE, *key, results=0)
         return self._scores[key] if key else NONE
 
-    def _step(self, kind: int, *fields: int, own: bool = True) -> int:
-        self.code += (kind, len(fields), *fields)
-        self._results += own
+    def _step(self, kind: int, *fields: int, results: int = 1) -> int:
+        """Append a step and return its last result."""
+        self.code += (kind, len(fields), *map(int, fields))
+        self._results += results
         return 4 * (self._results - 1) + RESULT
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Register the ops `lowbit::*` with torch: schema and kernel from C++, fake kernels from Python.
+"""Registration of the ops `lowbit::*` with torch: schemas and kernels from C++, fake kernels from Python.
 
-C++ registers through the C shims of torch's stable ABI (csrc/torch); torch 2.10 is the first that has them all. A fake
-kernel is given the arguments by the names that the schema has for them, and names those that it reads.
+C++ registers through the C shims of torch's stable ABI (csrc/torch); torch 2.10 is the first version that has all of
+them. A fake kernel gets the arguments by the names of the schema, and declares those that it reads.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ _is_dynamo_compiling, _compiler = torch.compiler.is_dynamo_compiling, torch.comp
 _lock = threading.Lock()
 _registered: list[dict[str, str]] = _C.__dict__.setdefault(
     "_registered", []
-)  # like the ops, outlives the package where that is loaded again
+)  # stored in _C, since it must survive a reload of the package, as the ops do
 
 
 def register() -> None:
-    """Register every op once; calling again does nothing."""
+    """Register every op; a second call does nothing."""
     with _lock:
         if _registered:
             return
@@ -44,16 +44,16 @@ def register() -> None:
             derivatives.register(name, library)
             _registered.append(row)
         autocast.register_linear(library)
-        register_key("QuantizedCPU")  # so that a quantized tensor of torch is refused with the name of its argument
-        if torch.version.cuda:  # initialises nothing of it
+        register_key("QuantizedCPU")  # for errors that name the argument if it is a quantized tensor of torch
+        if torch.version.cuda:  # does not initialize CUDA
             register_key("CUDA")
         if torch.version.xpu:
             register_key("XPU")
 
 
 def define(schema: str, function: Callable[..., Any], fake: Callable[..., Any]) -> None:
-    """Register an op that is written in Python, with its fake kernel, unless another copy of the package has been
-    there first."""
+    """Register an op that is written in Python, with its fake kernel, unless another copy of the package has done
+    so."""
     name = schema.partition("(")[0]
     if torch._C._dispatch_has_kernel(f"lowbit::{name}"):
         return
@@ -66,7 +66,7 @@ def define(schema: str, function: Callable[..., Any], fake: Callable[..., Any]) 
 
 
 def register_key(key: str) -> None:
-    """Register every op for one more dispatch key of torch (``"PrivateUse1"``), with the kernels that the CPU has."""
+    """Register every op for another dispatch key of torch, such as ``"PrivateUse1"``, with the kernels of the CPU."""
     _C.register_torch_key(key)
 
 
@@ -76,13 +76,13 @@ def argument_names(name: str) -> list[str]:
 
 
 def by_name(name: str) -> Callable[[dict[str, Any]], Any]:
-    """Return ``lowbit::name`` as a function of one dict with all of its arguments, and perhaps others, for a caller who
-    has found that no derivative is wanted.
+    """Return ``lowbit::name`` as a function of a dict with at least all of its arguments, for callers that have checked
+    that no derivative is needed.
 
-    By keyword, torch takes 0.2 us longer for each argument.
+    The arguments are passed by position, because torch is slower with keywords.
     """
     op, names = _op(name), argument_names(name)
-    function, in_order = detached_function(name), operator.itemgetter(*names)  # unknown to Dynamo, both
+    function, in_order = detached_function(name), operator.itemgetter(*names)  # Dynamo supports neither
 
     def call(arguments: dict[str, Any]) -> Any:
         if _is_dynamo_compiling() or _compiler._is_exporting_flag:
@@ -93,8 +93,8 @@ def by_name(name: str) -> Callable[[dict[str, Any]], Any]:
 
 
 def function_of(name: str) -> Callable[..., Any]:
-    """Return ``lowbit::name`` as a function of its arguments in the order of the schema, for a caller who has found
-    that no derivative is wanted."""
+    """Return ``lowbit::name`` as a function of its arguments in the order of the schema, for callers that have checked
+    that no derivative is needed."""
     op, function = _op(name), detached_function(name)
 
     def call(*arguments: Any) -> Any:
@@ -104,13 +104,17 @@ def function_of(name: str) -> Callable[..., Any]:
 
 
 def detached_function(name: str) -> Callable[..., Any]:
-    """Return ``lowbit::name.detached`` (derivatives.py) as the function that its OpOverload calls: 0.2 us less, but
-    unknown to Dynamo. Traces and exported programs call ``lowbit::name``, which has the derivatives."""
+    """Return the function inside the OpOverload ``lowbit::name.detached`` (derivatives.py).
+
+    Calling it directly is faster, but not supported by Dynamo. Traces and exported programs call ``lowbit::name``,
+    which has the derivatives.
+    """
     return getattr(torch.ops.lowbit, name).detached._op
 
 
 def check(name: str, arguments: dict[str, Any]) -> None:
-    """Raise the errors of ``lowbit::name`` for these arguments. Sizes that only a run knows are left to the run."""
+    """Raise the errors of ``lowbit::name`` for these arguments. If sizes are unknown before run time, errors are left
+    to the run."""
     values = [arguments[argument] for argument in argument_names(name)]
     try:
         _C.check_call(name, [fakes.described(value) for value in values])
@@ -124,8 +128,11 @@ def _op(name: str) -> Any:
 
 
 def _fake(name: str) -> Callable[..., Any]:
-    """The fake kernel as torch calls it: positional as the schema has them, defaults left out. The checks are those
-    that the op itself makes. It is looked up when something is traced, so that its file may import this one."""
+    """Return the fake kernel in the form that torch calls: with positional arguments, and defaults omitted.
+
+    It makes the same checks as the op. The op's own fake kernel is looked up in the call, because its file imports this
+    one.
+    """
     names = argument_names(name)
     arguments = _op(name)._schema.arguments
     defaults = {argument.name: argument.default_value for argument in arguments if argument.has_default_value()}
@@ -144,12 +151,12 @@ def _fake(name: str) -> Callable[..., Any]:
 
 
 def keep(library: torch.library.Library) -> torch.library.Library:
-    """Return ``library``, kept alive as long as `_C`: a freed one takes its registrations with it, which a
+    """Keep ``library`` alive as long as `_C`, and return it. Freeing it would remove its registrations, which a
     reloaded package needs."""
     _C.__dict__.setdefault("_libraries", []).append(library)
     return library
 
 
 def registered() -> list[dict[str, str]]:
-    """Return how each op got registered: ``{"op", "how", "reason"}`` (how: by us, or by another copy of lowbit)."""
+    """Return how each op was registered, as ``{"op", "how", "reason"}``: by this copy of lowbit or by another one."""
     return [dict(row) for row in _registered]

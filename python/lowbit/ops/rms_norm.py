@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""y = x * rsqrt(mean(x^2) + eps) * (offset + weight) + add, over the last dimension; without a derivative."""
+"""y = x * rsqrt(mean(x^2) + eps) * (offset + weight) + add, over the last dimension. It has no derivative."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6, *, offset: float = 0.
     Args:
         x: ``[..., n]`` float32, bfloat16 or float16, any strides.
         weight: ``[n]``, any of the three dtypes.
-        eps: added to the mean of the squares.
-        offset: added to the weight: 1 for Gemma's, which are stored around 0.
-        add: added to the result, shape and dtype of x.
+        eps: value added to the mean of the squares.
+        offset: value added to the weight; 1 for Gemma, whose weights are centered at 0.
+        add: tensor added to the result, with the shape and dtype of x.
 
     Returns:
         Shape and dtype of x, contiguous; computed in float32 and rounded once.
@@ -30,7 +30,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6, *, offset: float = 0.
     Raises:
         ValueError: the shape of weight is not ``[n]``, that of add not that of x, or eps is negative or not finite.
         TypeError: a dtype is not one of the above.
-        NotImplementedError: a derivative is wanted, or no kernel row serves the device.
+        NotImplementedError: a derivative is requested, or no kernel row serves the device.
     """
     if is_differentiated():
         refuse_derivatives("rms_norm", (x, weight, add))

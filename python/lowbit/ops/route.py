@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The experts of each token and their weights, from the logits of a router, with the gradient that routers have: the
-choice itself has none."""
+"""Routing: the experts of each token and their weights, from the logits of a router. Weights have a gradient, but the
+choice of experts has none."""
 
 from __future__ import annotations
 
@@ -16,6 +16,9 @@ from lowbit.ops.registration import function_of, register
 
 register()
 _call = function_of("route")
+
+SCORINGS: dict[str, int] = _C.SCORINGS
+"""The number of each ``scoring``, as the op takes it."""
 
 
 def route(
@@ -34,41 +37,45 @@ def route(
     scale: float = 1.0,
     expert_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Choose k of E experts for each token, in float32, as the routers of transformers do.
+    """Choose k of E experts for each token and return their weights, in float32, as the routers of transformers do.
 
-    A token with nan among its choices has the weights nan and the experts 0 to k - 1; others do not notice. Of equal
-    choices the first is taken first. Gradients go to ``logits`` and ``expert_scale``; ``correction`` decides the choice
-    alone and gets none.
+    The experts with the k largest ranks are chosen, where a rank is a score plus ``correction``. Of equal ranks, the
+    expert with the lower index comes first. A token with nan among its ranks gets the weights nan and the experts 0 to
+    k - 1; other tokens are not affected. ``logits`` and ``expert_scale`` get gradients; ``correction`` only affects the
+    choice and gets none.
 
     Args:
         logits: ``[T, E]`` float32, bfloat16 or float16, any strides.
-        k: experts of a token.
-        scoring: the scores are ``"softmax"``, ``"sigmoid"`` or ``"sqrt_softplus"`` of all logits, and choices are
-            scores + correction. With ``"softmax_of_chosen"`` and ``"sigmoid_of_chosen"`` choices are logits +
-            correction, and the chosen logits are scored.
-        correction: ``[E]``, any of the three dtypes, added to the scores (or logits) for the choice.
-        groups: experts are in groups of E / groups behind one another.
-        groups_kept: groups of which experts are chosen.
-        group_top: a group is as good as the sum of its ``group_top`` largest choices.
-        zero_outside: choices of other groups are 0, which negative ones are smaller than; else -inf.
-        normalize: divide the weights of a token by ``max(sum + eps, least)``.
-        eps: added to the sum.
-        least: the least that is divided by.
+        k: number of experts per token.
+        scoring: with ``"softmax"``, ``"sigmoid"`` or ``"sqrt_softplus"``, this function of all logits gives the scores,
+            and ranks are scores + correction. With ``"softmax_of_chosen"`` and ``"sigmoid_of_chosen"``, ranks are
+            logits + correction, and only the chosen logits are scored.
+        correction: ``[E]``, any of the three dtypes, added to scores or logits for the choice.
+        groups: number of groups of E / groups consecutive experts.
+        groups_kept: number of groups from which experts are chosen.
+        group_top: groups are compared by the sum of their ``group_top`` largest ranks.
+        zero_outside: whether ranks in other groups become 0, so that they still precede negative ranks; otherwise -inf.
+        normalize: whether the weights of a token are divided by ``max(sum + eps, least)``.
+        eps: value added to the sum.
+        least: the min divisor.
         scale: factor of all weights.
-        expert_scale: ``[E]``, any of the three dtypes: a factor for each expert.
+        expert_scale: ``[E]``, any of the three dtypes, a factor per expert.
 
     Returns:
-        Weights float32 ``[T, k]`` and experts int64 ``[T, k]``, in the order of the choices, the largest first.
+        Weights float32 ``[T, k]`` and experts int64 ``[T, k]``, in descending order of their ranks.
 
     Raises:
-        ValueError: a shape does not fit, ``k``, ``groups``, ``groups_kept`` or ``group_top`` is more than there is,
-            ``scoring`` is not one of the above, or a number is not finite or negative.
+        ValueError: a shape does not fit; ``k``, ``groups``, ``groups_kept`` or ``group_top`` is too large; ``scoring``
+            is not one of the above; or a number is negative or not finite.
         TypeError: a dtype is not one of the above.
-        NotImplementedError: no kernel row serves the device, or a derivative in forward mode is wanted.
+        NotImplementedError: no kernel row serves the device, or a forward-mode derivative is requested.
+
+    Example:
+        >>> weights, experts = lowbit.route(router(x), k=8, normalize=True)
     """
     if scoring not in _C.SCORINGS:
         raise ValueError(f"route: scoring must be one of {', '.join(_C.SCORINGS)}, got {scoring!r}")
-    if forward_ad._current_level >= 0:  # -1 outside of forward mode
+    if forward_ad._current_level >= 0:  # the level is -1 outside forward mode
         refuse_tangents("route", (logits, correction, expert_scale))
     number = _C.SCORINGS[scoring]
     choice = correction, groups, groups_kept, group_top, zero_outside
@@ -96,7 +103,7 @@ def differentiated_route(
     scale: float,
     expert_scale: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """`lowbit::route` with its gradient (derivatives.py)."""
+    """Compute `lowbit::route` with its gradient, for derivatives.py."""
     if forward_ad._current_level >= 0:
         refuse_tangents("route", (logits, correction, expert_scale))
     choice = correction, groups, groups_kept, group_top, zero_outside
@@ -155,7 +162,7 @@ def _scores_of_chosen(logits: Tensor, index: Tensor, scoring: str) -> Tensor:
 
 
 def _grad_of_logits(grad: Tensor, logits: Tensor, index: Tensor, scores: Tensor, scoring: str) -> Tensor:
-    """Return the gradient of all logits, float32 [T, E], from that of the chosen scores."""
+    """Return the gradient of all logits, float32 ``[T, E]``, from that of the chosen scores."""
     if scoring == "softmax":
         return torch.zeros_like(logits).scatter(1, index, grad * scores) - logits.softmax(-1) * (grad * scores).sum(
             -1, keepdim=True

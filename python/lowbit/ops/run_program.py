@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A program (`lowbit.ops.program`) in one call: the calls of `linear`, `rms_norm`, `rope_append` and `attention` that
-its steps are, without a return to Python between them; without a derivative."""
+"""Execution of a program (`lowbit.ops.program`) in one call: its operations `linear`, `rms_norm`, `rope_append`,
+`attention`, `route` and `experts` run without returning to Python in between. It has no derivative."""
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lowbit import _C
@@ -19,6 +21,8 @@ from lowbit.ops.registration import function_of, register
 register()
 _call = function_of("run_program_")
 _KEPT = 0
+_N_OF_DOWN = 11
+"""The field of a step `experts` that has the number of columns of its result."""
 
 
 def run_program(
@@ -28,21 +32,22 @@ def run_program(
     inputs: Sequence[Tensor],
     starts: Sequence[int],
 ) -> Tensor:
-    """Run the steps of a program, all checked before the first.
+    """Run the operations of a program. All of them are checked before the first one runs.
 
     Args:
-        program: integers, as `Program` writes them.
-        constants, inputs: the tensors that steps read. An input of shape ``[0]`` is a mask that is not given.
-        states: keys and values ``[B, Hkv, S, E]``: the new tokens are written to them.
-        starts: the number of tokens in each cache, by the index that steps name.
+        program: the ``code`` of a `Program`.
+        constants, inputs: the tensors that operations read. An input of shape ``[0]`` stands for a missing mask.
+        states: keys and values ``[B, Hkv, S, E]``, to which the new tokens are written.
+        starts: the number of tokens in each cache, by the index that operations use.
 
     Returns:
-        The result of the last step.
+        The result of the last operation.
 
     Raises:
-        ValueError: program is none, or a shape does not fit, or a cache has no room for the tokens; nothing is written.
+        ValueError: the program is invalid, a shape does not fit, or a cache is too short for the tokens; nothing is
+            written.
         TypeError: a dtype does not fit; nothing is written.
-        NotImplementedError: a derivative is wanted, or no kernel row serves the device.
+        NotImplementedError: a derivative is requested, or no kernel row serves the device.
     """
     if is_differentiated():
         refuse_derivatives("run_program", (*constants, *states, *inputs))
@@ -50,10 +55,10 @@ def run_program(
 
 
 class KeptProgram:
-    """A program with its constants, which the op keeps: a call hands over states and inputs alone. Threads may share
-    it. It holds the constants, whose ``.data`` may change, for as long as it lives.
+    """A program whose code and constants the op keeps, so that a call only passes states and inputs.
 
-    A copy hands the program over again. In compiled calls use `run_program`: what is kept is kept in this process.
+    Threads may share it. It keeps the constants alive; their ``.data`` may change. A copy passes the program again in
+    its first call. Compiled code must use `run_program`, because the kept program only exists in this process.
     """
 
     def __init__(self, program: Program) -> None:
@@ -66,7 +71,7 @@ class KeptProgram:
         return KeptProgram, (self.program,)
 
     def __call__(self, states: Sequence[Tensor], inputs: Sequence[Tensor], starts: Sequence[int]) -> Tensor:
-        """As `run_program`."""
+        """Run the program; see `run_program`."""
         if is_differentiated():
             refuse_derivatives("run_program", (*self.program.constants, *states, *inputs))
         y = _call(self._code, self._constants, states, inputs, starts)
@@ -76,8 +81,8 @@ class KeptProgram:
 
 
 def fake(program: Sequence[int], constants: Sequence[Tensor], states: Any, inputs: Any, **_: Any) -> Tensor:
-    """A tensor of the shape that the last step has, found step by step: sizes may be symbols. The checks of the op
-    itself came before, so that the program is a right one."""
+    """Return a tensor with the shape of the last operation's result. It is inferred one operation after another, since
+    sizes may be symbolic. The op's checks have passed, so the program is valid."""
     results: list[Tensor] = []
     lists = {codes.CONSTANT: constants, codes.STATE: states, codes.INPUT: inputs, codes.RESULT: results}
 
@@ -97,10 +102,19 @@ def fake(program: Sequence[int], constants: Sequence[Tensor], states: Any, input
             shape[-1] = fields[1]
         elif kind == codes.LINEAR:
             shape[-1] = fields[2]
+        elif kind == codes.EXPERTS:
+            shape[-1] = fields[_N_OF_DOWN]
+        elif kind == codes.ROUTE:
+            shape = [math.prod(shape[:-1]), fields[1]]
+            results.append(x.new_empty(shape, dtype=torch.float32))
+            results.append(x.new_empty(shape, dtype=torch.int64))
+            continue
         elif kind == codes.ROPE_APPEND:
             keys = of(fields[3])
             size = keys.shape[3]
             shape = [shape[0], shape[2] // size - 2 * keys.shape[1], shape[1], size]
+        elif kind == codes.SELF_ATTENTION:
+            shape[-1] -= 2 * fields[1] * fields[2]
         elif kind == codes.ATTENTION:
             shape = [shape[0], shape[2], shape[1] * of(fields[2]).shape[3]]
         results.append(x.new_empty(shape))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The next token of each row of logits, drawn as transformers' generate does; without a derivative."""
+"""Sampling of the next token from logits, as in transformers' generate. It has no derivative."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ def sample(
     seed: int = 0,
     position: int = 0,
 ) -> Tensor:
-    """Choose a token for each row, with the logits processors of transformers in their order, in float32.
+    """Sample a token for each row of logits, in float32, with transformers' logits processors in their order.
 
-    A draw depends on ``seed``, ``position`` and the number of the row alone, whatever the number of threads: a
-    generation passes one seed, and the number of tokens so far as the position.
+    A result depends only on the arguments and the index of the row, not on the number of threads. To generate text,
+    pass the same seed in every call, and the number of tokens so far as the position.
 
     Args:
         logits: ``[B, V]`` float32, bfloat16 or float16, any strides.
-        ids: int32 or int64 ``[B, L]``, the tokens so far, which ``repetition_penalty`` is for; -1 is no token.
-        temperature: divides the logits. 0 is greedy: the first of the largest logits, and no draw.
-        top_k: the number of largest logits to keep, and those equal to the k-th; 0 keeps all.
-        top_p: the mass to keep of these: in descending order, a token stays while those before it hold less than
-            ``top_p``; at least one stays. Of equal ones the last comes first.
-        min_p: the min probability to keep of these, as a fraction of the largest one.
-        repetition_penalty: positive logits of ``ids`` are divided by it and negative ones multiplied, first of all.
+        ids: int32 or int64 ``[B, L]``, the tokens so far, for ``repetition_penalty``; -1 is no token.
+        temperature: divisor of the logits. 0 is greedy: the token with the max logit, the first one if several have it.
+        top_k: number of largest logits to keep; logits equal to the k-th are kept too. 0 keeps all.
+        top_p: probability mass to keep: in descending order, a token is kept while those before it have a total
+            probability below ``top_p``; at least one token is kept. Of equal tokens the last comes first.
+        min_p: min probability to keep, as a fraction of the max probability.
+        repetition_penalty: before all else, positive logits of ``ids`` are divided by it, and negative ones multiplied.
         seed: any int64.
         position: any int64.
 
@@ -48,10 +48,13 @@ def sample(
         int64 ``[B]``.
 
     Raises:
-        ValueError: a shape does not fit, a number is out of its range, ``ids`` has a number that is no token, or a row
-            of logits has nan, inf or nothing but -inf.
+        ValueError: a shape does not fit; a number is out of range; ``ids`` contains a number that is not a token; or a
+            row of logits contains nan or inf, or only -inf.
         TypeError: a dtype is not one of the above.
-        NotImplementedError: a derivative is wanted, or no kernel row serves the device.
+        NotImplementedError: a derivative is requested, or no kernel row serves the device.
+
+    Example:
+        >>> token = lowbit.sample(logits, temperature=0.8, top_k=40, seed=1, position=ids.shape[1])
     """
     if is_differentiated():
         refuse_derivatives("sample", (logits, ids))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a call is recorded in a graph, and functions whose result is a constant of one."""
+"""Detection of tracing, and functions whose result is a constant in a traced graph."""
 
 from __future__ import annotations
 
@@ -15,15 +15,17 @@ _R = TypeVar("_R")
 
 
 def is_traced() -> bool:
-    """Return whether the call is recorded in a graph, by Dynamo or by an export in this thread.
+    """Return whether the call is traced, by Dynamo or by an export in this thread.
 
-    `torch.compiler.is_compiling` is of the process: True in all threads while one of them compiles.
+    `torch.compiler.is_compiling` is not enough, since it is True in all threads of the process while one compiles.
     """
     return _is_dynamo_compiling() or (_compiler._is_compiling_flag and _active_modes() > 0)
 
 
 def constant_in_graphs(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Have Dynamo call the function while it traces and keep the result in the graph, as
-    ``torch.compiler.assume_constant_result`` does it, which loads the whole compiler to set this attribute."""
+    """Mark a function that Dynamo calls during tracing, and whose result becomes a constant of the graph.
+
+    ``torch.compiler.assume_constant_result`` does the same, but imports the whole compiler to set this attribute.
+    """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Optimizers whose state takes a quarter or an eighth of Adam's memory, at memory speed on the CPU.
+"""Optimizers whose state takes a quarter or an eighth of the memory of Adam's, with steps at memory speed on the CPU.
 
 Example:
     >>> optimizer = lowbit.optim.AdamW8bit(model.parameters(), lr=1e-3)

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adam and AdamW with moments in 32, 16, 8 or 4 bits: m += (1 - b1)(g - m), v = b2 v + (1 - b2) g^2, p -= lr m^ /
-(sqrt(v^) + eps)."""
+"""Adam and AdamW (arXiv 1412.6980, arXiv 1711.05101) with moments in 32, 16, 8 or 4 bits.
+
+m += (1 - b1)(g - m);  v = b2 v + (1 - b2) g^2;  p -= lr m^ / (sqrt(v^) + eps), with bias-corrected m^ and v^.
+"""
 
 from __future__ import annotations
 
@@ -15,23 +17,24 @@ from lowbit.optim.checks import check_number, check_switch
 
 
 class _Adam(LowBitOptimizer):
-    """The common part of Adam and AdamW.
+    """Base class of the Adam and AdamW optimizers.
 
     Args:
         params: float32, bfloat16 or float16 parameters on the CPU (DTensors too), or param groups.
         lr: learning rate, a float or a 0-dim tensor.
-        betas: decay of the two moments, each in [0, 1).
-        eps: added to the denominator.
-        weight_decay: AdamW: shrinks the parameter by lr * weight_decay; Adam: is added to the gradient.
-        amsgrad: divide by the largest second moment so far.
-        block_size: elements that share a scale, a power of two from 32 to 4096; 256, or 128 of the
-            4-bit classes (torchao's).
-        bf16_stochastic_round: round bfloat16 parameters up with the probability of the part that is cut off,
-        from torch's seed.
+        betas: decay rates of the two moments, each in [0, 1).
+        eps: value added to the denominator.
+        weight_decay: in AdamW, the parameter shrinks by lr * weight_decay; in Adam, weight_decay times the parameter is
+            added to the gradient.
+        amsgrad: whether to divide by the max of all second moments so far.
+        block_size: number of elements that share a scale, a power of two from 32 to 4096. The default is 256, or 128
+            for the 4-bit classes, as in torchao.
+        bf16_stochastic_round: whether bfloat16 parameters are rounded stochastically, up with a probability equal to
+            the fraction that is cut off. The seed comes from torch.
         options: maximize; min_8bit_size=4096 (smaller parameters keep float32 moments); optim_bits=32, 16, 8 or 4.
 
     Raises:
-        ValueError: an option out of range, or a parameter of another dtype or device.
+        ValueError: an option is out of range, or the dtype or device of a parameter is not supported.
     """
 
     RULE = "adamw"
@@ -80,7 +83,7 @@ class _CoupledAdam(_Adam):
 
 
 class AdamW(_DecoupledAdam):
-    """AdamW with float moments: float32, or bfloat16 by ``state_dtype``."""
+    """AdamW with float moments: float32, or bfloat16 with ``state_dtype=torch.bfloat16``."""
 
     STATE_FORMAT = "float32"
 
@@ -94,38 +97,44 @@ class AdamW(_DecoupledAdam):
 
 
 class AdamW8bit(_DecoupledAdam):
-    """AdamW with 8-bit moments: bitsandbytes' dynamic map, a scale per 256 elements, 2.03 bytes a parameter."""
+    """AdamW with 8-bit moments in bitsandbytes' dynamic map, with a scale per 256 elements: 2.03 bytes per parameter.
+
+    Source: Dettmers et al., arXiv 2110.02861.
+
+    Example:
+        >>> optimizer = lowbit.optim.AdamW8bit(model.parameters(), lr=1e-3)
+    """
 
     STATE_FORMAT = "dynamic8"
 
 
 class Adam8bit(_CoupledAdam):
-    """Adam with 8-bit moments, as `AdamW8bit`; weight decay is added to the gradient."""
+    """Adam with 8-bit moments like those of `AdamW8bit`; weight decay is added to the gradient."""
 
     STATE_FORMAT = "dynamic8"
 
 
 class AdamW4bit(_DecoupledAdam):
-    """AdamW with 4-bit moments: torchao's maps and blocks, a scale per 128 elements, 1.06 bytes a parameter."""
+    """AdamW with 4-bit moments in torchao's maps, with a scale per 128 elements: 1.06 bytes per parameter."""
 
     STATE_FORMAT = "dynamic4"
     BLOCK_SIZE = 128
 
 
 class Adam4bit(_CoupledAdam):
-    """Adam with 4-bit moments, as `AdamW4bit`; weight decay is added to the gradient."""
+    """Adam with 4-bit moments like those of `AdamW4bit`; weight decay is added to the gradient."""
 
     STATE_FORMAT = "dynamic4"
     BLOCK_SIZE = 128
 
 
 class AdamWFp8(_DecoupledAdam):
-    """AdamW with float8_e4m3fn moments, a scale per 256 elements."""
+    """AdamW with float8_e4m3fn moments, with a scale per 256 elements."""
 
     STATE_FORMAT = "float8"
 
 
 class AdamFp8(_CoupledAdam):
-    """Adam with float8_e4m3fn moments, as `AdamWFp8`; weight decay is added to the gradient."""
+    """Adam with float8_e4m3fn moments like those of `AdamWFp8`; weight decay is added to the gradient."""
 
     STATE_FORMAT = "float8"

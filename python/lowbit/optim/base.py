@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The optimizer that all rules share: state per parameter, param groups, one fused step per group and state format.
+"""The base class of all optimizers: state per parameter, param groups, one fused step per group and state format.
 
-The state of a parameter is plain tensors: ``step`` (float32), and per moment its values or codes (``exp_avg``) and,
-when quantized, its scales (``exp_avg_scale``). A DTensor's state is DTensors over the same mesh; a step works on
-the local shards.
+The state of a parameter consists of plain tensors: ``step`` (float32), and for each moment its values or codes
+(``exp_avg``) and, if quantized, its scales (``exp_avg_scale``). The state of a DTensor consists of DTensors over the
+same mesh; a step works on the local shards.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from lowbit._C import OPTIM_RULES, STATE_FORMATS
 from lowbit.ops.optim import Step, take
 from lowbit.ops.tracing import is_traced
 from lowbit.optim import loading, moments, sharding
-from lowbit.optim.checks import LARGEST_SEED, check_group, check_param
+from lowbit.optim.checks import LARGEST_SEED, check_group, check_not_replaced, check_param, check_trainable
 from lowbit.optim.moments import StateOptions
 from lowbit.optim.plan import CallLists, Plan, plan
 from lowbit.optim.state_format import BITS, Layout
@@ -28,19 +28,20 @@ _WITHOUT_EFFECT = {
     "args": None, "is_paged": False, "percentile_clipping": 100, "block_wise": True, "foreach": None, "fused": None,
     "capturable": False,
 }  # fmt: skip
-"""Arguments of bitsandbytes' and torch's optimizers that mean nothing here, with the value that asks for nothing."""
+"""Arguments of bitsandbytes' and torch's optimizers that have no effect, with the values that do not cause a
+warning."""
 
 
 class LowBitOptimizer(torch.optim.Optimizer):
-    """Base of every optimizer of `lowbit.optim`. A subclass names its rule, whose moments and numbers csrc/rules has.
+    """Base class of the optimizers of `lowbit.optim`. A subclass names its update rule, which csrc/rules implements.
 
-    Each param group holds ``state_format``, ``block_size``, ``min_8bit_size`` and ``bf16_stochastic_round`` beside the
-    rule's own options; a group may set them, or ``optim_bits`` (32, 16, 8 or 4), for its parameters alone.
+    Each param group has ``state_format``, ``block_size``, ``min_8bit_size`` and ``bf16_stochastic_round`` besides the
+    options of the rule. A group may set these options, or ``optim_bits`` (32, 16, 8 or 4), for its own parameters.
     """
 
     RULE: ClassVar[str]
-    DECOUPLED: ClassVar[bool] = False  # weight decay shrinks the parameter; else it is added to the gradient
-    _step_supports_amp_scaling = True  # GradScaler hands over grad_scale and found_inf instead of unscaling
+    DECOUPLED: ClassVar[bool] = False  # whether weight decay shrinks the parameter instead of changing the gradient
+    _step_supports_amp_scaling = True  # GradScaler passes grad_scale and found_inf instead of unscaling
 
     def __init__(
         self,
@@ -62,7 +63,7 @@ class LowBitOptimizer(torch.optim.Optimizer):
                 warnings.warn(f"{type(self).__name__}: {name}={value!r} has no effect here", stacklevel=3)
         defaults = {
             **defaults,
-            "rule": self.RULE,  # tells a checkpoint of another one, of which torch.distributed.checkpoint reads a part
+            "rule": self.RULE,  # detects checkpoints of other rules, which torch.distributed.checkpoint partly reads
             "maximize": maximize,
             "state_format": state_format if optim_bits is None else _format_of_bits(optim_bits),
             "block_size": block_size,
@@ -72,12 +73,13 @@ class LowBitOptimizer(torch.optim.Optimizer):
         }
         self._check_group(defaults)
         self._plans: dict[int, Plan] = {}
-        self._checked: dict[int, dict[str, Any]] = {}  # options of each group, as they passed the check last
+        self._checked: dict[int, dict[str, Any]] = {}  # options of each group that passed the last check
         self._layouts: dict[Tensor, Layout] = {}  # the layouts of the moments in self.state
         super().__init__(params, defaults)
+        check_trainable([param for group in self.param_groups for param in group["params"]], type(self).__name__)
 
     def _hyper(self, group: dict[str, Any]) -> dict[str, float | bool]:
-        """Return the numbers of a step except lr, by their names in `_C.OPTIM_HYPER`."""
+        """Return the hyperparameters of a step except lr, by their names in `_C.OPTIM_HYPER`."""
         shared = {"decoupled": self.DECOUPLED, "weight_decay": group["weight_decay"], "maximize": group["maximize"]}
         betas = {"beta1": 0, "beta2": 1}
         own = {
@@ -87,35 +89,34 @@ class LowBitOptimizer(torch.optim.Optimizer):
         return {**shared, **own}
 
     def _check_group(self, group: dict[str, Any]) -> None:
-        """Raise ValueError for options out of range, in torch's words. A rule with options of its own extends this."""
+        """Raise ValueError for options out of range, with torch's messages. A rule with further options extends
+        this."""
         if group["rule"] != self.RULE:
             raise ValueError(f"Invalid rule value: {group['rule']!r}, must be {self.RULE!r} of a {type(self).__name__}")
         check_group(group)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters with options of their own, and allocate their state."""
+        """Add a group of parameters with its own options, and allocate their state."""
         if "optim_bits" in param_group:
             param_group = dict(param_group)
             param_group["state_format"] = _format_of_bits(param_group.pop("optim_bits"))
         self._check_group({**self.defaults, **param_group})
         super().add_param_group(param_group)
         group = self.param_groups[-1]
-        trainable = [
-            param for param in group["params"] if param.requires_grad
-        ]  # the others may be anything, as long as they are frozen
+        trainable = [param for param in group["params"] if param.requires_grad]  # frozen parameters may be of any kind
         try:
             for param in trainable:
                 check_param(param, type(self).__name__)
         except ValueError:
             self.param_groups.pop()
             raise
-        # 1000 tensors: 7 ms that the first step would take
+        # The state is allocated now, so that the first step is as fast as the others.
         options = StateOptions.of(self.RULE, group)
         self._plans[len(self.param_groups) - 1] = self._new_plan(trainable, options)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take one step; parameters without a gradient are left alone.
+        """Take one step. Parameters without a gradient do not change.
 
         Args:
             closure: reevaluates the model and returns the loss; called with gradients enabled.
@@ -124,8 +125,9 @@ class LowBitOptimizer(torch.optim.Optimizer):
             The result of ``closure``, or None.
 
         Raises:
-            RuntimeError: a sparse gradient.
-            ValueError: the constructor would not take an option of a group.
+            RuntimeError: a gradient is sparse.
+            ValueError: an option of a group has a value that the constructor would reject, or a parameter belongs to a
+                layer that was packed since and so has no gradient.
         """
         loss = None
         if closure is not None:
@@ -154,8 +156,10 @@ class LowBitOptimizer(torch.optim.Optimizer):
         return loss
 
     def _check_changed_options(self) -> None:
-        """Raise ValueError for an option of a group that was changed to a value that no step could serve, before
-        anything changes. Not for lr, which schedulers may take below 0: `take` has its check."""
+        """Raise ValueError if an option of a group was changed to an invalid value, before the step changes anything.
+
+        lr is not checked here, because schedulers may make it negative; `take` checks it.
+        """
         if is_traced():
             return
         for index, group in enumerate(self.param_groups):
@@ -165,13 +169,14 @@ class LowBitOptimizer(torch.optim.Optimizer):
                 self._checked[index] = options
 
     def _plan(self, index: int, group: dict[str, Any]) -> Plan:
-        """Return the plan of a group's step, the last one while it serves."""
+        """Return the plan of a group's step; the previous plan if it is still valid."""
         with_grad = [param for param in group["params"] if param.grad is not None]
         options = StateOptions.of(self.RULE, group)
         if is_traced():
             return self._new_plan(with_grad, options)
         known = self._plans.get(index)
         if known is None or not known.serves(with_grad, [self.state[param] for param in with_grad], options):
+            check_not_replaced(group["params"], type(self).__name__)
             known = self._plans[index] = self._new_plan(with_grad, options)
             moments.forget(self._layouts, self.state)
         return known
@@ -181,7 +186,7 @@ class LowBitOptimizer(torch.optim.Optimizer):
         return plan(params, [self.state[param] for param in params], layouts, options)
 
     def _prepare_state(self, param: Tensor, options: StateOptions) -> Layout:
-        """Make or convert the state of a parameter where that is needed; return how its moments lie."""
+        """Create or convert the state of a parameter if necessary, and return the layout of its moments."""
         kept, owner = self._layouts.get(param), type(self).__name__
         layout = moments.prepare(self.RULE, options, param, self.state[param], kept, owner)
         if layout != kept:
@@ -189,13 +194,13 @@ class LowBitOptimizer(torch.optim.Optimizer):
         return layout
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state as torch's optimizers do, after converting moments to the memory order that their
-        parameters have now.
+        """Return the state like torch's optimizers do, after converting moments to the current memory order of their
+        parameters.
 
-        4-bit codes do not say their order: a loader reads them in that of the parameter.
+        The conversion is needed because 4-bit codes do not contain their order: a loader assumes that of the parameter.
 
         Raises:
-            ValueError: the constructor would not take an option of a group.
+            ValueError: an option of a group has a value that the constructor would reject.
         """
         self._check_changed_options()
         for group in self.param_groups:
@@ -207,14 +212,13 @@ class LowBitOptimizer(torch.optim.Optimizer):
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict of this optimizer, or of the same rule in torch, torchao or bitsandbytes, in any
-        of their formats.
+        """Load a state dict of this optimizer, or of an optimizer with the same rule in torch, torchao or bitsandbytes.
 
-        Moments are converted to the format that each parameter has here. A saved state format that is the one wanted is
-        taken bit for bit.
+        Moments are converted to the state format that each parameter has in this optimizer. If the saved format is the
+        same, every bit is kept.
 
         Raises:
-            ValueError: other parameter groups, a moment that is missing, or one whose size does not fit its parameter.
+            ValueError: the param groups differ, a moment is missing, or the size of one does not fit its parameter.
         """
         target = loading.Target(self, self.RULE, self._check_group, self._layouts)
         loading.load(target, super().load_state_dict, state_dict)
@@ -231,11 +235,11 @@ class LowBitOptimizer(torch.optim.Optimizer):
 
 
 def _seed(group: dict[str, Any], index: int, lists: CallLists) -> int | None:
-    """Return the seed of stochastic rounding of one call: no two calls of a step share one."""
+    """Return the seed of stochastic rounding for one call; each call of a step has a different seed."""
     if not group["bf16_stochastic_round"]:
         return None
     call = len(STATE_FORMATS) * index + STATE_FORMATS[lists.state_format]
-    return (group["rounding_seed"] + call + (lists.place << 32)) & LARGEST_SEED
+    return (group["rounding_seed"] + call + (lists.device_index << 32)) & LARGEST_SEED
 
 
 def _format_of_bits(optim_bits: int) -> str:

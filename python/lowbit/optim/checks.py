@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of the options of a param group and of its parameters, in torch's words where torch has the same check."""
+"""Checks of the options and parameters of a param group, with torch's messages for the checks that torch has too."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lowbit import devices
 from lowbit._C import STATE_FORMATS
+from lowbit.ops.packed_weights import WAYS_TO_TRAIN, were_replaced
 
 _PARAM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _MIN_BLOCK, _MAX_BLOCK = 32, 4096
@@ -19,8 +20,8 @@ LARGEST_SEED = 2**63 - 1
 
 
 def check_number(value: Any, what: str, *, signed: bool = False, below: float = math.inf) -> None:
-    """Raise ValueError unless ``value`` is a number (or a tensor of one element), not negative unless ``signed``, and
-    less than ``below``."""
+    """Raise ValueError unless ``value`` is a number (or a tensor with one element), is not negative (unless
+    ``signed``), and is less than ``below``."""
     if isinstance(value, Tensor):
         is_number = value.numel() == 1 and not value.is_complex() and value.device.type != "meta"
     else:
@@ -37,7 +38,7 @@ def check_switch(value: Any, name: str) -> None:
 
 
 def check_group(group: dict[str, Any]) -> None:
-    """Raise ValueError for options out of range that all rules share."""
+    """Raise ValueError if an option that all rules share is out of range."""
     if isinstance(group["lr"], Tensor) and group["lr"].numel() != 1:
         raise ValueError("Tensor lr must be 1-element")
     check_number(group["lr"], "learning rate")
@@ -69,7 +70,7 @@ def _check_betas(betas: Any) -> None:
 
 
 def check_param(param: Tensor, optimizer: str) -> None:
-    """Raise ValueError for a parameter that no step could serve."""
+    """Raise ValueError if the optimizers do not support a parameter."""
     devices.check(optimizer, "parameters", param.device, kernel="optim_step")
     if param.dtype not in _PARAM_DTYPES:
         raise ValueError(f"{optimizer}: parameters must be float32, bfloat16 or float16, got {param.dtype}")
@@ -82,8 +83,30 @@ def check_param(param: Tensor, optimizer: str) -> None:
         )
 
 
+def check_trainable(params: list[Tensor], optimizer: str) -> None:
+    """Raise ValueError where none of the parameters trains, and some are codes, such as packed weights."""
+    codes = [param for param in params if not param.is_floating_point() and not param.is_complex()]
+    if codes and not any(param.requires_grad for param in params):
+        raise ValueError(
+            f"{optimizer}: a parameter must require a gradient, got {len(params)} that do not, {len(codes)} of them "
+            f"codes (packed weights), the first {codes[0].dtype} of shape {list(codes[0].shape)}; {WAYS_TO_TRAIN}"
+        )
+
+
+def check_not_replaced(params: list[Tensor], optimizer: str) -> None:
+    """Raise ValueError for a parameter that would train, without a gradient since its layer was packed."""
+    replaced = were_replaced([param for param in params if param.requires_grad and param.grad is None])
+    if replaced:
+        raise ValueError(
+            f"{optimizer}: parameters must be those of the model, got {len(replaced)} of {len(params)} whose layers "
+            f"were packed since, by quantize_ or another function, the first of shape {list(replaced[0].shape)}: make "
+            f"the optimizer after that, of parameters that train; {WAYS_TO_TRAIN}"
+        )
+
+
 def _overlaps(tensor: Tensor) -> bool:
-    """Return whether some memory may be of two elements: a dimension steps less far than those inside it reach."""
+    """Return whether two elements may share memory: whether a stride is smaller than the extent of the dimensions
+    inside it."""
     if tensor.is_contiguous():
         return False
     reach = 1

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Optimizer states and steps on the CPU, for parameters on a device.
 
-Each parameter has a copy on the CPU, which another optimizer, the base optimizer, steps. A step is: parameters and
-gradients to the CPU, the base optimizer's step there, parameters back. Parameters are copied at each step: changes in
-between (a checkpoint that is loaded, `.data`) need not leave a trace that could be compared.
+Each parameter has a copy on the CPU, which the base optimizer updates. A step copies parameters and gradients to the
+CPU, takes the base optimizer's step there, and copies the parameters back. Parameters are copied in every step, because
+changes in between (a loaded checkpoint, an assignment to `.data`) cannot be detected reliably.
 """
 
 from __future__ import annotations
@@ -20,29 +20,30 @@ from lowbit.optim.adamw import AdamW
 from lowbit.optim.checks import check_switch
 
 _NAME = "CPUOffloadOptimizer"
-_PINS = ("cuda", "xpu")  # devices whose copies to pinned memory need not be waited for
+_PINS = ("cuda", "xpu")  # devices with asynchronous copies to pinned memory
 
 
 class CPUOffloadOptimizer(torch.optim.Optimizer):
-    """Keep the states of an optimizer on the CPU and step there; parameters and gradients stay on their device.
+    """An optimizer whose states and steps are on the CPU, while parameters and gradients stay on their device.
 
-    A parameter on the CPU is stepped where it is, without a copy: then this is the base optimizer itself. Param groups,
-    schedulers, clipping, GradScaler and gradient accumulation work as ever. A state dict is that of the base optimizer,
-    so it also loads into an optimizer that is not offloaded, and the other way.
+    Parameters that are on the CPU already are updated in place without a copy. Param groups, schedulers, clipping,
+    GradScaler and gradient accumulation work as usual. The state dict is that of the base optimizer, so it can be
+    exchanged with optimizers that are not offloaded.
 
     Args:
-        params: parameters, or param groups, of any device. A frozen parameter has no copy; if it trains later, it is
-            stepped on its device.
-        optimizer_class: makes the base optimizer of param groups; of `lowbit.optim`, `torch.optim` or yours.
-        offload_gradients: move each gradient to the CPU, and free it on the device, as soon as backward has made it.
-            A second backward before the step is refused then, and `clip_grad_norm_` has to be given the
-            parameters of ``base_optimizer``.
-        minimal_size: a parameter of fewer elements is stepped on its device, with its states.
+        params: parameters or param groups, on any device. A parameter that is frozen now has no copy; if it is trained
+            later, it is updated on its device.
+        optimizer_class: a class or function that creates the base optimizer from param groups; of `lowbit.optim`,
+            `torch.optim` or your own.
+        offload_gradients: whether each gradient is moved to the CPU, and freed on the device, as soon as backward has
+            computed it. Then a second backward before the step raises an error, and `clip_grad_norm_` must be called
+            with the parameters of ``base_optimizer``.
+        minimal_size: parameters with fewer elements are updated on their device, where their states are too.
         options: arguments of ``optimizer_class``, such as lr.
 
     Raises:
-        TypeError, ValueError: an argument of another type, a DTensor on a device (`fully_shard` has CPUOffloadPolicy),
-            or an argument that ``optimizer_class`` refuses.
+        TypeError, ValueError: an argument is of the wrong type; a parameter is a DTensor on a device (use
+            `fully_shard` with CPUOffloadPolicy instead); or ``optimizer_class`` rejects an argument.
 
     Example:
         >>> optimizer = CPUOffloadOptimizer(model.parameters(), lowbit.optim.AdamW8bit, lr=1e-4)
@@ -73,9 +74,9 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
         self._adopt(self.param_groups)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters with options of their own, as torch's optimizers do."""
+        """Add a group of parameters with its own options, as torch's optimizers do."""
         super().add_param_group(param_group)
-        if self.base_optimizer is None:  # the constructor makes it of all groups
+        if self.base_optimizer is None:  # the constructor creates it from all groups later
             return
         group = self.param_groups[-1]
         try:
@@ -88,8 +89,7 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
         self._adopt([group])
 
     def _stepped(self, params: list[Tensor]) -> list[Tensor]:
-        """Return the tensor that the base optimizer steps in the place of each parameter: its copy, or
-        the parameter itself."""
+        """Return the tensors that the base optimizer updates: the copy of each parameter, or the parameter itself."""
         for param in params:
             if param.device.type == "cpu" or not param.requires_grad or param.numel() < self.minimal_size:
                 continue
@@ -102,7 +102,7 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
         return [self._copies.get(param, param) for param in params]
 
     def _adopt(self, groups: list[dict[str, Any]]) -> None:
-        """Take over the base optimizer's groups for those that were added, and watch their gradients."""
+        """Adopt the base optimizer's options and states for added groups, and register hooks for their gradients."""
         self._show()
         for param in (param for group in groups for param in group["params"]):
             self._devices[param] = param.device
@@ -110,11 +110,11 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
                 param.register_post_accumulate_grad_hook(_while_alive(self._offload_gradient))
 
     def _show(self) -> None:
-        """Show the options and states of the base optimizer as those of the parameters on the device."""
+        """Make the options and states of the base optimizer visible as those of the parameters on the device."""
         assert self.base_optimizer is not None
         for group, stepped in zip(self.param_groups, self.base_optimizer.param_groups, strict=True):
             options = {name: value for name, value in stepped.items() if name != "params"}
-            for name in group.keys() - options.keys() - {"params"}:  # such as optim_bits, which is a state_format now
+            for name in group.keys() - options.keys() - {"params"}:  # such as optim_bits, which became state_format
                 del group[name]
             group.update(options)
         states, params = self.base_optimizer.state, (p for group in self.param_groups for p in group["params"])
@@ -123,14 +123,14 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
         self.state.update({param: states[stepped] for param, stepped in stepped_as if stepped in states})
 
     def _hand_over_options(self) -> None:
-        """Give the base optimizer the options of now, which schedulers change."""
+        """Pass the current options, which schedulers change, to the base optimizer."""
         assert self.base_optimizer is not None
         for group, stepped in zip(self.param_groups, self.base_optimizer.param_groups, strict=True):
             stepped.update({name: value for name, value in group.items() if name != "params"})
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take one step on the CPU; parameters without a gradient are left alone.
+        """Take one step on the CPU. Parameters without a gradient do not change.
 
         Args:
             closure: reevaluates the model and returns the loss; called with gradients enabled.
@@ -139,7 +139,7 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
             The result of ``closure``, or None.
 
         Raises:
-            ValueError: a parameter has gone to another device since it was added.
+            ValueError: a parameter was moved to another device after it was added.
         """
         assert self.base_optimizer is not None
         loss = None
@@ -169,7 +169,7 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def _offload_gradient(self, param: Tensor) -> None:
-        """Move a gradient that backward has made to the CPU."""
+        """Move a gradient that backward has computed to the CPU."""
         copy = self._copies[param]
         if copy.grad is not None:
             raise RuntimeError(
@@ -177,11 +177,11 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
                 "two gradients of a parameter; accumulate with offload_gradients=False"
             )
         _set_gradient(copy, _to_cpu(param.grad))
-        _wait({param.device})  # clipping may read it at once
+        _wait({param.device})  # clipping may read the copy immediately
         param.grad = None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients, also those that were moved to the CPU."""
+        """Reset all gradients, including those that were moved to the CPU."""
         super().zero_grad(set_to_none)
         for copy in self._copies.values():
             copy.grad = None
@@ -193,10 +193,10 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
         return self.base_optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict that the base optimizer loads: of its class, offloaded or not.
+        """Load a state dict of the base optimizer's class, whether it was offloaded or not.
 
         Raises:
-            ValueError: it is no state dict of an optimizer, or the base optimizer refuses it.
+            ValueError: it is not a state dict of an optimizer, or the base optimizer rejects it.
         """
         assert self.base_optimizer is not None
         loading.check_outline(state_dict, f"{_NAME}.load_state_dict")
@@ -211,7 +211,7 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
 
 
 def _while_alive(method: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
-    """Return a hook that does nothing once the optimizer is gone: the parameter may have another one then."""
+    """Return a hook that calls ``method`` only while the optimizer exists, since a parameter may outlive it."""
     reference = weakref.WeakMethod(method)
 
     def hook(param: Tensor) -> None:
@@ -223,18 +223,18 @@ def _while_alive(method: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
 
 
 def _to_cpu(tensor: Tensor | None) -> Tensor | None:
-    """Copy a tensor, or begin to; torch takes pinned memory for a copy that is not waited for."""
+    """Copy a tensor to the CPU, or start the copy. For asynchronous copies torch allocates pinned memory."""
     return None if tensor is None else tensor.detach().to("cpu", non_blocking=tensor.device.type in _PINS)
 
 
 def _set_gradient(copy: Tensor, gradient: Tensor | None) -> None:
-    """Set a gradient, of any dtype."""
+    """Set a gradient, whose dtype may differ from that of the copy."""
     copy.grad = None
     if gradient is not None and gradient.dtype != copy.dtype:
         copy.grad_dtype = gradient.dtype
     copy.grad = gradient
 
 
-def _wait(places: set[torch.device]) -> None:
-    for device in places:
+def _wait(devices: set[torch.device]) -> None:
+    for device in devices:
         torch.get_device_module(device).synchronize(device)

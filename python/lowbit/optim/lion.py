@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lion with an 8-bit momentum: p -= lr sign(b1 m + (1 - b1) g), m = b2 m + (1 - b2) g (arXiv 2302.06675)."""
+"""Lion with an 8-bit moment: p -= lr sign(b1 m + (1 - b1) g), m = b2 m + (1 - b2) g (Chen et al., arXiv 2302.06675)."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from lowbit.optim.base import LowBitOptimizer
 
 
 class Lion8bit(LowBitOptimizer):
-    """Lion with its moment in 8 bits.
+    """Lion (Chen et al., arXiv 2302.06675) with an 8-bit moment.
 
     Args:
         params: float32, bfloat16 or float16 parameters on the CPU (DTensors too), or param groups.
-        lr: learning rate, a float or a 0-dim tensor; a third to a tenth of AdamW's.
+        lr: learning rate, a float or a 0-dim tensor; typically a third to a tenth of AdamW's.
         betas: coefficients of the step's direction and of the moment, each in [0, 1).
-        weight_decay: shrinks the parameter by lr * weight_decay.
+        weight_decay: the parameter shrinks by lr * weight_decay.
         block_size, bf16_stochastic_round, options: the same as for `AdamW8bit`.
 
     Raises:
-        ValueError: an option out of range, or a parameter of another dtype or device.
+        ValueError: an option is out of range, or the dtype or device of a parameter is not supported.
     """
 
     RULE = "lion"

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loading of state dicts: our own, and those of torch, torchao and bitsandbytes for the same rule.
+"""Loading of state dicts of lowbit, and of torch, torchao and bitsandbytes for the same rule.
 
-torch's `Optimizer.load_state_dict` would cast codes and scales to the dtype of the parameter. So every param group and
-every parameter's state is checked and converted first, passes torch's code inside a `_Held` that it does not look into,
-and is unpacked after. Options of how state is kept (`state_format` and the like) stay those of this optimizer; lr and
-the rule's options come from the checkpoint.
+torch's `Optimizer.load_state_dict` would cast codes and scales to the dtype of the parameter. So the state of every
+parameter is first checked and converted, then passes through torch's code inside a `_Held` object, which torch does not
+inspect, and is unwrapped afterwards. Options about the storage of the state, such as `state_format`, remain those of
+this optimizer; lr and the options of the rule come from the checkpoint.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from lowbit.optim import moments, saved_state
 from lowbit.optim.moments import StateOptions
 from lowbit.optim.state_format import Layout, decode, encode, has_codes
 
-_OF_TORCH = "differentiable"  # which it adds to the defaults at the first load
+_OF_TORCH = "differentiable"  # an option that torch adds to the defaults in the first load
 _KEPT_OPTIONS = ("state_format", "block_size", "min_8bit_size", "bf16_stochastic_round", "rounding_seed")
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The optimizer that a state dict is loaded into, with facts about it that torch's class does not have."""
+    """The optimizer that a state dict is loaded into, with information that torch's class does not have."""
 
     optimizer: torch.optim.Optimizer
     rule: str
     check_group: Callable[[dict[str, Any]], None]  # raises ValueError for options out of range
-    layouts: dict[Tensor, Layout]  # the layouts of the moments in its state, changed
+    layouts: dict[Tensor, Layout]  # layouts of the moments in its state; loading updates them
 
     @property
     def name(self) -> str:
@@ -42,15 +42,15 @@ class Target:
 
 @dataclass(slots=True)
 class _Held:
-    """State of one parameter on its way through torch's loader."""
+    """The state of one parameter while it passes through torch's loader."""
 
     state: dict[str, Any]
     layout: Layout
 
 
 def load(target: Target, torch_load: Callable[[dict[str, Any]], None], state_dict: dict[str, Any]) -> None:
-    """Load ``state_dict`` through torch's loader, which also runs the user's hooks; nothing changes if it
-    does not fit."""
+    """Load ``state_dict`` with torch's loader, which also runs the user's hooks. If it does not fit, nothing
+    changes."""
     optimizer = target.optimizer
     before = optimizer.register_load_state_dict_pre_hook(lambda _, given: _hold(target, given))
     after = optimizer.register_load_state_dict_post_hook(lambda _: _release(target), prepend=True)
@@ -88,19 +88,20 @@ def _hold(target: Target, state_dict: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_outline(state_dict: Any, call: str) -> None:
-    """Raise ValueError unless this is a state dict: groups that list parameters, and states."""
+    """Raise ValueError unless this is a state dict with param groups, which list parameters, and states."""
     groups, state = (
         state_dict.get(name) if isinstance(state_dict, dict) else None for name in ("param_groups", "state")
     )
     if not isinstance(groups, list) or not isinstance(state, dict):
-        raise ValueError(f"{call}: state_dict must have a list param_groups and a dict state")
+        got = sorted(map(str, state_dict)) if isinstance(state_dict, dict) else type(state_dict).__name__
+        raise ValueError(f"{call}: state_dict must be a dict with a list param_groups and a dict state, got {got}")
     for number, group in enumerate(groups):
         if not isinstance(group, dict) or not isinstance(group.get("params"), (list, tuple)):
             raise ValueError(f"{call}: param group {number} must be a dict with a list params")
 
 
 def _check_keys(state_dict: dict[str, Any], call: str) -> None:
-    """Raise ValueError unless every parameter is listed once, and every state is a dict of one of those."""
+    """Raise ValueError unless every parameter is listed once, and every state is a dict that belongs to one of them."""
     listed = [index for group in state_dict["param_groups"] for index in group["params"]]
     names = set(listed)
     if len(names) != len(listed):
@@ -120,7 +121,7 @@ def _merged_group(target: Target, saved: dict[str, Any], group: dict[str, Any], 
         defaults = {name: value for name, value in target.optimizer.defaults.items() if name != _OF_TORCH}
         needed = [name for name in defaults if is_ours or name in ("lr", "weight_decay", "betas", "momentum")]
         if missing := [name for name in needed if name not in given]:
-            raise ValueError(f"no {', '.join(missing)}, got {sorted(map(str, saved))}")
+            raise ValueError(f"it must have {', '.join(missing)}, got {sorted(map(str, saved))}")
         target.check_group({**defaults, **given})
     except ValueError as error:
         raise ValueError(f"{what}: {error}") from None
@@ -128,8 +129,8 @@ def _merged_group(target: Target, saved: dict[str, Any], group: dict[str, Any], 
 
 
 def _convert(entry: saved_state.Entry, again: Counter[str]) -> _Held | None:
-    """Return the state of one parameter in the layout that it has in this optimizer, None if it was never stepped;
-    count states that lose precision by it."""
+    """Return the state of one parameter in the layout of this optimizer, or None if it has taken no step. Conversions
+    that lose precision are counted in ``again``."""
     saved = saved_state.read(entry)
     if saved is None:
         return None

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The moments in the state of one parameter: which ones a rule keeps, their memory layout, and how they are created and
-converted when the parameter or options change."""
+"""The moments in the state of one parameter: which ones a rule has, their memory layout, their creation, and their
+conversion when the parameter or the options change."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from lowbit.optim.state_format import Layout, allocate, decode, encode, has_code
 
 
 def of_rule(rule: str) -> dict[str, tuple[bool, str | None]]:
-    """Return the moments that a rule may keep: name -> can be negative, and the option without which it is not kept."""
+    """Return the moments of a rule: name -> (whether it can be negative, the option that it requires or None)."""
     return OPTIM_RULES[rule]["moments"]
 
 
 @dataclass(frozen=True, slots=True)
 class StateOptions:
-    """The options of a param group that say which moments are kept, and how."""
+    """The options of a param group that determine which moments exist and how they are stored."""
 
     state_format: str
     min_8bit_size: int
@@ -37,8 +37,8 @@ class StateOptions:
         return cls(group["state_format"], group["min_8bit_size"], group["block_size"], moments)
 
     def layout(self, param: Tensor) -> Layout:
-        """Return how the moments of a parameter are to lie in memory. Small ones stay float32; a DTensor counts
-        whole, so that ranks agree."""
+        """Return the memory layout for the moments of a parameter. Small parameters have float32 moments; the size of a
+        DTensor is its global size, so that ranks agree."""
         is_small = has_codes(self.state_format) and param.numel() < self.min_8bit_size
         return Layout.of(sharding.local(param), "float32" if is_small else self.state_format, self.block_size)
 
@@ -46,20 +46,20 @@ class StateOptions:
 def prepare(
     rule: str, options: StateOptions, param: Tensor, state: dict[str, Any], kept: Layout | None, owner: str
 ) -> Layout:
-    """Make the state of a parameter, or convert it to the parameter's memory order and the options as they are now.
+    """Create the state of a parameter, or convert it to the current memory order and options.
 
     Args:
-        rule, options: they decide which moments are kept, and how.
+        rule, options: determine which moments exist and how they are stored.
         param: the parameter.
-        state: its state, changed.
-        kept: the current storage of the moments in ``state``; None: the one that is wanted.
-        owner: the name of the optimizer, for errors.
+        state: its state, which is changed in place.
+        kept: the current layout of the moments in ``state``; None if it is the required one.
+        owner: the name of the optimizer, for error messages.
 
     Returns:
-        Their layout now.
+        The new layout of the moments.
 
     Raises:
-        ValueError: no step could serve the parameter, or the state is not of its shape, or lacks a moment.
+        ValueError: the parameter is not supported, its state has another shape, or a moment is missing.
     """
     layout = options.layout(param)
     if state and kept in (None, layout) and all(name in state for name in options.moments):
@@ -69,10 +69,10 @@ def prepare(
     if kept is not None and kept.shape != layout.shape:
         if float(state["step"]) > 0:
             raise ValueError(
-                f"{owner}: the state of a parameter of shape {list(kept.shape)} does not fit the data that it has now, "
-                f"of shape {list(layout.shape)}; delete it from optimizer.state to begin anew"
+                f"{owner}: the state of a parameter must be for its shape {list(layout.shape)}, got one for "
+                f"{list(kept.shape)}; delete it from optimizer.state to begin anew"
             )
-        kept = None  # zeros, of no use any more
+        kept = None  # no step was taken, so the moments are zeros and can be discarded
     if kept is None:
         state.clear()
         state["step"] = torch.zeros((), dtype=torch.float32, device=layout.device)
@@ -86,16 +86,16 @@ def prepare(
             values, scale = encode(decode(*local, kept, is_signed), layout, is_signed)
         elif name in state or name not in options.moments:
             continue
-        elif kept is None or needs is not None:  # one that an option asks for may come later, and begins with zeros
+        elif kept is None or needs is not None:  # an option may add a moment later; it starts at zero
             values, scale = allocate(layout)
         else:
-            raise ValueError(f"{owner}: the state of a parameter has no {name}, got {sorted(state)}")
+            raise ValueError(f"{owner}: the state of a parameter must have {name}, got {sorted(state)}")
         state.update(entries(param, name, values, scale, layout))
     return layout
 
 
 def entries(param: Tensor, name: str, values: Tensor, scale: Tensor | None, layout: Layout) -> dict[str, Tensor]:
-    """Return one moment of the local shard of ``param`` as entries of its state."""
+    """Return the state entries for one moment of the local shard of ``param``."""
     nibbles = layout.state_format == "dynamic4"
     stored = {name: sharding.row_like(param, values, nibble_bytes) if nibbles else sharding.like(param, values)}
     if scale is not None:
@@ -104,6 +104,6 @@ def entries(param: Tensor, name: str, values: Tensor, scale: Tensor | None, layo
 
 
 def forget(layouts: dict[Tensor, Layout], state: dict[Tensor, Any]) -> None:
-    """Take the layouts of parameters without a state away."""
+    """Remove the layouts of parameters that have no state."""
     for param in [param for param in layouts if param not in state]:
         del layouts[param]

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plan of a step of one param group, made once: lists of the tensors themselves, by state format and device.
+"""The plan of one param group's step, which is reused: lists of tensors by state format and device.
 
-A plan holds the tensors of parameters and states themselves, which the step reads each time: data that `.data =` puts
-into them counts. The exceptions are views of the local tensors of DTensors, whose addresses are compared. Everything
-else that a plan was made from is compared by `serves`; gradients are looked up at each step.
+A plan has references to the parameters and states themselves, so data that is assigned with `.data =` is seen in the
+next step. The exceptions are views of the local tensors of DTensors, whose addresses are compared. `serves` compares
+everything else that the plan depends on; gradients are looked up in each step.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from lowbit.optim.state_format import Layout, has_codes
 
 @dataclass(frozen=True, slots=True)
 class CallLists:
-    """The parameters on one device whose moments are in one state format: the lists of a call, without gradients."""
+    """The lists of one call, without gradients: the parameters on one device with one state format."""
 
     state_format: str
-    place: int  # index of the device among those of the plan
-    members: list[Tensor]  # parameters, as the gradients are found on them
-    is_sharded: bool  # one or more are DTensors
-    params: list[Tensor]  # local
-    gaps: dict[int, Layout]  # places of those that are not dense, or no floats: they are stepped in a dense copy
+    device_index: int  # index of the device in the plan
+    members: list[Tensor]  # the parameters, whose .grad is read
+    is_sharded: bool  # whether some parameters are DTensors
+    params: list[Tensor]  # local tensors
+    gaps: dict[int, Layout]  # parameters that are not dense or not plain tensors, by index; a dense copy is stepped
     states: list[list[Tensor]]  # one list per moment
     scales: list[list[Tensor]]
     steps: list[Tensor]
@@ -42,7 +42,7 @@ class CallLists:
     @classmethod
     def of(
         cls,
-        place: int,
+        device_index: int,
         params: list[Tensor],
         states: list[dict[str, Any]],
         layouts: list[Layout],
@@ -56,15 +56,15 @@ class CallLists:
             for state, layout in zip(states, layouts, strict=True)
         ]
         gaps = {
-            place: layout
-            for place, (param, layout) in enumerate(zip(local, layouts, strict=True))
+            index: layout
+            for index, (param, layout) in enumerate(zip(local, layouts, strict=True))
             if not _is_dense(param, layout)
         }
         values = [[moment[0] for moment in by_param] for by_param in zip(*stored, strict=True)]
         scales = [[moment[1] for moment in by_param] for by_param in zip(*stored, strict=True)]
         return cls(
             state_format=layouts[0].state_format,
-            place=place,
+            device_index=device_index,
             members=params,
             is_sharded=any(map(sharding.is_dtensor, params)),
             params=local,
@@ -75,12 +75,12 @@ class CallLists:
         )
 
     def with_gradients(self) -> StepLists:
-        """Return the lists with the gradients of now, and dense copies of parameters that have gaps."""
+        """Return the lists with the current gradients, and with dense copies of parameters that are not dense."""
         params = self.params
         if self.gaps:
             params = [*params]
-            for place, layout in self.gaps.items():
-                params[place] = layout.empty(params[place].dtype).copy_(params[place])
+            for index, layout in self.gaps.items():
+                params[index] = layout.empty(params[index].dtype).copy_(params[index])
         grads = [sharding.local(member.grad) if self.is_sharded else member.grad for member in self.members]
         if sparse := [grad.layout for grad in grads if grad.layout is not torch.strided]:
             raise RuntimeError(f"lowbit.optim does not support sparse gradients, got {sparse[0]}")
@@ -89,14 +89,14 @@ class CallLists:
         return StepLists(params, grads, self.states, self.scales, self.steps)
 
     def write_back(self, stepped: StepLists) -> None:
-        """Take over the parameters that were stepped in a copy."""
-        for place in self.gaps:
-            self.params[place].copy_(stepped.params[place])
+        """Copy the results back to the parameters that were stepped in a dense copy."""
+        for index in self.gaps:
+            self.params[index].copy_(stepped.params[index])
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The lists of a step, and the values that they were made from."""
+    """The lists of a step, and the values that they depend on."""
 
     calls: list[CallLists]
     options: StateOptions
@@ -104,7 +104,7 @@ class Plan:
     entries: list[Any]  # entries of the states of all parameters
     counts: list[int]  # number of entries of each state
     sharded: list[Tensor]  # DTensors, of which the lists hold local views
-    places: list[Any]
+    memory: list[Any]
 
     def serves(self, params: list[Tensor], states: list[dict[str, Any]], options: StateOptions) -> bool:
         """Return whether a step of these parameters may use the lists."""
@@ -113,12 +113,13 @@ class Plan:
             and _are_the_same(self.params, params)
             and self.counts == [*map(len, states)]
             and _are_the_same(self.entries, _entries(states))
-            and self.places == _places(params, self.sharded)
+            and self.memory == _memory(params, self.sharded)
         )
 
 
 def plan(params: list[Tensor], states: list[dict[str, Any]], layouts: list[Layout], options: StateOptions) -> Plan:
-    """Return the lists of ``params``, whose ``states`` lie as ``layouts`` say; ``options`` are those of their group."""
+    """Return the plan for the parameters of a group, with their states, the layouts of these, and the group's
+    options."""
     calls, devices = [], list(dict.fromkeys(layout.device for layout in layouts))
     for kind in dict.fromkeys((layout.state_format, layout.device) for layout in layouts):
         chosen = [index for index, layout in enumerate(layouts) if (layout.state_format, layout.device) == kind]
@@ -134,7 +135,7 @@ def plan(params: list[Tensor], states: list[dict[str, Any]], layouts: list[Layou
         entries=_entries(states),
         counts=[*map(len, states)],
         sharded=sharded,
-        places=_places(params, sharded),
+        memory=_memory(params, sharded),
     )
 
 
@@ -143,22 +144,22 @@ def _entries(states: list[dict[str, Any]]) -> list[Any]:
 
 
 def _are_the_same(these: list[Any], those: list[Any]) -> bool:
-    """Whether these are those objects; tensors are not compared by ==."""
+    """Return whether both lists have the same objects. == would compare the values of tensors."""
     return len(these) == len(those) and all(map(operator.is_, these, those))
 
 
-def _places(params: list[Tensor], sharded: list[Tensor]) -> list[Any]:
-    """The places of parameters: equal ones mean that they lie as before, and that views are of the
-    same local tensors."""
-    places: list[Any] = [*[param.shape for param in params], *[param.stride() for param in params]]
+def _memory(params: list[Tensor], sharded: list[Tensor]) -> list[Any]:
+    """Return a value that stays equal while parameters have the same shapes and strides, and DTensors the same local
+    tensors."""
+    memory: list[Any] = [*[param.shape for param in params], *[param.stride() for param in params]]
     if sharded and not is_traced():
         local = [sharding.local(tensor) for tensor in sharded]
-        places += [(tensor.data_ptr(), tensor.shape, tensor.stride()) for tensor in local]
-    return places
+        memory += [(tensor.data_ptr(), tensor.shape, tensor.stride()) for tensor in local]
+    return memory
 
 
 def _is_dense(local: Tensor, layout: Layout) -> bool:
-    if is_traceable_wrapper_subclass(local):  # several tensors in one, such as the codes and scales of an Int8Weight
+    if is_traceable_wrapper_subclass(local):  # a wrapper of several tensors, such as Int8Weight
         return False
     if layout.stride is None:
         return local.is_contiguous()
@@ -167,13 +168,13 @@ def _is_dense(local: Tensor, layout: Layout) -> bool:
 
 
 def _any_is_negated(tensors: list[Tensor]) -> bool:
-    """Whether one is lazily negated; a graph sees none."""
+    """Return whether a tensor has the lazy negation bit set, which does not occur in traced graphs."""
     return not is_traced() and any(map(Tensor.is_neg, tensors))
 
 
 def _in_order(grad: Tensor, param: Tensor, member: Tensor) -> Tensor:
-    """Return a local gradient in the memory order of its local parameter; one in another order is replaced, as it may
-    be unscaled in place."""
+    """Return a local gradient in the memory order of its parameter. A gradient in another order is replaced on the
+    parameter, because the step may unscale it in place."""
     if grad.stride() == param.stride() and not _any_is_negated([grad]):
         return grad
     ordered = torch.empty_like(param, dtype=grad.dtype, requires_grad=False).copy_(grad)

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The saved state of one parameter, of any of the packages, checked to the last entry and read as moments
+"""Reading of one parameter's saved state, from any of the packages: all entries are checked, and moments are returned
 with their layout.
 
-| saved by | a moment | its scales | known by |
+| saved by | a moment | its scales | recognized by |
 |---|---|---|---|
 | lowbit | `exp_avg`: values, or codes | `exp_avg_scale` | `state_format` in the param group |
 | bitsandbytes | `state1`: values, or 8-bit codes of `qmap1` | `absmax1` | the name |
 | torchao | `exp_avg`: a tensor with `codes`, `scale` and `qmap` | | `codes` |
-| torch | `exp_avg`: values | | what is left |
+| torch | `exp_avg`: values | | none of the above |
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from lowbit.optim.moments import StateOptions, of_rule
 from lowbit.optim.state_format import Layout, allocate, decode, has_codes, nibble_bytes, scale_count
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-_BITSANDBYTES_NESTED = "__bnb_optimizer_quant_state__"  # hides its tensors from FSDP
-_BITSANDBYTES_BLOCKS = (256, 2048)  # since 0.44, and before
-_BITSANDBYTES_NORM = "unorm_vec"  # the state of max_unorm, which no rule here has
+_BITSANDBYTES_NESTED = "__bnb_optimizer_quant_state__"  # a nested dict that hides tensors from FSDP
+_BITSANDBYTES_BLOCKS = (256, 2048)  # block sizes since version 0.44, and before
+_BITSANDBYTES_NORM = "unorm_vec"  # the state of max_unorm, which lowbit does not have
 
 
 @dataclass(slots=True)
 class Moment:
-    """One moment as it was saved: a copy in the memory order of its layout."""
+    """A copy of one moment as it was saved, in the memory order of its layout."""
 
     values: Tensor
     scale: Tensor | None
@@ -45,13 +45,13 @@ class Moment:
 class Entry:
     """The saved state of one parameter."""
 
-    rule: str  # the rule of the optimizer that it is for
-    owner: str  # name of its class
+    rule: str  # rule of the optimizer that loads it
+    owner: str  # class name of that optimizer
     saved_group: dict[str, Any]
-    group: dict[str, Any]  # the group that it becomes
+    group: dict[str, Any]  # the param group after loading
     param: Tensor
     state: dict[str, Any]
-    what: str  # the name in errors
+    what: str  # description for error messages
 
     def __post_init__(self) -> None:
         nested = self.state.get(_BITSANDBYTES_NESTED, {})
@@ -70,7 +70,7 @@ class Entry:
     def step(self) -> float:
         """Return the number of steps taken."""
         if "step" not in self.state and not self.is_ours and self.rule != "adamw":
-            return 1.0  # torch's SGD counts none, and only asks whether there was one
+            return 1.0  # torch's SGD does not count steps; all that matters is whether there was one
         step = self.state.get("step")
         is_number = isinstance(step, Real)
         if isinstance(step, Tensor):
@@ -83,10 +83,10 @@ class Entry:
 
 
 def options_of(group: dict[str, Any], rule: str) -> dict[str, Any]:
-    """Return the options of a param group of another package by our names."""
+    """Return the options of another package's param group under the names of lowbit."""
     if rule != "sgd" or "momentum" in group or "betas" not in group:
         return group
-    betas = group["betas"]  # bitsandbytes keeps momentum and dampening of its SGD there
+    betas = group["betas"]  # where bitsandbytes' SGD stores momentum and dampening
     if not isinstance(betas, Sequence) or len(betas) != 2:
         raise ValueError(f"Invalid betas value: {betas}, must be momentum and dampening")
     others = {
@@ -96,17 +96,19 @@ def options_of(group: dict[str, Any], rule: str) -> dict[str, Any]:
 
 
 def read(entry: Entry) -> dict[str, Moment] | None:
-    """Return the moments by name; None where torch's SGD took no step with momentum.
+    """Return the moments by name, or None if torch's SGD has taken no step with momentum.
 
     Raises:
-        ValueError: an entry that is missing, unknown, or of another type, dtype, shape or device than its parameter and
-            group ask for.
+        ValueError: an entry is missing or unknown, or its type, dtype, shape or device does not fit the parameter and
+            its group.
     """
     every = {name: is_signed for name, (is_signed, _) in of_rule(entry.rule).items()}
     amsgrad = entry.saved_group.get("amsgrad", False)
     needed = StateOptions.of(entry.rule, {**entry.group, "amsgrad": amsgrad}).moments
     if not entry.param.is_floating_point():
-        raise ValueError(f"{entry.what} is {entry.param.dtype} and has no state, got {sorted(entry.state)}")
+        raise ValueError(
+            f"{entry.what} must be empty for a parameter of {entry.param.dtype}, got {sorted(entry.state)}"
+        )
     _check_names(entry, every)
     moments = {}
     for position, (name, is_signed) in enumerate(every.items(), 1):
@@ -116,7 +118,7 @@ def read(entry: Entry) -> dict[str, Moment] | None:
         elif name in needed:
             if name in entry.state and entry.rule == "sgd" and not entry.is_ours:
                 return None
-            raise ValueError(f"{entry.what} has no {name}, got {sorted(entry.state)}")
+            raise ValueError(f"{entry.what} must have {name}, got {sorted(entry.state)}")
     entry.step()
     return moments
 
@@ -129,7 +131,7 @@ def _check_names(entry: Entry, moments: dict[str, bool]) -> None:
     else:
         known = [*moments, *(f"{name}_scale" for name in moments if entry.is_ours)]
     if unknown := [name for name in entry.state if name not in ("step", *known)]:
-        raise ValueError(f"{entry.what} has {', '.join(map(str, unknown))}, unknown in a state for {entry.owner}")
+        raise ValueError(f"{entry.what} must hold entries of {entry.owner} only, got {', '.join(map(str, unknown))}")
 
 
 def _moment(entry: Entry, name: str, position: int, values: Any, is_signed: bool) -> Moment:
@@ -175,7 +177,7 @@ def _of_ours(entry: Entry, name: str, values: Any, is_signed: bool) -> Moment:
     if scale is None:
         _check(values, (wanted.dtype,), local.shape, what)
         return _floats(values, local, is_signed, what)
-    if wanted.state_format != "dynamic4":  # codes have the memory order that their parameter had
+    if wanted.state_format != "dynamic4":  # codes are in the memory order of the saved parameter
         wanted = _layout_like(values, local, wanted.state_format, wanted.block_size)
     return _codes(values, scale, wanted, is_signed, what)
 
@@ -192,7 +194,8 @@ def _of_torchao(state: Any, local: Tensor, is_signed: bool, what: str) -> Moment
     )
     if rows.block_size & (rows.block_size - 1):
         raise ValueError(
-            f"{what} must have a scale per power of two of elements, got {scale.numel()} for {local.numel()}"
+            f"{what} must have one scale for each block of a power of two of elements, got {scale.numel()} scales for "
+            f"{local.numel()} elements"
         )
     return _codes(codes, scale, rows, is_signed, what, qmap)
 
@@ -225,7 +228,7 @@ def _check(tensor: Any, dtypes: tuple[torch.dtype, ...], shape: Sequence[int], w
 
 
 def _check_map(qmap: Any, state_format: str, is_signed: bool, what: str) -> None:
-    """Raise ValueError unless the codes mean the same as here."""
+    """Raise ValueError unless the saved codes have the same meaning as those of lowbit."""
     count = 16 if state_format == "dynamic4" else 256
     _check(qmap, _FLOATS, (count,), what)
     codes = torch.arange(count, dtype=torch.uint8, device="cpu")
@@ -237,8 +240,8 @@ def _check_map(qmap: Any, state_format: str, is_signed: bool, what: str) -> None
 
 
 def _layout_like(values: Any, local: Tensor, state_format: str, block_size: int) -> Layout:
-    """Return the memory order of saved codes, where the parameter is; its own order where they cannot be read, which
-    is checked after."""
+    """Return a layout with the memory order of saved codes, on the device of the parameter. If the codes are invalid,
+    which is checked later, the order of the parameter is used."""
     readable = isinstance(values, Tensor) and values.layout is torch.strided and values.shape == local.shape
     return replace(Layout.of(values if readable else local, state_format, block_size), device=local.device)
 

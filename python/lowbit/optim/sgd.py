@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SGD with an 8-bit momentum: b = momentum b + (1 - dampening) g, p -= lr b."""
+"""SGD with 8-bit momentum: b = momentum b + (1 - dampening) g, p -= lr b."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from lowbit.optim.checks import check_number, check_switch
 
 
 class SGD8bit(LowBitOptimizer):
-    """SGD with momentum in 8 bits, torch's arguments.
+    """SGD with 8-bit momentum, and the arguments of torch.optim.SGD.
 
     Args:
         params: float32, bfloat16 or float16 parameters on the CPU (DTensors too), or param groups.
         lr: learning rate, a float or a 0-dim tensor.
-        momentum: 0 keeps no state.
-        dampening: the dampening of the gradient in the momentum, from the second step on.
-        weight_decay: the L2 penalty; the parameter times it is added to the gradient.
-        nesterov: needs momentum and no dampening.
+        momentum: momentum factor; with 0 there is no state.
+        dampening: dampening of the gradient in the momentum, from the second step on.
+        weight_decay: L2 penalty; weight_decay times the parameter is added to the gradient.
+        nesterov: whether to use Nesterov momentum, which requires momentum and no dampening.
         block_size, bf16_stochastic_round, options: the same as for `AdamW8bit`.
 
     Raises:
-        ValueError: an option out of range, or a parameter of another dtype or device.
+        ValueError: an option is out of range, or the dtype or device of a parameter is not supported.
     """
 
     RULE = "sgd"

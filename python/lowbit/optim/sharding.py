@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""State of DTensor parameters (FSDP2, tensor parallelism): a step sees local shards, a checkpoint sees DTensors.
+"""State of DTensor parameters (FSDP2, tensor parallelism): a step works on local shards, a checkpoint has DTensors.
 
-Blocks never cross shards. Values and 8-bit codes shard as their parameter. Scales and 4-bit codes, which do not have
-the parameter's shape, are one row per shard, padded to the largest, of a global ``[shards, largest]``:
-torch.distributed.checkpoint then refuses another number of shards by its shape, where the blocks would not fit.
+Blocks never cross shards. Values and 8-bit codes are sharded like their parameter. Scales and 4-bit codes do not have
+the parameter's shape; they are one row per shard, padded to the longest, of a global tensor ``[shards, longest]``. With
+another number of shards the blocks would not fit; torch.distributed.checkpoint then rejects the different shape.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ def is_dtensor(tensor: Tensor) -> bool:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return the local shard of a DTensor, any other tensor as it is."""
+    """Return the local shard of a DTensor; any other tensor unchanged."""
     return tensor._local_tensor if hasattr(tensor, "_local_tensor") else tensor
 
 
 def like(param: Tensor, state: Tensor) -> Tensor:
-    """Return a local state of the parameter's shape as a DTensor like the parameter, or as it is."""
+    """Return a local state with the parameter's shape as a DTensor, or unchanged if the parameter is not a DTensor."""
     if not is_dtensor(param):
         return state
     from torch.distributed.tensor import DTensor
@@ -39,12 +39,12 @@ def like(param: Tensor, state: Tensor) -> Tensor:
 
 
 def row_like(param: Tensor, state: Tensor, count_of: Callable[[int], int]) -> Tensor:
-    """Return a local flat state as this shard's row of a DTensor, or as it is.
+    """Return a flat local state as this shard's row of a DTensor, or unchanged if the parameter is not a DTensor.
 
     Args:
-        param: the parameter, of which the state describes the local shard.
+        param: the parameter; the state belongs to its local shard.
         state: ``[count_of(numel of the shard)]``.
-        count_of: entries of a shard with that many elements.
+        count_of: function that returns the number of entries for a number of elements.
     """
     if not is_dtensor(param):
         return state
@@ -65,8 +65,8 @@ def row_like(param: Tensor, state: Tensor, count_of: Callable[[int], int]) -> Te
 
 
 def local_moment(values: Tensor, scale: Tensor | None, layout: Layout) -> tuple[Tensor, Tensor | None]:
-    """Return the values (or codes) and scales of the local part of a moment: the tensors themselves, or views
-    of a DTensor's."""
+    """Return the values (or codes) and scales of the local part of a moment: the tensors themselves, or views of the
+    local tensors of DTensors."""
     if not is_dtensor(values):
         return values, scale
     values = local(values)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Moments in memory: their layout, allocate, encode, decode. docs/ops/optim.md has the meaning of codes."""
+"""Moments in memory: layout, allocation, encoding and decoding. docs/ops/optim.md describes the codes."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ _FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def has_codes(state_format: str) -> bool:
-    """Return whether a moment is kept as codes and scales, rather than as float values."""
+    """Return whether a moment is stored as codes and scales instead of float values."""
     return state_format not in _FLOATS
 
 
 def scale_count(numel: int, block_size: int) -> int:
-    """Return the number of blocks of a tensor; the last may be short."""
+    """Return the number of blocks of a tensor; the last block may be shorter."""
     return -(-numel // block_size)
 
 
 def nibble_bytes(numel: int) -> int:
-    """Return the bytes of 4-bit codes."""
+    """Return the size of 4-bit codes in bytes."""
     return (numel + 1) // 2
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How the moments of one (local) parameter lie in memory: blocks are of elements that follow each other there.
+    """The memory layout of the moments of one (local) parameter. A block consists of elements that are consecutive in
+    memory.
 
-    ``stride`` is that of a dense tensor in the order of the parameter, None if it is row by row, and 0 in dimensions
-    of size 1.
-    ``block_size`` is 0 where there are no scales.
+    ``stride`` is that of a dense tensor in the memory order of the parameter, with 0 in dimensions of size 1; None if
+    it is row-major. ``block_size`` is 0 if there are no scales.
     """
 
     state_format: str
@@ -71,7 +71,7 @@ class Layout:
         return scale_count(self.numel, self.block_size) if self.block_size else 0
 
     def empty(self, dtype: torch.dtype) -> Tensor:
-        """Return a tensor of the parameter's shape in its memory order."""
+        """Return an uninitialized tensor with the parameter's shape and memory order."""
         if self.stride is None:
             return torch.empty(self.shape, dtype=dtype, device=self.device)
         return torch.empty_strided(self.shape, self.stride, dtype=dtype, device=self.device)
@@ -82,10 +82,10 @@ class Layout:
 
 
 def allocate(layout: Layout) -> tuple[Tensor, Tensor | None]:
-    """Return a moment of zeros: values or codes, and float32 ``[blocks]`` scales or None.
+    """Return a moment of zeros: values or codes, and scales float32 ``[blocks]`` or None.
 
-    Values and 8-bit codes have the shape and order of the parameter, 4-bit codes are uint8 ``[ceil(numel / 2)]``. The
-    memory is touched here, so that the first step is as fast as the others.
+    Values and 8-bit codes have the shape and memory order of the parameter; 4-bit codes are uint8
+    ``[ceil(numel / 2)]``. The memory is written here, so that the first step is as fast as the others.
     """
     if layout.state_format == "dynamic4":
         moment = torch.empty(nibble_bytes(layout.numel), dtype=torch.uint8, device=layout.device)
@@ -96,8 +96,7 @@ def allocate(layout: Layout) -> tuple[Tensor, Tensor | None]:
 
 
 def encode(values: Tensor, layout: Layout, is_signed: bool) -> tuple[Tensor, Tensor | None]:
-    """Return codes and scales (or the cast values and None) of a moment given in floating point, in
-    any memory order."""
+    """Return codes and scales (or cast values and None) for a floating-point moment in any memory order."""
     moment, scale = allocate(layout)
     if scale is None:
         return moment.copy_(values), None
@@ -107,7 +106,7 @@ def encode(values: Tensor, layout: Layout, is_signed: bool) -> tuple[Tensor, Ten
 
 
 def decode(moment: Tensor, scale: Tensor | None, layout: Layout, is_signed: bool) -> Tensor:
-    """Return a moment that lies in memory as ``layout`` says as float32 of the parameter's shape."""
+    """Return a moment, stored with this layout, as float32 with the parameter's shape."""
     values = layout.empty(torch.float32)
     if scale is None:
         return values.copy_(moment)

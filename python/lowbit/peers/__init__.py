@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packages beside which lowbit works: weights and names of bitsandbytes and torchao, and what joins lowbit to a package
-once that is imported. Nothing here is imported unless it is asked for."""
+"""Interoperation with other packages: weights and names of bitsandbytes and torchao, and integrations that load once a
+package is imported. Submodules are imported on first use."""
 
 from __future__ import annotations
 

@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""bitsandbytes: its 4-bit and 8-bit weights as QuantLinear holds them, and back. It need not be installed.
+"""Conversion between bitsandbytes' 4-bit and 8-bit weights and QuantLinear's. bitsandbytes need not be installed.
 
-bitsandbytes stores a 4-bit weight ``[n, k]`` as one row of n * k codes, two in a byte, the first in the high nibble,
-with a scale (absmax) for each ``blocksize`` of them, and in a state dict beside ``weight``:
-    weight.absmax             float32 [blocks], or uint8 codes of it where it was quantized again ("nested")
+bitsandbytes stores a 4-bit weight ``[n, k]`` as one row of n * k codes, two per byte, the first in the high nibble,
+with a scale (absmax) for each ``blocksize`` of them. In a state dict, these are next to ``weight``:
+    weight.absmax             float32 [blocks], or uint8 codes if the scales are quantized too ("nested")
     weight.quant_map          float32 [16], the levels
     weight.nested_absmax      float32, one for each nested_blocksize blocks; weight.nested_quant_map float32 [256]
     weight.quant_state.bitsandbytes__nf4 or __fp4     JSON in uint8: blocksize, shape, dtype, nested_offset ...
-An 8-bit one (LLM.int8) is int8 ``[n, k]`` with SCB, float32 [n]: w = weight * SCB / 127.
+An 8-bit weight (LLM.int8) is int8 ``[n, k]`` with SCB, float32 [n]: w = weight * SCB / 127.
 
-Codes keep every bit. A scale per group keeps 11 bits (float16 times a power of two per row), one per row all.
+Codes are kept exactly. A scale per group keeps 11 bits (a float16 fraction of a power of two per row), a scale per row
+all bits.
 """
 
 from __future__ import annotations
@@ -37,16 +38,17 @@ _LARGEST_BLOCK, _NESTED_BLOCK = 4096, 256
 
 
 def from_bitsandbytes(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return a state dict with bitsandbytes' weights (nf4, fp4, nested or not, and LLM.int8) as QuantLinear's.
+    """Return a state dict with bitsandbytes' weights (nf4, fp4, nested or not, and LLM.int8) converted to
+    QuantLinear's.
 
-    All other entries are the tensors that they were. `lowbit.load` takes it into the float model.
+    All other entries stay the same tensors. `lowbit.load` loads the result into the float model.
 
     Args:
-        state_dict: the state dict of a model with Linear4bit or Linear8bitLt layers, also as read from its files.
+        state_dict: the state dict of a model with Linear4bit or Linear8bitLt layers, or one read from its files.
 
     Raises:
-        ValueError: a part of a weight is missing, or its blocks are no groups of ours: fewer than 32 weights of a row
-            share a scale. Names the weight.
+        ValueError: a part of a weight is missing, or its blocks are not groups in lowbit's sense, because fewer than 32
+            weights of a row share a scale. The message names the weight.
 
     Example:
         >>> state = from_bitsandbytes(safetensors.torch.load_file("model.safetensors"))
@@ -69,15 +71,15 @@ def from_bitsandbytes(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def to_bitsandbytes(
     state_dict: Mapping[str, Tensor], *, dtype: torch.dtype = torch.bfloat16, compress_statistics: bool = False
 ) -> dict[str, Tensor]:
-    """Return a state dict with the nf4 and fp4 weights of QuantLinear layers as bitsandbytes stores them.
+    """Return a state dict with the nf4 and fp4 weights of QuantLinear layers in bitsandbytes' form.
 
     Args:
         state_dict: the state dict of a model whose quantized layers are nf4 or fp4.
-        dtype: the dtype that bitsandbytes decodes to.
-        compress_statistics: quantize the scales again, to 8 bits.
+        dtype: the dtype that bitsandbytes dequantizes to.
+        compress_statistics: whether to quantize the scales too, to 8 bits.
 
     Raises:
-        ValueError: a packed weight has another format, or rows that are not whole blocks. Names the weight.
+        ValueError: a packed weight has another format, or its rows are not whole blocks. The message names the weight.
     """
     result = dict(state_dict)
     for key, layout in state_dict.items():
@@ -88,7 +90,7 @@ def to_bitsandbytes(
         spec, n, k = stored.spec, stored.n, stored.k
         if spec.format not in ("nf4", "fp4"):
             raise ValueError(f"to_bitsandbytes: {name} must be nf4 or fp4, got {spec.name}")
-        # A block is a group, or of a row with one scale the largest that bitsandbytes has and that divides k.
+        # A block is a group. With one scale per row, it is bitsandbytes' largest block size that divides k.
         block = spec.group_size or min(k & -k, _LARGEST_BLOCK)
         if k % block or block < 32:
             raise ValueError(f"to_bitsandbytes: {name}: k must be a multiple of {max(block, 32)}, got k={k}")
@@ -106,10 +108,11 @@ def to_bitsandbytes(
 
 
 def replace_linear4bit(model: nn.Module) -> LayerNames:
-    """Turn every Linear4bit of a model into a QuantLinear with the same codes, in place; return their names.
+    """Replace every Linear4bit of a model by a QuantLinear with the same codes, in place; return their names.
 
     Raises:
-        ValueError: one is the model itself, or not quantized yet, or as `from_bitsandbytes`: before any is replaced.
+        ValueError: a Linear4bit is the model itself or not quantized yet, or for the reasons of `from_bitsandbytes`. No
+            layer is replaced then.
     """
     names: dict[int, list[str]] = {}
     layers: dict[int, QuantLinear] = {}
@@ -117,8 +120,8 @@ def replace_linear4bit(model: nn.Module) -> LayerNames:
         if type(module).__name__ not in ("Linear4bit", "LinearNF4", "LinearFP4"):
             continue
         if not name or getattr(module.weight, "quant_state", None) is None:
-            what = "the model itself" if not name else f"{name} without codes: .to(device) makes them"
-            raise ValueError(f"replace_linear4bit: Linear4bit layers must be quantized parts of the model, got {what}")
+            what = "the model itself" if not name else f"{name} without codes, which .to(device) makes"
+            raise ValueError(f"replace_linear4bit: Linear4bit layers must be quantized layers of a model, got {what}")
         names.setdefault(id(module), []).append(name)
         if id(module) not in layers:
             layers[id(module)] = _layer_of_module(module, name)
@@ -131,7 +134,7 @@ def replace_linear4bit(model: nn.Module) -> LayerNames:
 
 
 def _take_entries_out(model: nn.Module) -> None:
-    """Let models of transformers none of whose layers is bitsandbytes' any more no longer say that they are its."""
+    """Remove bitsandbytes' entry from the config of transformers models that have no bitsandbytes layer any more."""
     for module in model.modules():
         quantizer = module.__dict__.get("hf_quantizer")
         theirs = quantizer is not None and quantizer.quantization_config.quant_method == "bitsandbytes"
@@ -148,7 +151,7 @@ def _layer_of_module(module: nn.Module, name: str) -> QuantLinear:
 
 
 def _is_part(key: str, state_dict: Mapping[str, Tensor]) -> bool:
-    """Whether this is an entry beside a weight of bitsandbytes."""
+    """Whether this entry belongs to a weight of bitsandbytes."""
     if _STATE in key or key.endswith("SCB"):
         return True
     if key.endswith("weight_format") and f"{key.removesuffix('weight_format')}SCB" in state_dict:
@@ -165,7 +168,7 @@ def _read_4bit(state_dict: Mapping[str, Tensor], name: str, format: str) -> Quan
 
     facts = json.loads(bytes(part(f"{name}{_STATE}{format}").tolist()))
     absmax = part(f"{name}.absmax")
-    if absmax.dim() == 2:  # bitsandbytes 0.50 leaves it as [k / blocksize, n] where a layer computed with AVX512-BF16
+    if absmax.dim() == 2:  # bitsandbytes 0.50 leaves [k / blocksize, n] after a forward with AVX512-BF16
         absmax = absmax.T.flatten()
     if "nested_blocksize" in facts:
         blocks = part(f"{name}.nested_absmax").repeat_interleave(facts["nested_blocksize"])[: absmax.numel()]
@@ -180,8 +183,11 @@ def layer_of_blocks(
     """Return a layer without bias from bitsandbytes' bytes of a weight ``[n, k]``.
 
     Args:
-        packed: codes, two in a byte, first high; of any dtype that they were stored as (``quant_storage``).
+        packed: codes, two per byte, the first in the high nibble, in any storage dtype (``quant_storage``).
         absmax: float32 ``[ceil(n * k / blocksize)]``.
+        n: the number of rows.
+        k: the number of columns.
+        blocksize: the number of codes per scale.
         format: "nf4" or "fp4".
         name: the name of the weight, for errors.
     """
@@ -216,7 +222,7 @@ def _read_8bit(state_dict: Mapping[str, Tensor], name: str, key: str) -> QuantLi
 
 
 def _nested(absmax: Tensor, facts: dict[str, Any], compress: bool) -> dict[str, Tensor]:
-    """The scales as they are, or as codes of bitsandbytes' dynamic map, whose numbers go to ``facts``."""
+    """Return the scales unchanged, or as codes of bitsandbytes' dynamic map, with its parameters added to ``facts``."""
     if not compress:
         return {"absmax": absmax}
     offset = absmax.mean()

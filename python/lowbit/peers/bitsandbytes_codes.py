@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""bitsandbytes' blockwise 8-bit codes by the encoder of our optimizer states, which has the same maps.
+"""bitsandbytes' blockwise 8-bit codes, computed by the encoder of lowbit's optimizer states, which has the same maps.
 
-Codes are the nearest ones and a zero stays zero, where bitsandbytes' CPU kernel looks them up in 65,536 bins. With the
-map without signs, a value above 0 keeps a code above that of 0, as in our states.
+Codes are the nearest ones and zero stays zero, while bitsandbytes' CPU kernel looks them up in 65,536 bins. With the
+unsigned map, a positive value never gets the code of 0, as in lowbit's states.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ _BLOCK_SIZES = {2**i for i in range(5, 13)}  # 32 to 4096, of those that bitsand
 def quantize_blockwise(
     theirs: Callable[[], tuple[Tensor, Tensor]], A: Tensor, code: Tensor, blocksize: int
 ) -> tuple[Tensor, Tensor]:
-    """Return codes of A's shape, and the absmax of each block; any other map than the two dynamic ones is theirs."""
+    """Return codes of A's shape and the absmax of each block. Maps other than the two dynamic ones are left to
+    bitsandbytes."""
     signed = is_signed_map(code)
     if signed is None or blocksize not in _BLOCK_SIZES or A.dtype not in FLOATS or not A.numel():
         return theirs()
@@ -37,7 +38,8 @@ def quantize_blockwise(
 
 
 def is_signed_map(code: Tensor) -> bool | None:
-    """Whether these 256 values are bitsandbytes' dynamic map with signs, or without; None: another map."""
+    """Return True if these 256 values are bitsandbytes' signed dynamic map, False for the unsigned one, and None for
+    another map."""
     for signed in (True, False):
         if code.shape == (256,) and code.dtype == torch.float32 and torch.equal(code, _map(signed)):
             return signed

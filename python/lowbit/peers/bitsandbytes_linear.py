@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The products of bitsandbytes' Linear4bit and Linear8bitLt, on the weights where bitsandbytes has them.
+"""The products of bitsandbytes' Linear4bit and Linear8bitLt, computed from bitsandbytes' own weights.
 
-Nothing of a weight is packed or kept between calls: there is one copy of it, bitsandbytes', and a program's writes into
-it count from the next call on. Few rows of x are multiplied by the codes themselves; for more, some rows of the weight
-at a time become floats, which stay in a cache while they are multiplied. Weights are exact in the first case, where
-bitsandbytes rounds them to the dtype of x, and sums are float32.
+Nothing of a weight is packed or kept between calls. There is one copy, bitsandbytes', and a program's writes to it take
+effect from the next call on. A few rows of x are multiplied by the codes directly. For more rows, parts of the weight
+are dequantized in turn, and stay in a cache while they are multiplied. With few rows the weights are exact, while
+bitsandbytes rounds them to the dtype of x. Sums are float32.
 """
 
 from __future__ import annotations
@@ -22,18 +22,20 @@ from lowbit.ops.fakes import FLOATS
 _FORMATS = {name: _C.FORMATS[name] for name in ("nf4", "fp4")}
 _BLOCK_SIZES = {2**i for i in range(5, 13)}
 _FEW_ROWS = 16
-"""Rows of x that are multiplied by the codes. On a Sapphire Rapids, [4096, 4096] and one thread, 16 take as long as
-with a weight of bfloat16 made first (13 ms), 32 as long as with one of float32 (27 ms)."""
+"""The max number of rows of x that are multiplied by the codes directly. On a Sapphire Rapids with one thread and a
+[4096, 4096] weight, 16 rows take as long as dequantizing to bfloat16 first (13 ms), and 32 rows as long as dequantizing
+to float32 (27 ms)."""
 _FEW_INT8_ROWS = 4
-"""The same of LLM.int8, against torch._int_mm: 8 rows take as long."""
+"""The same for LLM.int8, compared with torch._int_mm, which is as fast at 8 rows."""
 _PART = 2**20
-"""Weights that become floats at a time: 12 ms in all for 8 rows of bfloat16, where all 2^24 at once take 29."""
+"""The number of weights that are dequantized at a time. 8 rows of bfloat16 take 12 ms this way, and 29 ms with all 2^24
+weights at once (same machine)."""
 
 
 def gemm_4bit(theirs: Callable[[], Tensor], A: Tensor, B: Tensor, shapeB: Sequence[int], absmax: Tensor,
               blocksize: int, quant_type: str, bias: Tensor | None = None, absmax_8bit: Tensor | None = None,
               absmax_code: Tensor | None = None, absmax_offset: Tensor | None = None) -> Tensor:  # fmt: skip
-    """Return ``A @ w.T + bias`` for a weight w of ``shapeB`` [n, k], its scales quantized again or not."""
+    """Return ``A @ w.T + bias`` for a weight w of ``shapeB`` [n, k], whose scales may be nested."""
     nested = None if absmax_8bit is None else (absmax_8bit, absmax_code, absmax_offset)
     weight = _weight(B, absmax, blocksize, quant_type, prod(shapeB), nested)
     if weight is None or len(shapeB) != 2 or A.dtype not in FLOATS or A.dim() < 1 or A.shape[-1] != shapeB[1]:
@@ -45,8 +47,8 @@ def gemm_4bit(theirs: Callable[[], Tensor], A: Tensor, B: Tensor, shapeB: Sequen
 
 def gemv_4bit(theirs: Callable[[], Tensor], A: Tensor, B: Tensor, shapeB: Sequence[int], absmax: Tensor, code: Tensor,
               blocksize: int) -> Tensor:  # fmt: skip
-    """Return ``A @ w.T``. A weight in bitsandbytes' own order for AVX512-BF16, whose absmax is bfloat16
-    ``[k / blocksize, n]``, is theirs."""
+    """Return ``A @ w.T``. A weight in bitsandbytes' own order for AVX512-BF16, with bfloat16 absmax ``[k / blocksize,
+    n]``, is left to bitsandbytes."""
     weight = _weight(B, absmax, blocksize, "fp4" if code[1] > 0 else "nf4", prod(shapeB), None)
     if weight is None or len(shapeB) != 2 or A.dtype not in FLOATS or A.dim() < 1 or A.shape[-1] != shapeB[1]:
         return theirs()
@@ -55,8 +57,8 @@ def gemv_4bit(theirs: Callable[[], Tensor], A: Tensor, B: Tensor, shapeB: Sequen
 
 def dequantize_4bit(theirs: Callable[[], Tensor], A: Tensor, absmax: Tensor, blocksize: int, quant_type: str,
                     shape: Sequence[int], dtype: torch.dtype) -> Tensor:  # fmt: skip
-    """Return the weight of ``shape``, right for any number of columns (bitsandbytes' AVX-512 kernel wants whole blocks
-    in a row)."""
+    """Return the weight of ``shape``. Any number of columns is correct, while bitsandbytes' AVX-512 kernel requires
+    rows of whole blocks."""
     weight = _weight(A, absmax, blocksize, quant_type, prod(shape), None)
     if weight is None or dtype not in FLOATS:
         return theirs()
@@ -74,8 +76,7 @@ def int8_scaled_mm(
     bias: Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Return ``A @ B.T * row_stats * col_stats / 127**2 + bias`` of few rows: codes by codes, without an int32
-    result in between."""
+    """Return ``A @ B.T * row_stats * col_stats / 127**2 + bias`` for few rows, without an intermediate int32 result."""
     dtype = dtype or torch.float16
     tensors = [A, B, row_stats, col_stats] + ([] if bias is None else [bias])
     if not (
@@ -96,7 +97,7 @@ def int8_scaled_mm(
 
 
 class _Weight:
-    """A weight as the calls of `_C` take it, its tensors those of bitsandbytes."""
+    """A weight in the form that the functions of `_C` take. Its tensors are bitsandbytes'."""
 
     def __init__(self, codes: Tensor, absmax: Tensor, format: int, blocksize: int, numel: int) -> None:
         self.codes, self.absmax, self.format, self.blocksize, self.numel = codes, absmax, format, blocksize, numel
@@ -106,9 +107,7 @@ class _Weight:
         _C.blocks_linear(x, self.codes, self.absmax, self.format, self.blocksize, y, bias, *self.nested)
 
     def dequantize(self, begin: int, out: Tensor) -> None:
-        _C.blocks_dequantize(
-            self.codes, self.absmax, self.format, self.blocksize, self.numel, begin, out, *self.nested
-        )
+        _C.blocks_dequantize(self.codes, self.absmax, self.format, self.blocksize, self.numel, begin, out, *self.nested)
 
 
 def _weight(
@@ -119,7 +118,7 @@ def _weight(
     numel: int,
     nested: tuple[Tensor | None, ...] | None,
 ) -> _Weight | None:
-    """The weight, or None if it is not as bitsandbytes' ops describe it; then bitsandbytes raises the error."""
+    """Return the weight, or None if it is not valid for bitsandbytes' ops, so that bitsandbytes raises the error."""
     format = _FORMATS.get(quant_type)
     if format is None or blocksize not in _BLOCK_SIZES or absmax.dtype != torch.float32 or absmax.dim() != 1:
         return None
@@ -140,7 +139,7 @@ def _weight(
 
 
 def _plain(tensor: Tensor) -> Tensor:
-    """The tensor, contiguous and not as a Params4bit or Int8Params, of which each call would go through Python."""
+    """Return the tensor, contiguous and as a plain Tensor: calls with a Params4bit or Int8Params go through Python."""
     with torch._C.DisableTorchFunctionSubclass():
         return tensor.detach().contiguous()
 
@@ -153,7 +152,7 @@ def _product(A: Tensor, weight: _Weight, n: int, k: int, bias: Tensor | None) ->
     if x.shape[0] <= _FEW_ROWS and k % 8 == 0:
         weight.multiply(x, y, bias)
         return y.view(*A.shape[:-1], n)
-    rows = min(n, max(32, _PART // k // 32 * 32))  # a multiple of 32: each part begins at a whole byte
+    rows = min(n, max(32, _PART // k // 32 * 32))  # a multiple of 32, so that each part begins at a whole byte
     part = x.new_empty(rows, k)
     for begin in range(0, n, rows):
         some = part[: min(rows, n - begin)]

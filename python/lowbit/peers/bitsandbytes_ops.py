@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""bitsandbytes on our kernels: an unchanged program with its optimizers and layers, on the CPU.
+"""bitsandbytes' CPU ops on lowbit's kernels, for unchanged programs that use its optimizers and layers.
 
-bitsandbytes calls its entry points (group ``bitsandbytes.backends``) at the end of its import; ours, in
-`lowbit_autoload`, calls `take_ops`. Each op of the table below then has a CPU kernel of ours, which serves the calls
-that it computes in the same way and hands the others to bitsandbytes' own. LOWBIT_BITSANDBYTES=0 leaves all as it is.
+At the end of its import, bitsandbytes calls the entry points of the group ``bitsandbytes.backends``; lowbit's, in
+`lowbit_autoload`, calls `take_ops`. Each op in the table below then has a CPU kernel of lowbit, which handles the calls
+that it can compute equivalently and passes the others to bitsandbytes' own kernel. LOWBIT_BITSANDBYTES=0 disables this.
 """
 
 from __future__ import annotations
@@ -29,16 +29,19 @@ OPS: tuple[Callable[..., Any], ...] = (
     dequantize_4bit,
     int8_scaled_mm,
 )
-"""Our kernels, each with the name and the arguments of bitsandbytes' op, and before them bitsandbytes' own kernel,
-which is called as ``theirs()`` where the arguments are not for us. (dequantize_blockwise is a lookup in 256 values, at
-which bitsandbytes' kernel is as fast.)"""
+"""lowbit's kernels. Each has the name and the arguments of bitsandbytes' op, preceded by ``theirs``, which calls
+bitsandbytes' own kernel with the same arguments.
+
+dequantize_blockwise is left out: it is a lookup in 256 values, at which bitsandbytes' kernel is as fast.
+"""
 
 states: dict[str, str] = {}
 """The state of each op, for `lowbit.info()`."""
 
 
 def take_ops() -> None:
-    """Give bitsandbytes' ops our CPU kernels. An op that is not there, or has other arguments, stays as it is."""
+    """Register lowbit's CPU kernels for bitsandbytes' ops. An op that is missing or has other arguments is left
+    alone."""
     library = keep(torch.library.Library("bitsandbytes", "IMPL"))
     for ours in OPS:
         states[ours.__name__] = _take(library, ours)
@@ -47,8 +50,8 @@ def take_ops() -> None:
 
 
 def _keep_weights_in_order() -> None:
-    """Have Linear4bit call gemm_4bit. Where bitsandbytes has a kernel for AVX512-BF16, a layer would bring its weight
-    into the order of that kernel when it is called first, and round its scales to bfloat16."""
+    """Make Linear4bit call gemm_4bit. If bitsandbytes has a kernel for AVX512-BF16, a layer would otherwise reorder its
+    weight for that kernel in its first call, and round its scales to bfloat16."""
     from bitsandbytes.nn import modules
 
     modules.has_avx512bf16 = lambda: False
@@ -68,7 +71,7 @@ def _take(library: torch.library.Library, ours: Callable[..., Any]) -> str:
     def call(keys: torch.DispatchKeySet, *given: Any, **named: Any) -> Any:
         return ours(lambda: kernel.call_boxed(keys, *given, **named), *given, **named)
 
-    with warnings.catch_warnings():  # torch tells of every kernel that replaces one
+    with warnings.catch_warnings():  # torch warns about every replaced kernel
         warnings.simplefilter("ignore", UserWarning)
         library.impl(name, call, "CPU", with_keyset=True, allow_override=True)
     return "ours"

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The updates of bitsandbytes' optimizers, 8-bit in blocks of 256 and 32-bit, by our optimizer step.
+"""The updates of bitsandbytes' optimizers (32-bit, and 8-bit in blocks of 256) by lowbit's optimizer step.
 
-The rules are the same (csrc/rules): adam, and lamb and lars without a trust ratio, decay the parameter (AdamW);
-momentum adds the decay to the gradient and takes the first gradient as it is; lion. States are bitsandbytes' maps and
-blocks, so that a state dict goes either way. Two things differ: a code is the nearest one, where bitsandbytes' CPU
-looks it up in 65,536 bins and turns an exact 0 into 2e-5 of its block; and no float copy of p, g or a state is made.
+The rules are the same (csrc/rules). adam, lamb and lars without a trust ratio use decoupled weight decay (AdamW);
+momentum adds the decay to the gradient and takes the first gradient as it is; lion. States use bitsandbytes' maps and
+blocks, so a state dict can be exchanged in both directions. There are two differences: a code is the nearest one, while
+bitsandbytes' CPU kernel looks it up in 65,536 bins and turns an exact 0 into 2e-5 of its block; and no float copy of p,
+g or a state is made.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from lowbit.peers.bitsandbytes_codes import is_signed_map
 
 BLOCK_SIZE = 256
 _RULES = {"adam": "adamw", "lamb": "adamw", "momentum": "sgd", "lars": "sgd", "lion": "lion"}
-_MOST_STEPS = 2**24  # our step counts are float32
+_MOST_STEPS = 2**24  # lowbit's step counts are float32
 
 
 def optimizer_update_8bit_blockwise(theirs: Callable[[], None], optimizer_name: str, g: Tensor, p: Tensor,
@@ -28,7 +29,7 @@ def optimizer_update_8bit_blockwise(theirs: Callable[[], None], optimizer_name: 
                                     alpha: float, eps: float, step: int, lr: float, qmap1: Tensor,
                                     qmap2: Tensor | None, absmax1: Tensor, absmax2: Tensor | None, weight_decay: float,
                                     gnorm_scale: float, skip_zeros: bool = False) -> None:  # fmt: skip
-    """Take a step whose moments are codes of the dynamic maps, the first signed and the second not."""
+    """Take a step with 8-bit moments: the first uses the signed dynamic map, the second the unsigned one."""
     states = [state1] if state2 is None else [state1, state2]
     scales = [absmax1] if absmax2 is None else [absmax1, absmax2]
     maps = is_signed_map(qmap1) is True and (qmap2 is None or is_signed_map(qmap2) is False)
@@ -42,7 +43,7 @@ def optimizer_update_32bit(theirs: Callable[[], None], optimizer_name: str, g: T
                            state2: Tensor | None, unorm_vec: Tensor | None, max_unorm: float, param_norm: float,
                            beta1: float, beta2: float, beta3: float, alpha: float, eps: float, weight_decay: float,
                            step: int, lr: float, gnorm_scale: float, skip_zeros: bool = False) -> None:  # fmt: skip
-    """Take a step whose moments are float32; one with a trust ratio is bitsandbytes'."""
+    """Take a step with float32 moments. A step with a trust ratio is left to bitsandbytes."""
     states = [state1] if state2 is None else [state1, state2]
     if max_unorm > 0 or not _serves(optimizer_name, [p, g, *states], states, torch.float32, beta1, step):
         return theirs()
@@ -57,7 +58,7 @@ def _serves(
     return (
         rule is not None
         and len(states) == (2 if rule == "adamw" else 1)
-        and not (rule == "sgd" and beta1 == 0)  # without momentum our rule keeps no state, theirs the last gradient
+        and not (rule == "sgd" and beta1 == 0)  # without momentum, only bitsandbytes keeps a state (the last gradient)
         and 1 <= step <= _MOST_STEPS
         and all(tensor.is_contiguous() for tensor in tensors)
         and all(state.dtype == dtype and state.shape == tensors[0].shape for state in states)

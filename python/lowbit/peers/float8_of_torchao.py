@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""torchao: ``convert_to_float8_training``, also by accelerate's ``mixed_precision="fp8"``, takes no packed layer."""
+"""torchao: refuse packed layers in ``convert_to_float8_training``, which accelerate's ``mixed_precision="fp8"`` also
+calls."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The packages that lowbit joins: their versions if installed, and lowbit's part in each; imports none of them."""
+"""The supported packages, with their versions if installed and what lowbit adds to each. None of them is imported."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SWITCH = "LOWBIT_BITSANDBYTES"
 
 
 def integration_states() -> dict[str, str]:
-    """Return a sentence for each package: its version and lowbit's part in it, or why it has none."""
+    """Return a sentence for each package: its version and what lowbit adds to it, or why it adds nothing."""
     states = {}
     for package, oldest in _OLDEST.items():
         try:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``torchao.quantize_(model, lowbit.Int4WeightOnlyConfig())``: torchao's own function with our configurations.
+"""``torchao.quantize_(model, lowbit.Int4WeightOnlyConfig())``: torchao's own function with lowbit's configurations.
 
-Importing this module makes our configurations count as torchao's (AOBaseConfig) and registers how a module is turned
-into a QuantLinear; lowbit does so itself when torchao's quantize_ is imported (when_imported.py).
+Importing this module registers lowbit's configurations as torchao's (AOBaseConfig), with a handler that turns a module
+into a QuantLinear. lowbit does so when torchao's quantize_ is imported (when_imported.py).
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Join lowbit to the packages that it serves once these are imported, and never import them ourselves.
+"""Load lowbit's integration with a package once that package is imported, without importing the package itself.
 
-``attn_implementation="lowbit"`` is a name in a table of transformers. It has to be there before a model is made, also
-where a program never names lowbit (torch imports this package by its autoload entry point). So the import system is
-asked to tell us: a finder of one comparison per import, gone when it has done its work.
+For example, ``attn_implementation="lowbit"`` is an entry in a table of transformers. It must exist before a model is
+created, even in a program that never mentions lowbit (torch imports lowbit through its autoload entry point). So an
+import hook waits for the package. It costs one comparison per import, and is removed once it has done its work.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ _SERVED = {
     "accelerate.utils": ("lowbit.huggingface.accelerate",),
     "liger_kernel.transformers.monkey_patch": ("lowbit.huggingface.liger",),
     "peft.tuners.tuners_utils": ("lowbit.huggingface.peft",),
-    "peft.tuners.lora.model": ("lowbit.huggingface.peft_lora",),
     "peft.peft_model": ("lowbit.huggingface.peft_prompts",),
     "trl.trainer.utils": ("lowbit.huggingface.trl",),
     "trl.trainer.distillation_trainer": ("lowbit.huggingface.trl_distillation",),
     "trl.experimental.async_distillation.async_distillation_trainer": ("lowbit.huggingface.trl_async_distillation",),
 }
 failures: dict[str, str] = {}
-"""Integrations that do not fit the package that is there: they say why when they are imported by name, and in info."""
+"""Integrations that do not work with the installed version, with the error. It is raised when the module is imported by
+name, and shown by `lowbit.info()`."""
 
 
 def join_when_imported() -> None:
-    """Import what serves a package as soon as that has been imported, now if it is already.
-    Imports nothing itself."""
+    """Import the integrations of each package as soon as the package has been imported, or now if it already has been.
+    This imports no package by itself."""
     for package, integrations in _SERVED.items():
         finder = _Finder(package, integrations)
         if not finder.joined() and not any(
@@ -50,13 +50,13 @@ class _Finder:
         self.family = package.partition(".")[0] + "."
 
     def joined(self) -> bool:
-        """Join if the package is there as a whole. An error must not break the import of another package, and
-        is raised only with LOWBIT_STRICT=1."""
+        """Import the integrations if the package is fully imported; return whether it is. An error must not break the
+        import of another package, so it is raised only if LOWBIT_STRICT=1."""
         module = sys.modules.get(self.package)
         if module is None or getattr(module.__spec__, "_initializing", False):
             return False
         if self in sys.meta_path:
-            sys.meta_path.remove(self)  # modules that it imports need not ask again
+            sys.meta_path.remove(self)  # not needed for modules that the integration imports
         for integration in self.integrations:
             try:
                 importlib.import_module(integration)
@@ -70,8 +70,11 @@ class _Finder:
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Find the package as Python does, and join behind its execution; any other module of the family joins before
-        it is found, for where the package was half imported when we came (it imports torch, and torch us)."""
+        """Find the package as Python does, and import the integrations after its execution.
+
+        The import of any other module of the same family also tries this. It is needed if the package was half imported
+        when the hook was installed, because the package imports torch and torch imports lowbit.
+        """
         if not name.startswith(self.family):
             return None
         if name != self.package:
@@ -84,7 +87,7 @@ class _Finder:
 
         def execute_and_join(module: ModuleType) -> None:
             execute(module)
-            spec._initializing = False  # type: ignore[attr-defined]  # all that it does is done
+            spec._initializing = False  # its execution is complete
             self.joined()
 
         spec.loader.exec_module = execute_and_join  # type: ignore[method-assign]

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantizing models: quantize_, dequantize_, the layer between them, the report; load, fuse_gated_mlps,
-adapters of peft."""
+"""Quantization of models: quantize_ and dequantize_, the packed layers, the report, calibration, loading of quantized
+state dicts, fused MLPs, and peft's adapters on packed layers."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from lowbit.quant.gated_mlp import fuse_gated_mlps
 from lowbit.quant.input_moments import InputMoments
 from lowbit.quant.layout import repack
 from lowbit.quant.load import load
+from lowbit.quant.merge_report import MergeReport, MergeRow
+from lowbit.quant.merging import merging
 from lowbit.quant.quant_embedding import QuantEmbedding
 from lowbit.quant.quant_experts import QuantExperts
 from lowbit.quant.quant_linear import QuantLinear
@@ -23,6 +25,8 @@ __all__ = [
     "Calibration",
     "FloatWeight",
     "InputMoments",
+    "MergeReport",
+    "MergeRow",
     "QuantEmbedding",
     "QuantExperts",
     "QuantLinear",
@@ -32,6 +36,7 @@ __all__ = [
     "dequantize_",
     "fuse_gated_mlps",
     "load",
+    "merging",
     "quantize_",
     "repack",
     "sparsify_",

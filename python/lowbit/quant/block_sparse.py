@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""BlockSparseLinear: an nn.Linear that stores only the nonzero square blocks of its weight; and the conversion of
-layers to it."""
+"""BlockSparseLinear, an nn.Linear that stores only the nonzero square blocks of its weight, and conversion to it."""
 
 from __future__ import annotations
 
@@ -23,12 +22,13 @@ INDICES = ("crow_indices", "col_indices")
 
 @dataclass(frozen=True)
 class Blocks:
-    """The stored blocks of a weight ``[n, k]``, by torch's names for BSR.
+    """The stored blocks of a weight ``[n, k]``, named as in torch's BSR layout.
 
     Args:
         values: ``[blocks, size, size]``, row by row.
-        crow_indices: int32 ``[n / size + 1]``, the first block of each row of blocks, and the number of all.
-        col_indices: int32 ``[blocks]``, the column of each, rising within a row.
+        crow_indices: int32 ``[n / size + 1]``, the index of the first block in each row of blocks, and at the end the
+            total number of blocks.
+        col_indices: int32 ``[blocks]``, the block column of each block, ascending within a row.
     """
 
     values: Tensor
@@ -38,8 +38,10 @@ class Blocks:
     @classmethod
     @torch.no_grad()
     def of(cls, weight: Tensor, config: BlockSparseWeightConfig) -> Blocks:
-        """Cut a weight, and leave out blocks that are 0 and those with the least squares, as many as ``config`` says.
-        Of squares that are equal the earlier block is kept."""
+        """Split a weight into blocks, and drop the zero blocks and those with the smallest norm.
+
+        ``config.sparsity`` is the fraction to drop. Of blocks with equal norms the earlier one is kept.
+        """
         blocks = blocks_of(weight, config.blocksize)
         kept = (blocks != 0).any(-1).any(-1)
         if config.sparsity is not None:
@@ -56,16 +58,17 @@ class Blocks:
 
 
 class BlockSparseLinear(nn.Linear):
-    """Apply ``y = x @ w.T + bias`` with the stored blocks of w alone; ``lowbit.sparsify_`` makes one of an nn.Linear.
+    """A linear layer ``y = x @ w.T + bias`` that stores and multiplies only the nonzero blocks of w.
 
-    ``weight`` is ``[blocks, size, size]``, in the layer's dtype, and may be trained: blocks that are not stored stay 0.
-    The buffers ``crow_indices`` and ``col_indices`` are those of torch's BSR, int32.
+    ``lowbit.sparsify_`` turns an nn.Linear into one. The parameter ``weight`` is ``[blocks, size, size]`` in the
+    layer's dtype. It can be trained; blocks that are not stored stay 0. The int32 buffers ``crow_indices`` and
+    ``col_indices`` are those of torch's BSR layout.
     """
 
     crow_indices: Tensor
     col_indices: Tensor
     float_class: type[nn.Module] = nn.Linear
-    """Its former class: that of ``dequantize_``."""
+    """The class before packing, which ``dequantize_`` restores."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         raise TypeError("BlockSparseLinear: lowbit.sparsify_(model, lowbit.block_sparse_weight()) makes one of a layer")
@@ -80,11 +83,15 @@ class BlockSparseLinear(nn.Linear):
         )
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
-        """Return the weight ``[n, k]`` with its zeros, by default in its own dtype."""
+        """Return the dense weight ``[n, k]``, by default in the layer's dtype."""
         return dense_of_blocks(self.weight.detach(), self.crow_indices, self.col_indices, self.in_features).to(dtype)
 
     def become_linear(self, weight: nn.Parameter) -> None:
-        """Turn it back into the layer that it was, in place, with this weight, which lies as that class has it."""
+        """Turn this layer back into its former class, in place.
+
+        Args:
+            weight: the dense weight, transposed if the former class stores it so.
+        """
         twin = twin_of(self, self.float_class)
         twin._parameters["weight"] = weight
         for name in INDICES:
@@ -102,8 +109,8 @@ class BlockSparseLinear(nn.Linear):
         return f"{super().extra_repr()}, {len(self.weight)} of {all_of_them} blocks of {size}"
 
     def state_dict_problem(self, state_dict: Mapping[str, Any], prefix: str) -> str | None:
-        """Say why the entries of ``state_dict`` under ``prefix`` cannot be this layer's, or return None. A missing one
-        is torch's to tell."""
+        """Return the reason why the entries of ``state_dict`` under ``prefix`` do not fit this layer, or None. Missing
+        entries are left to torch."""
         if problem := blocks_problem(state_dict, prefix, *features_of(self)):
             return problem
         weight = state_dict.get(f"{prefix}weight")
@@ -116,7 +123,7 @@ class BlockSparseLinear(nn.Linear):
 
 
 def blocks_problem(state_dict: Mapping[str, Any], prefix: str, n: int, k: int) -> str | None:
-    """Say why the blocks of ``state_dict`` under ``prefix`` are not those of a weight ``[n, k]``, or return None."""
+    """Return the reason why the blocks of ``state_dict`` under ``prefix`` do not form a weight ``[n, k]``, or None."""
     entries = [state_dict.get(f"{prefix}{name}") for name in ("weight", *INDICES)]
     if any(entry is None for entry in entries):
         return None
@@ -142,7 +149,7 @@ def blocks_problem(state_dict: Mapping[str, Any], prefix: str, n: int, k: int) -
 
 
 def hold_blocks(module: nn.Module, weight: nn.Parameter, blocks: Blocks) -> None:
-    """Turn a float layer, or one of other blocks, into the BlockSparseLinear of these; the object stays the same."""
+    """Turn a float layer, or a BlockSparseLinear with other blocks, into a BlockSparseLinear with these, in place."""
     twin = twin_of(module, BlockSparseLinear)
     twin.out_features, twin.in_features = features_of(module)
     twin._parameters["weight"] = weight
@@ -152,8 +159,8 @@ def hold_blocks(module: nn.Module, weight: nn.Parameter, blocks: Blocks) -> None
 
 
 def sparsify_layers(groups: list[list[Selected]], config: BlockSparseWeightConfig) -> list[ReportRow]:
-    """Turn these layers into BlockSparseLinear, and return their rows of the report. Those of a group share a weight,
-    and share its blocks."""
+    """Turn the layers into BlockSparseLinear, and return their report rows. The layers of a group share a weight, and
+    therefore its blocks."""
     rows = []
     for group in groups:
         first = group[0]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""calibrate: moments of the inputs of a model's linear layers and experts, which weigh the errors of their weights."""
+"""calibrate: second moments of the inputs of linear layers and experts, used to weight the errors of their weights."""
 
 from __future__ import annotations
 
@@ -15,22 +15,21 @@ from torch import Tensor, nn
 
 from lowbit.documents.whole_file import replaced_file
 from lowbit.formats.algorithms import GPTQ
-from lowbit.formats.base import FormatConfig
-from lowbit.quant.evaluation import arguments_of, evaluating
+from lowbit.quant.calibration_cost import tell_cost
+from lowbit.quant.evaluation import arguments_of, evaluating, without_encoder_fast_path
 from lowbit.quant.input_moments import InputMoments
-from lowbit.quant.kinds import LayerWeight, kind_of
-from lowbit.quant.load_check import without_encoder_fast_path
+from lowbit.quant.kinds import kind_of, weights_of
+from lowbit.quant.own_text import SELF, own_text
 from lowbit.quant.packing import Selected
 from lowbit.quant.read_state import unpickled
+from lowbit.quant.shared_inputs import SharedInputs
+from lowbit.quant.text_batches import batches_of
 from lowbit.tables.folding import told
 
 VERSION = 1
 PROGRESS_AFTER_S = 2.0
 FEW_ROWS = 32
-"""Average rows of the whole layer that are added to those of each expert."""
-
-Moments = dict[LayerWeight, list[InputMoments]]
-"""Of one layer: those of each matrix of its weights."""
+"""Number of average rows of the whole layer that are added to the moments of each expert."""
 
 
 @dataclass(slots=True)
@@ -38,9 +37,10 @@ class Calibration:
     """The result of ``calibrate``, for ``quantize_(model, config, calibration=...)``.
 
     Args:
-        layers: moments by the qualified name of each linear layer that was called.
-        uncalled: names of layers that were not.
-        experts: moments of each expert, by the name of the weight, of the modules of experts that were called.
+        layers: the moments of each linear layer that was called, by its qualified name.
+        uncalled: names of the layers that were not called.
+        experts: for each weight of a module of experts that was called, the moments of each expert, by the qualified
+            name of the weight.
     """
 
     layers: dict[str, InputMoments] = field(default_factory=dict)
@@ -48,19 +48,19 @@ class Calibration:
     experts: dict[str, list[InputMoments]] = field(default_factory=dict)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write it to a file, which holds tensors and plain values alone."""
+        """Write the calibration to a file, as tensors and plain values only."""
         layers = {name: layer.stored for name, layer in self.layers.items()}
         experts = {name: [expert.stored for expert in each] for name, each in self.experts.items()}
         held = {"lowbit_calibration": VERSION, "layers": layers, "uncalled": list(self.uncalled), "experts": experts}
-        with replaced_file(path) as place:
-            torch.save(held, place)
+        with replaced_file(path) as file:
+            torch.save(held, file)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Calibration:
-        """Read a file that ``save`` wrote.
+        """Read a calibration that ``save`` wrote.
 
         Raises:
-            ValueError: it is another file, or of a version that is not here.
+            ValueError: the file is not a calibration, or its version is not supported.
         """
         wanted = f"Calibration.load: {path} must be a calibration of version {VERSION}"
         held = unpickled(path, wanted)
@@ -85,31 +85,38 @@ class Calibration:
 @torch.no_grad()
 def calibrate(
     model: nn.Module,
-    batches: Iterable[Any],
+    batches: Iterable[Any] | str,
     filter_fn: Callable[[nn.Module, str], bool] | None = None,
     *,
     hessian: bool = False,
+    tokenizer: Callable[..., Any] | None = None,
 ) -> Calibration:
-    """Run ``model`` on ``batches`` and return the moments of the inputs of its linear layers, and of each expert.
+    """Run ``model`` on ``batches`` and return the second moments of the inputs of its linear layers and experts.
 
-    The model runs in evaluation mode without gradients, and is as it was afterwards. A few dozen inputs like those of
-    use are enough.
+    The model runs in evaluation mode without gradients; afterwards each module has its previous mode. A few dozen
+    representative inputs are enough.
 
     Args:
-        model: a float model; layers that are already quantized are counted too.
-        batches: an iterable of inputs: a tensor is the one argument, a tuple or list the positional ones, a mapping
-            the keyword ones.
-        filter_fn: called with (module, qualified name) of each linear layer and module of experts, True counts it; None
-            counts all.
-        hessian: keep the mean of x x^T of linear layers too, which `GPTQ` needs: 4 k^2 bytes per layer.
+        model: a float model; linear layers that are already quantized are included.
+        batches: an iterable of inputs: a list, a DataLoader, rows of a dataset. A tensor is passed to the model as its
+            only argument, a tuple or list as positional arguments, a mapping as keyword arguments. With ``tokenizer``,
+            an input may be text: a string, a list of strings, or a mapping with such an entry "text"; long text is cut
+            into windows of 512 tokens. "self" lets a language model write its own text, and gives an encoder random
+            words: 16 texts of 192 tokens, the same in each call.
+        filter_fn: called with (module, qualified name) of each linear layer and module of experts; True includes it.
+            None includes all.
+        hessian: also accumulate x x^T for linear layers, which `GPTQ` needs. It takes 4 k^2 bytes per layer;
+            layers that are called with the same tensor share them.
+        tokenizer: a tokenizer of transformers, for batches of text.
 
     Returns:
-        A Calibration, which `quantize_` takes.
+        A Calibration for `quantize_`.
 
     Raises:
-        TypeError: model is no module, or batches is one input and no iterable of inputs.
-        ValueError: there was no batch, the model fails on one (names the batch and its type), or no linear layer was
-            called; a layer was given inf or nan (says which).
+        TypeError: model is not a module, or batches is a single input instead of an iterable of inputs.
+        ValueError: batches is empty, or text without a tokenizer; it is "self", and the model needs data (vision,
+            speech, encoder with decoder); the model raises on a batch (the message names the batch and its type); no linear
+            layer was called; or a layer received inf or nan (the message names the layer).
 
     Example:
         >>> calibration = lowbit.calibrate(model, batches)
@@ -117,39 +124,44 @@ def calibrate(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"calibrate: model must be a torch.nn.Module, got {type(model).__name__}")
+    if isinstance(batches, str) and batches == SELF:
+        batches = own_text(model)
     if isinstance(batches, (Tensor, Mapping, str)) or not isinstance(batches, Iterable):
         raise TypeError(f"calibrate: batches must be an iterable of inputs, got {type(batches).__name__}; [x] is one")
-    moments: dict[str, Moments] = {}
+    layers: dict[str, nn.Module] = {}
+    seen = SharedInputs()
     handles = []
     for name, module in model.named_modules():
         kind = kind_of(module)
         if kind is not None and kind.multiplies and (filter_fn is None or filter_fn(module, name)):
-            moments[name] = {
-                weight: [InputMoments.zero(weight.k, hessian and kind.has_products) for _ in range(weight.experts or 1)]
-                for weight in kind.weights(module)
-            }
-            handles.append(module.register_forward_pre_hook(_counting(moments[name]), with_kwargs=True))
+            layers[name] = module
+            count = _counting(seen, name, hessian and kind.has_products)
+            handles.append(module.register_forward_pre_hook(count, with_kwargs=True))
     count = 0
     try:
-        with evaluating(model), without_encoder_fast_path(model):  # which would pass the layers by
-            for batch in _progress(batches):
+        with evaluating(model), without_encoder_fast_path(model):  # the fast path would not call the layers
+            for batch in _progress(batches_of(batches, tokenizer)):
                 _run(model, batch, count)
+                seen.finish_call()
                 count += 1
     finally:
         for handle in handles:
             handle.remove()
+    moments = seen.moments()
     calibration = Calibration()
-    for name, of_layer in moments.items():
-        for weight, each in of_layer.items():
-            if not any(one.rows for one in each):
+    for name, module in layers.items():
+        for weight in weights_of(module):
+            each = [moments.get((name, weight.key, number)) for number in range(weight.experts or 1)]
+            if not any(one is not None and one.rows for one in each):
                 calibration.uncalled += (name,) if name not in calibration.uncalled else ()
             elif weight.experts is None:
                 calibration.layers[name] = each[0]
             else:
-                calibration.experts[f"{name}.{weight.key}" if name else weight.key] = each
+                unused = [one or InputMoments.zero(weight.k, False) for one in each]
+                calibration.experts[f"{name}.{weight.key}" if name else weight.key] = unused
     if not calibration.layers and not calibration.experts:
         raise ValueError(
-            f"calibrate: a linear layer must be called, got {count} batches and none of {len(moments)} was"
+            f"calibrate: batches must reach a linear layer, got {count} batches that called none of {len(layers)}"
         )
     for name, each in [*((name, [layer]) for name, layer in calibration.layers.items()), *calibration.experts.items()]:
         if not all(one.importance.isfinite().all() for one in each):
@@ -161,7 +173,7 @@ def _run(model: nn.Module, batch: Any, number: int) -> None:
     args, kwargs = arguments_of(batch)
     try:
         model(*args, **kwargs)
-    except Exception as error:  # the model is the caller's, and may raise anything
+    except Exception as error:  # the model is the caller's and may raise anything
         told = [*map(_told, args), *(f"{name}={_told(value)}" for name, value in kwargs.items())]
         raise ValueError(
             f"calibrate: the model must run on each batch, got {type(error).__name__} on batch {number}, which is "
@@ -175,17 +187,16 @@ def _told(value: Any) -> str:
     return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
 
 
-def _counting(moments: Moments) -> Callable[..., None]:
+def _counting(seen: SharedInputs, name: str, products: bool) -> Callable[..., None]:
     def count(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         for weight, number, rows in kind_of(module).inputs(module, args, kwargs):
-            of_matrix = moments[weight][number]
-            of_matrix.add(rows.to(of_matrix.squares.device))
+            seen.add((name, weight.key, number), weight.k, products, rows)
 
     return count
 
 
 def _progress(batches: Iterable[Any]) -> Iterable[Any]:
-    """A bar once it takes long, where tqdm is there."""
+    """Show a progress bar if the loop takes longer than ``PROGRESS_AFTER_S`` and tqdm is installed."""
     try:
         from tqdm.auto import tqdm
     except ModuleNotFoundError:
@@ -193,35 +204,46 @@ def _progress(batches: Iterable[Any]) -> Iterable[Any]:
     return tqdm(batches, desc="calibrate", unit="batch", delay=PROGRESS_AFTER_S)
 
 
-def calibration_of(model: nn.Module, given: Any, config: FormatConfig, selected: list[Selected]) -> Calibration:
-    """Return the calibration that was given, or that of the given batches; raise unless the configuration can use it
-    and it has seen every layer."""
-    selected = [item for item in selected if kind_of(item.module).multiplies]  # no inputs are counted for tables
+def calibration_of(
+    model: nn.Module, given: Any, config: Any, selected: list[Selected], tokenizer: Any = None
+) -> Calibration:
+    """Return the given calibration, or the one for the given batches, of which text goes through the tokenizer.
+
+    Raises unless the configuration can use a calibration and it covers every selected layer.
+    """
+    selected = [item for item in selected if kind_of(item.module).multiplies]  # embeddings need no calibration
     real = [item for item in selected if not item.value.is_meta]
     gptq = any(isinstance(item.spec.algorithm, GPTQ) for item in real)
-    if isinstance(given, (Tensor, Mapping, str)) or not isinstance(given, (Calibration, Iterable)):
+    own = isinstance(given, str) and given == SELF
+    if not own and (isinstance(given, (Tensor, Mapping, str)) or not isinstance(given, (Calibration, Iterable))):
         raise TypeError(
-            "quantize_: calibration must be of lowbit.calibrate, or an iterable of batches that the model is run on, "
-            f"got {type(given).__name__}; [x] is one"
+            "quantize_: calibration must be a result of lowbit.calibrate, an iterable of batches to run the model on, "
+            f"or 'self', got {type(given).__name__}; [x] is one batch"
         )
     if selected and all(item.spec.takes_absmax or item.spec.algorithm is not None for item in selected) and not gptq:
-        raise ValueError(f"quantize_: calibration is for scales that are searched for and for GPTQ, got {config}")
+        raise ValueError(
+            f"quantize_: calibration must be None for formats that neither search for scales nor use GPTQ, got {config}"
+        )
     if isinstance(given, Calibration):
         calibration = given
     else:
         names = {item.name for item in selected}
-        calibration = calibrate(model, given, hessian=gptq, filter_fn=lambda module, name: name in names)
+        if own:
+            tell_cost(real)
+        only = lambda module, name: name in names  # noqa: E731
+        calibration = calibrate(model, given, hessian=gptq, filter_fn=only, tokenizer=tokenizer)
     seen = calibration.layers.keys() | calibration.experts.keys()
     unseen = [_label(item.row_name) for item in selected if item.row_name not in seen]
     if unseen:
-        raise ValueError(f"quantize_: calibration must have seen every layer, got none of {told(unseen)}")
+        raise ValueError(f"quantize_: calibration must have inputs of every layer, got none of {told(unseen)}")
     for item in selected:
-        _check_moments(item, _moments_of(item, calibration), gptq)
+        by_gptq = isinstance(item.spec.algorithm, GPTQ) and not item.value.is_meta
+        _check_moments(item, _moments_of(item, calibration), by_gptq)
     return calibration
 
 
 def _moments_of(item: Selected, calibration: Calibration) -> list[InputMoments]:
-    """Those of each matrix of a weight."""
+    """Return the moments for each matrix of a weight."""
     if item.weight.experts is None:
         return [calibration.layers[item.row_name]]
     return calibration.experts[item.row_name]
@@ -241,11 +263,15 @@ def _check_moments(item: Selected, moments: list[InputMoments], gptq: bool) -> N
             )
         if gptq and inputs.products is None:
             raise ValueError("quantize_: GPTQ needs lowbit.calibrate(..., hessian=True), got one without")
+        if gptq and not inputs.products.isfinite().all():
+            raise ValueError(f"quantize_: calibration of {label} must be of finite products, got inf or nan")
 
 
 def inputs_of(group: list[Selected], calibration: Calibration) -> InputMoments | list[InputMoments] | None:
-    """The inputs of the layers that share a weight, together, where their codes depend on them: of each expert with
-    some of the whole layer, since many have few tokens."""
+    """Return the summed moments of the layers that share a weight, or None if its codes do not depend on the inputs.
+
+    For experts there is one item each, blended with some rows of the whole layer, since many experts see few tokens.
+    """
     if group[0].spec.takes_absmax:
         return None
     counted = [_moments_of(item, calibration) for item in group if kind_of(item.module).multiplies]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Notify other packages when any function has packed layers of a model or made them float again."""
+"""Notification of other packages after layers of a model were packed or dequantized."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterator
 from torch import nn
 
 OBSERVERS: list[Callable[[nn.Module], None]] = []
-"""Functions of a model whose layers have changed: added by the integration of the library that the model is of."""
+"""Functions that are called with a model whose layers have changed; each integration of a library adds its own."""
 
 
 @contextlib.contextmanager
 def changing_layers(model: nn.Module) -> Iterator[None]:
-    """Tell the observers behind the block, also behind an error or Ctrl-C in it: they look at the layers that are
-    there, so what they note is true of a model that is changed in part, too."""
+    """Call the observers at the end of the block, even after an error or Ctrl-C. They inspect the current layers, so
+    they are right about a partly changed model too."""
     try:
         yield
     finally:

@@ -3,11 +3,11 @@
 
     w[n, k] = column_scale[n] * group_scale[n, g] * (code[n, k] - zero[n, g]),    g = k // group_size
 
-They are written and read as "row-major" (csrc/formats/layout.hpp), from which `_C.repack` makes every other layout. A
-row of the weight is uint8, each section of it padded to 16 bytes:
+They are written and read in the "row-major" layout (csrc/formats/layout.hpp), which `_C.repack` converts to and from
+every other layout. A row is uint8; each of its sections is padded to 16 bytes:
     column_scale float32 | group_scale float16 [groups] | zero float16 [groups] | codes [k]
-A weight without groups has no group_scale, and a symmetric one no zero. Codes follow one another bit by bit, from the
-lowest bit of a byte on.
+A weight without groups has no group_scale, and a symmetric weight has no zero. Codes are stored as a stream of bits,
+starting at the lowest bit of each byte.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from lowbit import _C
 from lowbit.formats.spec import LinearSpec, StoredWeight
 from lowbit.quant.layout import repack_weight
 
-SMALLEST = 2.0**-126  # a smaller scale has no float32 inverse: such a group counts as zero
-_SECTION = 16  # bytes that a section is padded to
+SMALLEST = 2.0**-126  # a smaller scale has no float32 inverse, so its group is stored as zeros
+_SECTION = 16  # alignment of a section in bytes
 
 
 @dataclass(frozen=True, slots=True)
 class CodedWeight:
-    """Codes, and scales and zero points as they are stored."""
+    """A quantized weight as codes, with scales and zero points in their storage dtypes."""
 
     spec: LinearSpec
     codes: Tensor  # uint8 [n, k]
@@ -37,8 +37,8 @@ class CodedWeight:
 
     @classmethod
     def of(cls, codes: Tensor, scale: Tensor, zero: Tensor | None, spec: LinearSpec) -> CodedWeight:
-        """Return the weight of codes ``[n, k]``, and of scales and zero points ``[n, groups]`` float32, which are
-        rounded for storage."""
+        """Return a weight with codes ``[n, k]``, and scales and zero points ``[n, groups]`` float32, which are rounded
+        to their storage dtypes."""
         half = None if zero is None else zero.half()
         return cls(spec, codes, *split_scale(scale, spec.group_size), half)
 
@@ -55,7 +55,7 @@ class CodedWeight:
         column_scale, group_scale, zero, stream = sections
         return cls(
             spec,
-            _codes(stream, k, bits),
+            codes_of(stream, k, bits),
             column_scale.view(torch.float32)[:, 0],
             group_scale.view(torch.float16) if spec.group_size else None,
             zero.view(torch.float16) if spec.asymmetric else None,
@@ -64,26 +64,34 @@ class CodedWeight:
     def pack(self, layout: str = _C.LAYOUT) -> Tensor:
         """Return the packed weight in this layout."""
         stream = bit_stream(self.codes, _C.FORMAT_FACTS[self.spec.format]["bits"])
-        sections = (self.column_scale[:, None], self.group_scale, self.zero, stream)
-        rows = torch.cat([_section(values) for values in sections if values is not None], dim=1)
-        return repack_weight(rows, StoredWeight(self.spec, *self.codes.shape, "row-major"), layout)
+        stored = StoredWeight(self.spec, *self.codes.shape, layout)
+        return pack_stream(stream, self.column_scale, self.group_scale, self.zero, stored)
 
     @property
     def scale(self) -> Tensor:
-        """The product of both scales, float32 ``[n, groups]``."""
+        """The product of column scale and group scale, float32 ``[n, groups]``."""
         column = self.column_scale[:, None]
         return column if self.group_scale is None else column * self.group_scale.float()
 
     @property
     def zero_point(self) -> Tensor:
-        """Float32 ``[n, groups]``, of a symmetric weight the one that its format has."""
+        """The zero points, float32 ``[n, groups]``; for a symmetric weight, the constant of its format."""
         if self.zero is not None:
             return self.zero.float()
         return torch.full_like(self.scale, _C.FORMAT_FACTS[self.spec.format]["zero"])
 
 
+def pack_stream(
+    stream: Tensor, column_scale: Tensor, group_scale: Tensor | None, zero: Tensor | None, stored: StoredWeight
+) -> Tensor:
+    """Return the packed weight of codes that are a `bit_stream` already, with the other parts of a `CodedWeight`."""
+    sections = (column_scale[:, None], group_scale, zero, stream)
+    rows = torch.cat([_section(values) for values in sections if values is not None], dim=1)
+    return repack_weight(rows, stored.in_layout("row-major"), stored.layout)
+
+
 def levels_of(format: str) -> Tensor:
-    """Return the levels of a lookup format by code, float32."""
+    """Return the levels of a lookup format, float32 ``[codes]``."""
     codes = torch.arange(_C.FORMAT_FACTS[format]["code_max"] + 1, dtype=torch.uint8, device="cpu")[None]
     one, spec = torch.ones(1, 1, dtype=torch.float32, device="cpu"), LinearSpec(format)
     packed = CodedWeight.of(codes, one, None, spec).pack()
@@ -91,33 +99,34 @@ def levels_of(format: str) -> Tensor:
 
 
 def split_scale(scale: Tensor, group_size: int) -> tuple[Tensor, Tensor | None]:
-    """Return scales ``[n, groups]`` as they are stored: float32 per column, and float16 per group or None.
+    """Split scales ``[n, groups]`` into their stored factors: float32 per column, and float16 per group or None.
 
-    The part of a column is the power of two of its largest scale. To divide by it is exact, so float16 scales of other
-    checkpoints keep every bit. The part is half of that power where this alone keeps every scale of the column: the
-    largest group's part may have been rounded up to 2, and the next power of two takes a bit from subnormal parts.
+    The column factor is the largest power of two up to the column's largest scale. Division by it is exact, so float16
+    scales of other checkpoints keep every bit. Half of that power is used if only then all scales of the column are
+    exact: the factor of the largest group may have been rounded up to 2, and a larger column factor costs subnormal
+    group factors a bit.
     """
     if not group_size:
         return scale[:, 0], None
-    power = (scale.abs().amax(1).view(torch.int32) & 0x7F800000).view(torch.float32)  # the exponent alone
+    power = (scale.abs().amax(1).view(torch.int32) & 0x7F800000).view(torch.float32)  # keeps only the exponent
     half = power / 2
     column = torch.where(_keeps(scale, half) & ~_keeps(scale, power) & (half >= SMALLEST), half, power)[:, None]
     return column[:, 0], torch.where(column > 0, scale / column, 0).half()
 
 
 def _keeps(scale: Tensor, column: Tensor) -> Tensor:
-    """Whether float16 parts of this column part are exact, for every column."""
+    """Return for every column whether the float16 group factors for this column factor are exact."""
     parts = scale / column[:, None]
     return (parts.half() == parts).all(1)
 
 
 def _section(values: Tensor) -> Tensor:
-    rows = values.clone(memory_format=torch.contiguous_format).view(torch.uint8)  # a size of 1 may have any stride
+    rows = values.clone(memory_format=torch.contiguous_format).view(torch.uint8)  # size 1 allows any stride
     return torch.nn.functional.pad(rows, (0, -rows.shape[1] % _SECTION))
 
 
 def bit_stream(codes: Tensor, bits: int) -> Tensor:
-    """Codes ``[n, k]`` bit by bit, ``[n, ceil(k * bits / 8)]``."""
+    """Return the codes ``[n, k]`` as a stream of bits, uint8 ``[n, ceil(k * bits / 8)]``."""
     if bits == 8:
         return codes
     n, k = codes.shape
@@ -128,8 +137,8 @@ def bit_stream(codes: Tensor, bits: int) -> Tensor:
     return stream.flatten(1)[:, : -(-k * bits // 8)]
 
 
-def _codes(stream: Tensor, k: int, bits: int) -> Tensor:
-    """The inverse of `bit_stream`."""
+def codes_of(stream: Tensor, k: int, bits: int) -> Tensor:
+    """Return the codes of a stream; the inverse of `bit_stream`."""
     if bits == 8:
         return stream
     n = stream.shape[0]
@@ -141,7 +150,7 @@ def _codes(stream: Tensor, k: int, bits: int) -> Tensor:
 
 
 def _overlaps(bits: int) -> list[tuple[int, int, int]]:
-    """The places of 8 codes in ``bits`` bytes: (code, byte, how far the code is moved up in the byte)."""
+    """Return where 8 codes overlap ``bits`` bytes, as (code, byte, left shift of the code in the byte)."""
     places = [(code, byte, bits * code - 8 * byte) for code in range(8) for byte in range(bits)]
     return [place for place in places if -bits < place[2] < 8]
 

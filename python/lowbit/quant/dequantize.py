@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""dequantize_: turn the QuantLinear layers of a model back into float layers, in place."""
+"""dequantize_: turn the packed layers of a model back into float layers, in place."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lowbit.ops.fakes import FLOATS
-from lowbit.quant.adapters import adopt_lora_layers
+from lowbit.quant.adapters import adopt_adapters
 from lowbit.quant.block_sparse import BlockSparseLinear
 from lowbit.quant.changing_layers import changing_layers
 from lowbit.quant.fused import unfuse
@@ -19,24 +19,29 @@ from lowbit.tables.folding import LayerNames
 
 @torch.no_grad()
 def dequantize_(model: nn.Module, dtype: torch.dtype | None = None) -> LayerNames:
-    """Turn every `QuantLinear`, `QuantEmbedding`, `QuantExperts` and `BlockSparseLinear` of ``model`` into the layer
-    that it was, with the decoded weight, in place: an nn.Linear, an nn.Embedding, a Conv1D or a module of experts of
-    transformers. One that was made packed is an nn.Linear.
+    """Turn the packed layers of ``model`` back into float layers, in place.
 
-    The weights are the values of the packed ones: the error of rounding stays. Layers keep their identity, hooks and
-    bias; layers that share a packed weight share the float one. Fused modules become what they were. Other threads may
-    call the model meanwhile: each layer computes with the packed weight or the float one. The config of a model of
-    transformers no longer says that it is packed.
+    Every `QuantLinear`, `QuantEmbedding`, `QuantExperts` and `BlockSparseLinear` gets its former class back, with the
+    decoded weight: nn.Linear, nn.Embedding, or a Conv1D or module of experts of transformers. A QuantLinear that never
+    was a float layer becomes an nn.Linear.
+
+    The weights are the decoded values, so the rounding error remains. Layers keep their identity, hooks and bias;
+    layers that share a packed weight share the float weight. Fused modules are unfused. Other threads may call the
+    model at the same time: each layer computes with either the packed or the float weight. The config of a model of
+    transformers no longer describes it as quantized.
 
     Args:
-        model: any module, also a QuantLinear by itself.
-        dtype: the dtype of the weights, and of the biases of their layers. None: that of the bias, without one that of
-            the first float parameter of the model, or float32; of an embedding that of its results, of blocks their
-            own.
+        model: any module, including a single QuantLinear.
+        dtype: the dtype of the weights and of their layers' biases. None chooses for each layer: the dtype of the bias;
+            without a bias, that of the model's first float parameter, or float32; for an embedding, that of its
+            results; for a BlockSparseLinear, that of its blocks.
 
     Returns:
-        Names of the layers, in the order of ``named_modules``, a list; empty where there is none. It prints one line
-        for those of a kind.
+        A list of the layers' names in the order of ``named_modules``. Printed, it has one line for layers of the same
+        kind.
+
+    Raises:
+        ValueError: dtype is not a float dtype.
 
     Example:
         >>> lowbit.dequantize_(model)
@@ -48,7 +53,7 @@ def dequantize_(model: nn.Module, dtype: torch.dtype | None = None) -> LayerName
         raise ValueError(f"dequantize_: dtype must be a float dtype or None, got dtype={dtype}")
     with changing_layers(model):
         names = LayerNames(_become_float(model, dtype))
-    adopt_lora_layers(model)
+    adopt_adapters(model)
     return names
 
 
@@ -57,7 +62,7 @@ def _become_float(model: nn.Module, dtype: torch.dtype | None) -> Iterator[str]:
     others = next((parameter.dtype for parameter in model.parameters() if parameter.dtype in FLOATS), torch.float32)
     decoded: dict[
         tuple[int, bool], tuple[nn.Parameter, nn.Parameter]
-    ] = {}  # holds the packed weight too: its id is unique while it lives
+    ] = {}  # keeps the packed weights alive: an id is only unique as long as its object lives
     for name, module in model.named_modules():
         is_sparse = isinstance(module, BlockSparseLinear)
         if not is_sparse and not is_packed(module):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Running a model to look at its linear layers' inputs: how an input becomes a call, and the state for it."""
+"""Running a model to observe the inputs of its layers: the arguments of a call, and evaluation mode."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch import nn
 
 
 def arguments_of(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments that an input stands for: a tensor is the one argument, a tuple or list the positional
-    ones, a mapping the keyword ones."""
+    """Return positional and keyword arguments for an input: a tensor is the only argument, a tuple or list holds the
+    positional arguments, a mapping the keyword arguments."""
     if isinstance(example, Mapping):
         return (), dict(example)
     return tuple(example) if isinstance(example, (tuple, list)) else (example,), {}
@@ -20,7 +20,7 @@ def arguments_of(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 @contextlib.contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Hold every module of ``model`` in evaluation mode for a while; each gets its own mode back."""
+    """Put every module of ``model`` into evaluation mode within the block, and restore each module's mode after it."""
     training = [module for module in model.modules() if module.training]
     try:
         model.eval()
@@ -28,3 +28,25 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
+
+
+@contextlib.contextmanager
+def without_encoder_fast_path(model: nn.Module) -> Iterator[None]:
+    """Disable torch's fast path for all encoder layers of ``model`` within the block, so that linear layers are
+    called."""
+    kept = [
+        (module, name, getattr(module, name))
+        for module in model.modules()
+        for cls, name in (
+            (nn.TransformerEncoderLayer, "activation_relu_or_gelu"),
+            (nn.TransformerEncoder, "use_nested_tensor"),
+        )
+        if isinstance(module, cls)
+    ]
+    try:
+        for module, name, value in kept:
+            setattr(module, name, type(value)(0))
+        yield
+    finally:
+        for module, name, value in kept:
+            setattr(module, name, value)

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The step between the two products of a module of experts, as the op `experts` takes it.
+"""The gate between the two products of a module of experts, in the form that the op `experts` takes.
 
-A class of transformers writes this step in Python: a product of an activation, between clamps, with a scale inside, an
-offset. Which of the op's steps it is, if any, is found by comparing both in float64, from sums of 2^-6 to 2^40, so that
-every clamp cuts some of them; numbers of the module are tried as the scale and the limit.
+Classes of transformers implement it in Python: an activation times the other half, possibly with clamps, a scale inside
+the activation, and an offset. To find the op's gate that computes the same, if there is one, both are compared in
+float64. The inputs have magnitudes from 2^-6 to 2^40, so that every clamp takes effect on some of them. Numeric
+attributes of the module are the candidates for the scale and the limit.
 """
 
 from __future__ import annotations
@@ -18,22 +19,23 @@ from torch import Tensor, nn
 from lowbit.ops.experts import ACTIVATIONS, Gate, gated_value
 from lowbit.quant.experts import Form, gate, parts_in_float64
 
-_EXPONENTS = (2, -6, -3, 0, 4, 6, 9, 12, 16, 20, 30, 40)  # powers of 2 for the sums; most gates differ at the first
-_ALPHA = 1.702  # gpt-oss, and gelu's approximation by a sigmoid
-_TOLERANCE = 1e-6  # relative to the gate of absolute sums: some classes compute it in float32
+_EXPONENTS = (2, -6, -3, 0, 4, 6, 9, 12, 16, 20, 30, 40)  # exponents of the inputs; at the first most gates differ
+_ALPHA = 1.702  # the scale of gpt-oss, and of gelu's approximation by a sigmoid
+_TOLERANCE = 1e-6  # relative to the gate of the absolute inputs; some classes compute the gate in float32
 
 
 def known_gate(module: Any, cls: type[nn.Module], form: Form, n: int) -> Gate | None:
-    """Return the step of the op that ``cls`` computes with the attributes of ``module``, in training and otherwise.
+    """Return the op's gate that ``cls`` computes with the attributes of ``module``, in training and in evaluation mode.
 
     Args:
-        module: float or packed; its rows of the first product are those of ``form``.
-        cls: its class as a float module.
-        n: the columns of the first product.
+        module: a float or packed module of experts.
+        cls: the class of the float module.
+        form: the form of the module's weights.
+        n: the number of columns of the first product.
 
     Returns:
-        The step for packed weights, whose rows of gate and up are one after the other where ``form.interleaved``;
-        None: the op has no such step, or an activation has parameters, whose values may change.
+        The gate for packed weights, which is not interleaved, because packing puts all rows of the gate before those of
+        up. None if the op has no such gate, or if a submodule has parameters or buffers, whose values may change.
     """
     parts = parts_in_float64(module)
     if any(True for part in parts.values() if part for _ in itertools.chain(part.parameters(), part.buffers())):
@@ -49,7 +51,7 @@ def known_gate(module: Any, cls: type[nn.Module], form: Form, n: int) -> Gate | 
         try:
             with torch.no_grad(), torch.autocast("cpu", enabled=False), torch.random.fork_rng(devices=[]):
                 results.append(gate(own, cls, form, sums))
-        except Exception:  # the class is the caller's, and may raise anything
+        except Exception:  # the class is the caller's and may raise anything
             return None
     tried = (each for each in _gates(form, _numbers(module, cls)) if all(_is(each, sums, of) for of in results))
     found = next(tried, None)
@@ -57,7 +59,7 @@ def known_gate(module: Any, cls: type[nn.Module], form: Form, n: int) -> Gate | 
 
 
 def _numbers(module: Any, cls: type[nn.Module]) -> list[float]:
-    """Every number above 0 that the module or its class has, as limits of its step may be."""
+    """Return every positive number among the attributes of the module and its class: candidates for a limit."""
     held = itertools.chain(*(vars(of).values() for of in (*cls.__mro__, module)))
     return sorted({float(value) for value in held if type(value) in (int, float) and 0 < value < 1e6})
 
@@ -74,7 +76,8 @@ def _gates(form: Form, numbers: list[float]) -> Iterator[Gate]:
 
 
 def _is(tried: Gate, sums: Tensor, results: Tensor) -> bool:
-    """Whether every element is close, size by size: the first one differs for most."""
+    """Return whether all results are close. Rows are compared one after another, since most gates differ at the first
+    row."""
     return len(results) == len(sums) and all(
         _is_close(gated_value(row, tried), result, gated_value(row.abs(), tried))
         for row, result in zip(sums, results, strict=True)

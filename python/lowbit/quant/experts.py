@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Modules of experts: E MLPs as parameters of three dimensions, of which a router names J for each token.
+"""Modules of experts: E MLPs with three-dimensional parameters, of which a router selects J for each token.
 
     y[t] = sum over j of weights[t, j] * down_e(gate(first_e(x[t])))        e = index[t, j]
 
-``first`` is ``gate_up_proj`` ([E, 2 I, H], rows of the gate before those of its values, or in turns) or ``up_proj``
-([E, I, H]); ``down_proj`` is [E, H, I]; both may lie transposed and have biases. `Form` says which of these a module
-has, `run` computes it with any product, and `refuses` compares that with what the class of the module computes.
+``first`` is ``gate_up_proj`` ([E, 2 I, H], the rows of the gate before those of up, or interleaved) or ``up_proj``
+([E, I, H]); ``down_proj`` is [E, H, I]. Both may be transposed and may have biases. `Form` describes which of these a
+module has, `run` computes the result with any product, and `refuses` compares it with what the module's class computes.
 
-transformers 5 keeps experts so in its classes under ``use_experts_implementation``; your own class whose forward takes
-the same three arguments may do it too.
+The classes of transformers 5 under ``use_experts_implementation`` store experts in this way. So may any other class
+whose forward takes the same three arguments.
 """
 
 from __future__ import annotations
@@ -25,27 +25,28 @@ from torch import Tensor, nn
 from lowbit.quant.kinds import LayerWeight
 
 Product = Callable[[str, Tensor, Tensor, "Tensor | None"], Tensor]
-"""``(key, x [T, k] or [T, J, k], index [T, J], bias [E, n] or None)`` to ``[T, J, n]``, rows of the packed order."""
+"""A function of ``(key, x [T, k] or [T, J, k], index [T, J], bias [E, n] or None)`` that returns ``[T, J, n]``, with
+the n outputs in the order of the packed rows."""
 
 DOWN = "down_proj"
 _FIRST = ("gate_up_proj", "up_proj")
 _GATE, _NORM = "_apply_gate", "post_expert_norm"
 _DECORATOR = "transformers.integrations.moe"
 _ARGUMENTS = ["hidden_states", "top_k_index", "top_k_weights"]
-_TOLERANCE = 1e-4  # relative to float64 results: some classes compute a part in float32
+_TOLERANCE = 1e-4  # relative to the float64 results; some classes compute a part in float32
 
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """How the weights of a module of experts lie, and what is between them.
+    """The structure of a module of experts: how its weights are stored, and what is computed around them.
 
     Args:
         first: name of the weight that x is multiplied by.
-        experts: their number, which as an index names none of them.
-        gated: ``first`` has the rows of a gate and of its values.
-        transposed: weights lie as ``[E, k, n]``.
-        interleaved: rows of the gate and of its values take turns.
-        normed: ``post_expert_norm`` follows ``down_proj``.
+        experts: the number of experts. As an index, this value means no expert.
+        gated: whether ``first`` has rows for a gate and for up.
+        transposed: whether weights are stored as ``[E, k, n]``.
+        interleaved: whether the rows of gate and up alternate.
+        normed: whether ``post_expert_norm`` follows ``down_proj``.
     """
 
     first: str
@@ -57,8 +58,8 @@ class Form:
 
     @classmethod
     def of(cls, module: nn.Module) -> Form | None:
-        """Read the form off the parameters of a float module, and the attributes that transformers gives it; None: it
-        has no such parameters."""
+        """Return the form of a float module, from its parameters and the attributes that transformers sets; None if it
+        does not have such parameters."""
         has, told = module._parameters, module.__dict__
         first = next((name for name in _FIRST if has.get(name) is not None), None)
         if first is None or has.get(DOWN) is None or any(has[name].dim() != 3 for name in (first, DOWN)):
@@ -75,23 +76,23 @@ class Form:
 
     @property
     def keys(self) -> tuple[str, str]:
-        """Names of both weights."""
+        """The names of both weights."""
         return self.first, DOWN
 
     def weight(self, module: nn.Module, key: str, n: int, k: int) -> LayerWeight:
-        """Describe one of the weights."""
+        """Return the description of one of the weights."""
         bias = f"{key}_bias" if module._parameters.get(f"{key}_bias") is not None else None
         interleaved = self.interleaved and key == self.first
         return LayerWeight(key, n, k, bias, self.experts, self.transposed, interleaved)
 
     def float_weight(self, module: nn.Module, key: str) -> LayerWeight:
-        """Describe one of the weights by its float parameter."""
+        """Return the description of one of the weights, with its size from the float parameter."""
         _, n, k = module._parameters[key].shape
         return self.weight(module, key, *((k, n) if self.transposed else (n, k)))
 
 
 def may_be_experts(cls: type[nn.Module]) -> bool:
-    """Whether the forward of this class is one of transformers' decorator for experts, or takes the same arguments."""
+    """Return whether this class's forward has transformers' decorator for experts, or takes the same arguments."""
     if getattr(cls.forward, "__globals__", {}).get("__name__") == _DECORATOR:
         return True
     try:
@@ -103,13 +104,15 @@ def may_be_experts(cls: type[nn.Module]) -> bool:
 def run(
     module: Any, cls: type, form: Form, product: Product, x: Tensor, index: Tensor, router_weights: Tensor
 ) -> Tensor:
-    """Compute the experts of a module; the sum over J is in float32 (of float64 in float64), in the order of J.
+    """Compute the result of a module of experts. The sum over J is in float32 (float64 for float64), in order of J.
 
     Args:
-        module, cls: has the activation and the biases; its class of old has the gate.
-        product: multiplies by the weights.
+        module: the module with the activation and the biases.
+        cls: its float class, which may have a method for the gate.
+        form: the structure of the module.
+        product: the function that multiplies by the weights.
         x: ``[T, H]``.
-        index: ``[T, J]``; ``form.experts`` names no expert.
+        index: ``[T, J]``; the value ``form.experts`` means no expert.
         router_weights: ``[T, J]``, any float dtype.
 
     Returns:
@@ -119,7 +122,7 @@ def run(
     index = index.masked_fill(none, 0)
     hidden = _first(module, form, product, x, index)
     hidden = gate(module, cls, form, hidden)
-    hidden = hidden.masked_fill(none[..., None], 0)  # so that the product is finite, which is then multiplied by 0
+    hidden = hidden.masked_fill(none[..., None], 0)  # the product must be finite, since it is multiplied by 0 later
     y = product(DOWN, hidden, index, module._parameters.get(f"{DOWN}_bias"))
     if form.normed:
         y = module._modules[_NORM](y)
@@ -127,7 +130,7 @@ def run(
 
 
 def gate(module: Any, cls: type, form: Form, hidden: Tensor) -> Tensor:
-    """Compute what is between the products of a module, by its class of old."""
+    """Compute what is between the two products of a module, as its float class does."""
     if not form.gated:
         return module.act_fn(hidden)
     if hasattr(cls, _GATE):
@@ -137,7 +140,7 @@ def gate(module: Any, cls: type, form: Form, hidden: Tensor) -> Tensor:
 
 
 def _first(module: Any, form: Form, product: Product, x: Tensor, index: Tensor) -> Tensor:
-    """The first product in the order of the float weight, which the gate reads, with its bias, which has that order."""
+    """Return the first product plus bias, with its columns in the order of the float weight, which the gate expects."""
     bias = module._parameters.get(f"{form.first}_bias")
     if not form.interleaved:
         return product(form.first, x, index, bias)
@@ -154,10 +157,14 @@ def _weighted_sum(y: Tensor, weights: Tensor) -> Tensor:
     return total
 
 
-def inputs_of_experts(
-    module: Any, form: Form, x: Tensor, index: Tensor
-) -> Iterator[tuple[LayerWeight, int, Tensor]]:
-    """Yield what a call of a float module multiplies by: a weight, an expert, and a row for each of its pairs
+def call_of(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
+    """Return ``hidden_states``, ``top_k_index`` and ``top_k_weights`` of a call; gpt-oss names them differently."""
+    given = inspect.signature(inspect.unwrap(type(module).forward)).bind(module, *args, **kwargs)
+    return given.args[1:4]
+
+
+def inputs_of_experts(module: Any, form: Form, x: Tensor, index: Tensor) -> Iterator[tuple[LayerWeight, int, Tensor]]:
+    """Yield the inputs of each product in a call of a float module: a weight, an expert, and the expert's rows
     ``[m, k]``."""
     held, given = module._parameters, dict[str, Tensor]()
 
@@ -172,7 +179,7 @@ def inputs_of_experts(
 
 
 def dense_product(weight: LayerWeight, value: Tensor, x: Tensor, index: Tensor, bias: Tensor | None) -> Tensor:
-    """`Product` of a float weight: expert by expert of those that are named."""
+    """Multiply by a float weight, one selected expert at a time; see `Product`."""
     x = x[:, None].expand(*index.shape, -1) if x.dim() == 2 else x
     y = x.new_empty(*index.shape, weight.n)
     for expert in index.unique().tolist():
@@ -183,14 +190,14 @@ def dense_product(weight: LayerWeight, value: Tensor, x: Tensor, index: Tensor, 
 
 
 _compared: dict[tuple[Any, ...], str] = {}
-"""The result of `_comparison` for modules that are alike."""
+"""Results of `_comparison`, by everything that it depends on."""
 
 
 def refuses(module: nn.Module, form: Form, packed_class: type[nn.Module]) -> str:
-    """Say why a float module is no `Form`, or why it computes something else; empty: it is and does.
+    """Return the reason why a float module does not have this form or computes something else, or an empty string.
 
-    Its class computes a few tokens with random weights, of its own sizes, in float64, and so does `run` for an object
-    of ``packed_class`` with the same attributes.
+    The module's class and `run`, with an object of ``packed_class``, both compute a few tokens in float64, with random
+    weights of the module's size and with its attributes; the results must agree.
     """
     if reason := _misfit(module, form):
         return reason
@@ -242,25 +249,26 @@ def _comparison(module: nn.Module, form: Form, packed_class: type[nn.Module]) ->
         with torch.no_grad(), torch.autocast("cpu", enabled=False):
             wanted = inspect.unwrap(cls.forward)(own, x, index, shares)
             error = float((run(ours, cls, form, product, x, index, shares) - wanted).norm() / wanted.norm())
-    except Exception as raised:  # the class is the caller's, and may raise anything
+    except Exception as raised:  # the class is the caller's and may raise anything
         return f"{cls.__name__} could not be tried: {type(raised).__name__}: {str(raised).splitlines()[0][:100]}"
     return "" if error < _TOLERANCE else f"{cls.__name__} computes something else than experts, off by {error:.1e}"
 
 
 def _random(shape: torch.Size, generator: torch.Generator) -> Tensor:
-    """Numbers of which each matrix and each row are others, in memory of their sum alone: diagonals are alike."""
+    """Return a random tensor in which all matrices and rows differ. Its memory grows with the sum of the sizes, not
+    their product: all strides are 1, so elements on a diagonal are equal."""
     strides = [1] * len(shape)
     values = torch.randn(sum(shape), generator=generator, dtype=torch.float64, device="cpu") * 4 * shape[-1] ** -0.5
     return values.as_strided(shape, strides)
 
 
 def parts_in_float64(module: nn.Module) -> dict[str, nn.Module | None]:
-    """Return copies of the modules inside of a module, for a trial of its class."""
+    """Return float64 copies of a module's children, for a trial call of its class."""
     return {name: _double(part) for name, part in module._modules.items()}
 
 
 def _double(part: nn.Module | None) -> nn.Module | None:
-    """A copy in float64 on the CPU, with values where the part has none, and without hooks."""
+    """Return a float64 copy on the CPU without hooks. Parameters on the meta device get random values."""
     if part is None:
         return None
     part = copy.deepcopy(part)

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Products with packed weights as functions of tensors and names: `linear`, `gather_linear`, `experts`. Layers call
-the same ops by numbers, which they look up once."""
+"""Products with packed weights as functions: `linear`, `gather_linear`, `experts`.
+
+These functions take formats, activations and kernel rows by name. Layers call the same ops with the numbers of these
+names, which they look up once.
+"""
 
 from __future__ import annotations
 
@@ -27,30 +30,31 @@ def linear(
     add: Tensor | None = None,
     kernel: str | None = None,
 ) -> Tensor:
-    """Multiply by a packed weight and apply the post-op chain: ``act(x @ w.T + bias) * mul + add``.
+    """Multiply by a packed weight and apply the post-ops: ``act(x @ w.T + bias) * mul + add``.
 
-    With dynamic activations the gradient is the straight-through one: rounding x counts as the identity, in forward
-    mode too. The weight is frozen: gradients go to x, bias, mul and add.
+    If activations are rounded dynamically, gradients are straight-through: rounding counts as the identity, in forward
+    mode too. The weight is frozen; x, bias, mul and add get gradients.
 
     Args:
         x: activations ``[..., k]``, float32, bfloat16 or float16.
         weight: packed weight, uint8 ``[ceil(n / 16), panel_bytes]``.
-        stored: its format and size: `QuantLinear.stored`.
+        stored: format and size of the weight, such as `QuantLinear.stored`.
         bias: ``[n]``, any of the three float dtypes.
         activation: "none", "relu", "gelu", "gelu_tanh" or "silu".
-        mul: factor after the activation, shape and dtype of the result.
-        add: term added last, shape and dtype of the result.
-        kernel: name of a kernel row that is taken where it can serve the call and no row is forced; None: the first
-            that can.
+        mul: factor after the activation, with the shape and dtype of the result.
+        add: term that is added last, with the shape and dtype of the result.
+        kernel: name of the preferred kernel row. It is used if it can serve the call and no row is forced. None is the
+            first kernel row that can serve the call.
 
     Returns:
-        ``[..., n]``, dtype of x (of autocast inside ``torch.autocast``), accumulated in float32.
+        ``[..., n]``, dtype of x (inside ``torch.autocast``, autocast's dtype), accumulated in float32.
 
     Raises:
         RuntimeError: the last dimension of x is not ``k``, as in torch.nn.functional.linear.
-        ValueError: another shape does not fit, or there is no such activation or kernel row.
+        ValueError: another shape does not fit, or the activation or kernel row does not exist.
         TypeError: a dtype is not one of the above.
-        NotImplementedError: no kernel row serves these arguments, or the forced one does not (lists each row's reason).
+        NotImplementedError: no kernel row, or not the forced one, can serve these arguments; the message lists the
+            reason of each row.
 
     Example:
         >>> gate = lowbit.linear(x, layer.weight, layer.stored, layer.bias, activation="silu")
@@ -63,28 +67,32 @@ def linear(
 
 
 def gather_linear(x: Tensor, weight: Tensor, index: Tensor, stored: StoredWeight, bias: Tensor | None = None) -> Tensor:
-    """Multiply each row by the packed weight that ``index`` names, and add its bias: one parallel region a call, in
-    which every weight is read once for all of its rows.
+    """Multiply each row by the packed weight that ``index`` selects, and add the bias of that weight.
 
-    With dynamic activations the gradient is the straight-through one: rounding x counts as the identity. The weights
-    are frozen: gradients go to x and bias.
+    A call is one parallel region, in which each weight is read once for all of its rows. If activations are rounded
+    dynamically, gradients are straight-through: rounding counts as the identity. The weights are frozen; x and bias get
+    gradients.
 
     Args:
         x: ``[T, k]``, where each row is multiplied by J weights, or ``[T, J, k]``; float32, bfloat16 or
             float16, any strides.
-        weight: packed weights of one shape, uint8 ``[E, ceil(n / 16), panel_bytes]``: ``torch.stack`` of those that
-            `linear` takes.
+        weight: E packed weights of the same shape, uint8 ``[E, ceil(n / 16), panel_bytes]``: ``torch.stack`` of weights
+            for `linear`.
         index: int32 or int64 ``[T, J]``, 0 to E - 1.
-        stored: format and size of one weight: `QuantLinear.stored`.
+        stored: format and size of one weight, such as `QuantLinear.stored`.
         bias: ``[E, n]``, any of the three float dtypes.
 
     Returns:
-        ``[T, J, n]``, dtype of x (of autocast inside ``torch.autocast``), accumulated in float32.
+        ``[T, J, n]``, dtype of x (inside ``torch.autocast``, autocast's dtype), accumulated in float32.
 
     Raises:
-        ValueError: a shape does not fit, or ``index`` names no weight.
+        ValueError: a shape does not fit, or ``index`` is out of range.
         TypeError: a dtype is not one of the above.
-        NotImplementedError: no kernel row serves the device, or a derivative in forward mode is wanted.
+        NotImplementedError: no kernel row serves the device, or a forward-mode derivative is requested.
+
+    Example:
+        >>> weights = torch.stack([layer.weight for layer in layers])
+        >>> y = lowbit.gather_linear(x, weights, index, layers[0].stored)
     """
     op_args = _op_args("gather_linear", "stored", stored)
     return _gather_linear(x, weight, index, op_args, bias)
@@ -108,37 +116,39 @@ def experts(
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
 ) -> Tensor:
-    """Run the experts that the router has chosen for each token, and add up their results: one parallel region a call,
-    in which the weights of every expert are read once for all of its tokens.
+    """Run the experts that a router has chosen for each token, and return the weighted sum of their results.
 
-    Between the products is ``f(min(gate, limit)) * (clamp(up, -limit, limit) + up_offset)``, f the activation; silu
-    is ``gate * sigmoid(alpha * gate)``. gpt-oss has alpha 1.702, limit 7 and up_offset 1. Results of a token are added
-    in float32, in the order of experts. With dynamic activations rounding has the straight-through gradient. The packed
-    weights are frozen: gradients go to x, weights and the biases.
+    A call is one parallel region, in which the weights of each expert are read once for all of its tokens. The value
+    between the two products is ``f(min(gate, limit)) * (clamp(up, -limit, limit) + up_offset)``, where f is the
+    activation; silu is ``gate * sigmoid(alpha * gate)``. gpt-oss has alpha 1.702, limit 7 and up_offset 1. The results
+    of a token are added in float32, in the order of the experts. If activations are rounded dynamically, gradients are
+    straight-through. The packed weights are frozen; x, weights and the biases get gradients.
 
     Args:
         x: ``[T, H]``, float32, bfloat16 or float16, any strides.
-        gate_up: packed weights of E experts, uint8 ``[E, panels, panel_bytes]``, each of 2 I x H: the rows of the
-            gate, then those of up; I x H without a gate.
-        down: the same of n x I; n is H in a model.
-        index: int32 or int64 ``[T, k]``: the experts of each token, 0 to E - 1; a pair with E counts nothing.
-        weights: ``[T, k]``, any of the three float dtypes: the router's weight of each pair.
-        gate_up_stored, down_stored: format and size of one expert's weight: `QuantLinear.stored`. Activations of
-            both products are int8, or of both stay float.
+        gate_up: packed weights of E experts, uint8 ``[E, panels, panel_bytes]``. Each is a matrix ``[2 I, H]``, with
+            the rows of the gate before those of up; without a gate, ``[I, H]``.
+        down: packed weights of E experts, uint8 ``[E, panels, panel_bytes]``. Each is a matrix ``[n, I]``; in a model,
+            n is H.
+        index: int32 or int64 ``[T, k]``, the experts of each token, 0 to E - 1; the value E means no expert.
+        weights: ``[T, k]``, any of the three float dtypes: the router's weight for each pair of token and expert.
+        gate_up_stored, down_stored: format and size of one expert's weight, such as `QuantLinear.stored`. Either both
+            round activations to int8, or neither does.
         activation: "silu", "gelu", "gelu_tanh", "relu", "relu_squared" or "none".
-        gated: False: there is no up, and f(gate) goes into the second product.
-        interleaved: rows of gate_up are gate, up, gate, up and so on, as gpt-oss has them.
-        alpha, limit, up_offset: the parameters of the activation above; alpha with silu alone, limit None for none.
+        gated: False if there is no up, and f(gate) is the input of the second product.
+        interleaved: whether the rows of gate_up alternate between gate and up, as in gpt-oss.
+        alpha, limit, up_offset: parameters of the formula above. alpha other than 1 needs silu. limit=None does not
+            clamp.
         gate_up_bias: ``[E, 2 I]``, any of the three float dtypes.
-        down_bias: ``[E, n]``, the same; each result of an expert has it before its weight.
+        down_bias: ``[E, n]``, any of the three float dtypes. It is added before the router's weight is applied.
 
     Returns:
-        ``[T, n]``, dtype of x (of autocast inside ``torch.autocast``).
+        ``[T, n]``, dtype of x (inside ``torch.autocast``, autocast's dtype).
 
     Raises:
-        ValueError: a shape, an activation or a number does not fit, or ``index`` names no expert.
+        ValueError: a shape, the activation or a number does not fit, or ``index`` is out of range.
         TypeError: a dtype is not one of the above.
-        NotImplementedError: no kernel row serves the call, or a derivative in forward mode is wanted.
+        NotImplementedError: no kernel row can serve the call, or a forward-mode derivative is requested.
     """
     gate_up_args = _op_args("experts", "gate_up_stored", gate_up_stored)
     down_args = _op_args("experts", "down_stored", down_stored)
@@ -147,7 +157,7 @@ def experts(
 
 
 def _op_args(op: str, name: str, stored: StoredWeight) -> LinearArgs:
-    """The numbers of one matrix that the kernels can read."""
+    """Return the numbers that describe one matrix to the op, after checking that its layout is that of the kernels."""
     if not isinstance(stored, StoredWeight):
         raise TypeError(f"{op}: {name} must be a StoredWeight, as QuantLinear.stored, got {type(stored).__name__}")
     if stored.layout != _C.LAYOUT:
@@ -155,7 +165,7 @@ def _op_args(op: str, name: str, stored: StoredWeight) -> LinearArgs:
     return stored.spec.op_args(stored.n, stored.k)
 
 
-_row_numbers: dict[str, int] = {}  # a look-up asks each backend whether it is there: milliseconds
+_row_numbers: dict[str, int] = {}  # a lookup is slow, since it asks every backend whether it is available
 
 
 @constant_in_graphs

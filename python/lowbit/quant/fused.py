@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The base of modules that `lowbit.fuse` made faster: their class changes in place and can change back, and where a
-call is more than plain inference they compute as before."""
+"""The base class of modules that `lowbit.fuse` made faster. The class of a module changes in place and can change back.
+Calls other than plain inference are computed as before."""
 
 from __future__ import annotations
 
@@ -24,55 +24,63 @@ _taking = threading.Lock()
 
 
 class Fused(nn.Module):
-    """A piece of a model with a forward of ours; ``super().forward`` is the one that it had."""
+    """A module of a model with a faster forward; ``super().forward`` is its original one."""
 
     prefix: ClassVar[str] = "Fused"
-    """Of the name of the class."""
+    """Prefix of the name of the class that is created."""
     piece: ClassVar[type[Fused]]
     unfused: ClassVar[type[nn.Module]]
     facts: dict[str, Any]
-    """Facts about the module, found when it was fused."""
+    """What was found out about the module when it was fused."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # The class is made at run time, where neither pickle nor copy would find it.
+        # The class is created at run time, so neither pickle nor copy could find it by name.
         return _unset, (self.piece, self.unfused), self.__dict__
 
     @classmethod
     def take(cls, module: nn.Module, facts: dict[str, Any]) -> None:
-        """Fuse ``module`` in place: other owners of it, its hooks and its name stay valid. The change of class is all
-        of it, so that a thread that calls the module, or an interrupt, meets the one or the other. A module that
-        another thread has fused in the meantime stays as that one made it."""
+        """Fuse ``module`` in place, so that references to it, its hooks and its name stay valid.
+
+        The assignment of the class is the only visible change, so another thread or an interrupt sees either the
+        original or the fused module. If another thread has fused the module in the meantime, nothing is done.
+        """
         with _taking:
             if not isinstance(module, Fused):
                 module.facts = facts
                 module.__class__ = _class_of(cls, type(module))
 
     def give_back(self) -> None:
-        """Turn the module back into its former class. A call that another thread has begun and not ended meets neither
-        its facts nor its methods: `_forward_of` begins it again."""
+        """Turn the module back into its former class.
+
+        A call that is still running in another thread may fail for lack of ``facts`` or methods; `_forward_of` then
+        repeats it with the former class.
+        """
         self.__class__ = self.unfused
         del self.facts
 
 
 class FusedModules(LayerNames):
-    """Names of the modules that were fused; prints one line for those of a kind.
+    """Names of the fused modules. Printed, it has one line for modules of the same kind.
 
     Attributes:
-        left: names of pieces that stay as they are, each with the reason.
+        left: names of the modules that were not fused, each with the reason.
+        notes: what a user of the fused modules should know.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.left: dict[str, str] = {}
+        self.notes: list[str] = []
 
     def __repr__(self) -> str:
         reasons = dict.fromkeys(self.left.values())
         left = {reason: told([name for name in self.left if self.left[name] == reason]) for reason in reasons}
-        return "\n".join([super().__repr__(), *(f"left: {names}: {reason}" for reason, names in left.items())])
+        lines = (f"left: {names}: {reason}" for reason, names in left.items())
+        return "\n".join([super().__repr__(), *lines, *(f"note: {note}" for note in self.notes)])
 
 
 def unfuse(model: nn.Module) -> None:
-    """Turn every fused piece of ``model`` back into the class that it was."""
+    """Turn every fused module of ``model`` back into its former class."""
     for module in model.modules():
         if isinstance(module, Fused):
             module.give_back()
@@ -80,18 +88,19 @@ def unfuse(model: nn.Module) -> None:
 
 @functools.cache
 def _class_of(piece: type[Fused], unfused: type[nn.Module]) -> type[Fused]:
-    """A subclass of both: code that asks for the original class still finds it, as transformers does to record
-    outputs, also by the text of the class."""
+    """Return a subclass of both classes. Code that looks for the original class still finds it, by isinstance or by
+    name; transformers does so to record outputs."""
     entries = {name: getattr(unfused, name) for name in ("__module__", "__qualname__")}
     entries |= {"piece": piece, "unfused": unfused}
-    if "forward" in vars(piece):
+    if any("forward" in vars(base) for base in piece.__mro__[: piece.__mro__.index(Fused)]):
         entries["forward"] = _forward_of(piece)
     return type(f"{piece.prefix}{unfused.__name__}", (piece, unfused), entries)
 
 
 def _forward_of(piece: type[Fused]) -> Callable[..., Any]:
-    """The forward of ``piece``, begun again by the former class where another thread gives the module back meanwhile.
-    The parts of a call that cannot be done twice, which write to a cache, need nothing of the module any more."""
+    """Return the forward of ``piece``, which repeats a failed call with the former class if another thread has unfused
+    the module in the meantime. Whatever must not be repeated, such as writing to a cache, comes after the last access
+    to the module."""
 
     @functools.wraps(piece.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -111,8 +120,8 @@ def _unset(piece: type[Fused], unfused: type[nn.Module]) -> Fused:
 
 
 def is_inference(x: Tensor) -> bool:
-    """Whether a call with ``x`` is inference on a CPU and nothing else: eager, without gradients, autocast or
-    functorch. The ops of the fused pieces have kernel rows there."""
+    """Return whether a call with ``x`` is plain inference on the CPU: eager, without gradients, autocast or functorch.
+    For such calls the ops of fused modules have kernel rows."""
     return (
         type(x) is Tensor
         and x.is_cpu
@@ -120,19 +129,21 @@ def is_inference(x: Tensor) -> bool:
         and not is_traced()
         and not _is_transformed()
         and not _is_autocast_enabled("cpu")
-        and forward_ad._current_level < 0  # -1 outside of forward mode
+        and forward_ad._current_level < 0  # it is -1 outside forward-mode differentiation
     )
 
 
 def has_own_tensors(module: nn.Module) -> bool:
-    """Whether the module itself, and not one inside of it, has a parameter or a buffer."""
+    """Return whether the module itself, not counting its submodules, has a parameter or a buffer."""
     return any(True for tensors in (module._parameters, module._buffers) for x in tensors.values() if x is not None)
 
 
 def probe_of(module: nn.Module, **children: nn.Module) -> nn.Module:
-    """Return a copy of ``module`` for calls that test it, which other threads and their models do not see: in
-    evaluation mode, without hooks, with the same parameters, buffers and attributes, and the same children but for
-    those that are given."""
+    """Return a copy of ``module`` for trial calls, which do not affect other users of the module.
+
+    The copy is in evaluation mode and has no hooks. It shares parameters, buffers, attributes and children with the
+    module, except for the given children.
+    """
     probe = module.__class__.__new__(module.__class__)
     nn.Module.__init__(probe)
     own = probe.__dict__
@@ -144,9 +155,31 @@ def probe_of(module: nn.Module, **children: nn.Module) -> nn.Module:
     return probe
 
 
+def submodule_at(module: nn.Module, path: str) -> nn.Module | None:
+    """Return the submodule with this qualified name, or None; the module itself for an empty one."""
+    for name in path.split(".") if path else ():
+        module = None if module is None else module._modules.get(name)
+    return module
+
+
+def probe_with(module: nn.Module, pieces: dict[str, nn.Module]) -> nn.Module:
+    """Return a `probe_of` the module in which ``pieces``, by their qualified names, replace submodules at any depth."""
+    inside: dict[str, dict[str, nn.Module]] = {}
+    children = {path: piece for path, piece in pieces.items() if "." not in path}
+    for path, piece in pieces.items():
+        name, _, rest = path.partition(".")
+        if rest:
+            inside.setdefault(name, {})[rest] = piece
+    children |= {name: probe_with(module._modules[name], more) for name, more in inside.items()}
+    return probe_of(module, **children)
+
+
 def hooked(module: nn.Module, names: Iterable[str]) -> str:
-    """The first of these children, which a fused module does not call, on which something waits for its call; or
-    nothing. Children that are no modules cannot be waited for."""
+    """Return the first of these children that has hooks, or an empty string.
+
+    A fused module does not call these children, so their hooks would not run. Children that are not modules cannot have
+    hooks.
+    """
     if _has_any_global_hook():
         return "all modules"
     children = module._modules
@@ -157,8 +190,15 @@ def hooked(module: nn.Module, names: Iterable[str]) -> str:
     return ""
 
 
+def not_packed(name: str, layer: nn.Module | None) -> str:
+    """Say why this child, which is no `QuantLinear`, is part of no fused call."""
+    if hasattr(layer, "get_base_layer"):
+        return f"{name} has an adapter of peft, which a fused call does not add: merge it, then fuse"
+    return f"{name} is {type(layer).__name__}, no QuantLinear"
+
+
 def has_hooks(module: nn.Module) -> bool:
-    """Whether something waits for the call of this module."""
+    """Return whether this module has hooks that a call would run."""
     inside = module.__dict__
     return bool(
         inside["_forward_hooks"]

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """HQQ (Badri and Shaji, half-quadratic quantization, 2023): zero points that make the error of a group sparse.
 
-Minimize |w - s (q - z)|^p over real z, p < 1, for the scale s of the group's range: with a sparse error e in between,
+|w - s (q - z)|^p with p < 1 is minimized over real z, where the scale s follows from the group's range. A sparse error
+e is introduced, and each iteration computes
     e = shrink(w - s (q - z));    z = mean(q - (w - e) / s);    penalty *= kappa
 where shrink(d) = sign(d) max(0, |d| - |d|^(p - 1) / penalty).
 """
@@ -14,16 +15,16 @@ from torch import Tensor
 from lowbit.formats.algorithms import HQQ
 from lowbit.quant.codes import SMALLEST, split_scale
 
-FAR = 64  # ranges further than this many of their spans from 0 are widened to it: float16 holds zero points to 2048
+FAR = 64  # a range further from 0 than 64 times its span is extended to 0: float16 resolves zero points up to 2048
 
 
 def hqq(weight: Tensor, group_size: int, code_max: int, options: HQQ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return codes uint8 ``[n, k]``, and the scales and real zero points ``[n, groups]`` that they go with.
+    """Return codes uint8 ``[n, k]``, with their scales and real-valued zero points ``[n, groups]``.
 
     Args:
         weight: float32 ``[n, k]``.
-        group_size: the group size of the scales; 0: one group.
-        code_max: the largest code.
+        group_size: the group size of the scales; 0 is one group.
+        code_max: the max code.
         options: iterations and penalty.
     """
     n, k = weight.shape
@@ -57,6 +58,6 @@ def hqq(weight: Tensor, group_size: int, code_max: int, options: HQQ) -> tuple[T
 
 
 def _grouped(values: Tensor, group_size: int) -> Tensor:
-    """``[n, k]`` as ``[n, groups, group_size]``, padded with zeros."""
+    """Return values ``[n, k]`` as ``[n, groups, group_size]``, padded with zeros."""
     size = group_size or values.shape[1]
     return torch.nn.functional.pad(values, (0, -values.shape[1] % size)).unflatten(1, (-1, size))

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The layouts of a packed weight: conversion between that of a file and that of the kernels.
+"""The layouts of a packed weight, and conversion between them: a file may use another layout than the kernels.
 
-Codes, scales and zero points keep every bit. "row-major" is the one for exchange: each row of the weight by itself.
+Codes, scales and zero points keep every bit. "row-major" is the exchange layout, in which rows of the weight are
+independent.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from lowbit import _C, devices
 from lowbit.formats.semi_sparse import FORMAT as SEMI_SPARSE
 from lowbit.formats.semi_sparse import fullest_four
 from lowbit.formats.spec import LinearSpec, StoredWeight
+from lowbit.ops.packed_weights import WAYS_TO_TRAIN
 from lowbit.quant.kinds import LayerWeight, kind_of, layout_name, packed_weights, weight_name
 
 
@@ -23,7 +25,7 @@ def numbers_of(layout: Tensor) -> StoredWeight:
     """Read the ``layout`` tensor of a state dict.
 
     Raises:
-        ValueError: it is no int64 tensor, or names a version, format or layout that is not here.
+        ValueError: it is not an int64 tensor, or its version, format or layout is unknown.
     """
     if layout.dtype != torch.int64:
         raise ValueError(f"a layout of {layout.dtype}, which must be torch.int64")
@@ -31,7 +33,7 @@ def numbers_of(layout: Tensor) -> StoredWeight:
 
 
 def repack_weight(weight: Tensor, stored: StoredWeight, layout: str = _C.LAYOUT) -> Tensor:
-    """Return the packed ``weight`` in another layout, the tensor itself if it is in that one."""
+    """Return the packed ``weight`` in another layout; the tensor itself if it already has that layout."""
     if stored.layout == layout:
         return weight
     spec, n, k = stored.spec, stored.n, stored.k
@@ -57,17 +59,17 @@ def _check_semi_sparse(codes: Tensor) -> None:
 
 
 def repack(state_dict: Mapping[str, Any], layout: str = "row-major") -> dict[str, Any]:
-    """Return a state dict with every packed weight in ``layout``; all other entries are the tensors that they were.
+    """Return a state dict with every packed weight in ``layout``; all other entries are the same tensors.
 
-    Entries that are one tensor stay one. Every layout loads, whatever the machine: `load` and ``load_state_dict`` bring
-    a weight into that of its kernels.
+    Entries that share a tensor still share one. A state dict in any layout can be loaded on any machine: `load` and
+    ``load_state_dict`` convert weights to the layout of the kernels.
 
     Args:
         state_dict: the state dict of a model with `QuantLinear` layers, in any layouts.
         layout: "row-major", for exchange, or "x86-panel-16x64".
 
     Raises:
-        ValueError: there is no such layout, or a packed weight is of a version, layout or format that is not here.
+        ValueError: ``layout`` is unknown, or a packed weight has an unknown version, layout or format.
 
     Example:
         >>> torch.save(lowbit.quant.repack(model.state_dict()), "model.pt")
@@ -80,13 +82,13 @@ def repack(state_dict: Mapping[str, Any], layout: str = "row-major") -> dict[str
         name = weight_name(key)
         if name is None or not isinstance(numbers, Tensor):
             continue
-        weight = held.get(name)  # none of a layer whose weight is tied to that of another
+        weight = held.get(name)  # None if the weight is tied to another layer's
         if weight is not None and weight.dtype != torch.uint8:
             continue
         try:
             stored = numbers_of(numbers)
         except ValueError as error:
-            if weight is None:  # a tensor of another module that has this name
+            if weight is None:  # an unrelated tensor with a name that ends in "layout"
                 continue
             raise ValueError(f"repack: {name} must be a packed weight, got {error}") from None
         result[key] = numbers.new_tensor(stored.in_layout(layout).numbers)
@@ -100,13 +102,38 @@ def repack(state_dict: Mapping[str, Any], layout: str = "row-major") -> dict[str
 
 
 class PackedModule(nn.Module):
-    """Base of the modules that hold packed weights: a state dict is checked, and brought into their layout."""
+    """Base class of the modules that hold packed weights. It checks a state dict and converts weights to the module's
+    layout."""
 
     spec: LinearSpec
-    """How its weight is stored; of several that of the last."""
+    """How the weight is stored; for several weights, the spec of the last one."""
+
+    def requires_grad_(self, requires_grad: bool = True) -> PackedModule:
+        """Freeze the bias, as ``requires_grad_(False)`` of nn.Module; a packed weight has no gradient.
+
+        Raises:
+            ValueError: ``requires_grad`` is True; names the layer, and the ways to train.
+        """
+        if requires_grad:
+            raise ValueError(f"requires_grad_: {self} has a packed weight, which has no gradient; {WAYS_TO_TRAIN}")
+        return super().requires_grad_(requires_grad)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Register a parameter, as nn.Module does.
+
+        Raises:
+            ValueError: `torch.nn.utils.prune` asks for it, which would replace a parameter by a masked one.
+        """
+        pruned = name.removesuffix("_orig")
+        if pruned != name and pruned in self._parameters:
+            raise ValueError(
+                f"torch.nn.utils.prune: the layer must be float, got {pruned} of {self}; prune it and call prune.remove "
+                "before quantize_ packs it, which keeps zeros (formats without a zero point), or call sparsify_"
+            )
+        super().register_parameter(name, param)
 
     def state_dict_problem(self, state_dict: Mapping[str, Any], prefix: str) -> str | None:
-        """Say why the entries of ``state_dict`` under ``prefix`` cannot be this layer's, or return None."""
+        """Return the reason why the entries of ``state_dict`` under ``prefix`` do not fit this layer, or None."""
         kind = kind_of(self)
         layout = kind.layout_of(self)
         held = ((weight, weight.stored(kind.spec_of(self, weight), layout)) for weight in packed_weights(self))
@@ -123,8 +150,8 @@ class PackedModule(nn.Module):
 
 
 def _problem(state_dict: Mapping[str, Any], prefix: str, weight: LayerWeight, held: StoredWeight) -> str | None:
-    """Say why the entries under ``prefix`` cannot be the weight that a layer holds packed, in any layout, or return
-    None. The layout is taken for that of the layer where the numbers have no values."""
+    """Return the reason why the entries under ``prefix``, in any layout, do not fit the packed weight of a layer, or
+    None. If the numbers are on the meta device, the layout of the layer is assumed."""
     name = f"{prefix}{weight.key}"
     value, numbers = state_dict.get(name), state_dict.get(layout_name(name))
     wanted = f"{name} must be packed as {held.in_layout(_C.LAYOUT)}"
@@ -147,13 +174,13 @@ def _problem(state_dict: Mapping[str, Any], prefix: str, weight: LayerWeight, he
 
 
 def text_of(tensor: Tensor) -> str:
-    """Dtype and shape, as errors show them."""
+    """Return dtype and shape as text for error messages."""
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
 
 def in_layout(state_dict: dict[str, Any], name: str, layout: str = _C.LAYOUT) -> dict[str, Any]:
-    """Return the state dict with the weight ``name`` in this layout and the latest version, and contiguous; the same
-    one if it is so."""
+    """Return the state dict with the weight ``name`` in this layout and the latest version, and contiguous. Returns the
+    same dict if nothing changes."""
     weight, numbers = state_dict.get(name), state_dict.get(layout_name(name))
     if not isinstance(numbers, Tensor) or numbers.is_meta:
         return state_dict

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""load: the weights of a quantized model from a file into a float model, whose layers become those of the file.
+"""load: load the state dict of a quantized model into a float model, whose layers become packed layers.
 
-The numbers beside a packed weight, `layout`, give the meaning of its bytes, and indices make blocks of a float one: the
-file needs no configuration.
+No configuration is needed: the `layout` tensor next to a packed weight describes its bytes, and the block indices next
+to a float weight describe its blocks.
 """
 
 from __future__ import annotations
@@ -31,37 +31,42 @@ from lowbit.quant.kinds import (
 )
 from lowbit.quant.layout import numbers_of
 from lowbit.quant.load_check import guard
+from lowbit.quant.permuted_linear import PERMUTATION, hold_permutation, permutation_problem
 from lowbit.quant.quant_linear import LINEAR
 from lowbit.quant.read_state import read_state
 from lowbit.tables.folding import LayerNames, first_five
 
 RENAMINGS: list[Callable[[nn.Module, dict[str, Tensor]], dict[str, Tensor]]] = []
-"""Functions that rename the tensors of a file to the names of a model, where its library knows older ones: added by the
-integration of that library."""
+"""Functions that rename the tensors of a file from older names to those of the model. Each integration of a library
+adds its own."""
+FOLDER_READERS: list[Callable[[nn.Module, Path], dict[str, Tensor] | None]] = []
+"""Functions that return the state dict of a folder whose weights another package quantized, and None for others."""
 
 
 def load(model: nn.Module, file: str | Path | Mapping[str, Tensor], *, mmap: bool | None = None) -> LayerNames:
-    """Load the state dict of a quantized model into ``model``, in place; its linear layers become those of the file.
+    """Load the state dict of a quantized model into ``model``, in place; its layers become packed layers.
 
-    ``model`` may be built on the meta device: then nothing is allocated twice. Its parameters become the file's
-    tensors; layers that share a weight share it again.
+    The parameters of the model become the file's tensors, and layers that share a weight still share it. If the model
+    is built on the meta device, no weight is allocated twice.
 
     Args:
-        model: the float model (or one that is quantized in the same way), on the cpu or the meta device.
-        file: a ``.safetensors`` file, a file of ``torch.save(model.state_dict())``, a folder that ``save_pretrained``
-            wrote, or a state dict.
-        mmap: True maps the file: pages are read as they are used, and can leave memory again, but the file must stay
-            as it is while the model lives. False reads it into memory. None maps ``.safetensors`` files alone.
+        model: the float model, or a model that is quantized in the same way, on the cpu or the meta device.
+        file: a ``.safetensors`` file, a file written by ``torch.save(model.state_dict())``, a folder written by
+            ``save_pretrained``, or a state dict. For a model of transformers also a folder whose config.json names
+            another package's quantization method, such as GPTQ: its codes are packed as they are
+            (docs/checkpoints.md).
+        mmap: True maps the file into memory: pages are read when they are used and can be evicted, but the file must
+            not change while the model exists. False reads it into memory. None maps only ``.safetensors`` files.
 
     Returns:
-        Names of the layers that were turned into QuantLinear, QuantEmbedding, QuantExperts and BlockSparseLinear, a
-        list; it prints one line for those of a kind.
+        A list of the names of the layers that became QuantLinear, QuantEmbedding, QuantExperts or BlockSparseLinear.
+        Printed, it has one line for layers of the same kind.
 
     Raises:
-        FileNotFoundError: there is no such file, or none in the folder.
-        ValueError: the file is another or damaged, names are missing or not the model's, or a packed weight does not
-            fit its layer: checked before the model is changed. Or a buffer that no file holds (not persistent) would
-            stay on the meta device.
+        FileNotFoundError: the file does not exist, or the folder has no such file.
+        ValueError: the file is damaged or of another type, names are missing or not in the model, or a packed weight
+            does not fit its layer; all this is checked before the model is changed. Also if a non-persistent buffer,
+            which no file holds, would stay on the meta device.
 
     Example:
         >>> torch.save(quantized.state_dict(), "model.pt")
@@ -69,7 +74,10 @@ def load(model: nn.Module, file: str | Path | Mapping[str, Tensor], *, mmap: boo
     """
     if isinstance(file, Mapping):
         return _load(model, dict(file))
-    state = read_state(Path(file), mmap)
+    path = Path(file)
+    read = (reader(model, path) for reader in (FOLDER_READERS if path.is_dir() else ()))
+    state = next((found for found in read if found is not None), None)
+    state = read_state(path, mmap) if state is None else state
     try:
         return _load(model, state)
     except ValueError as error:
@@ -91,8 +99,8 @@ def _load(model: nn.Module, state: dict[str, Tensor]) -> LayerNames:
     layouts = [_layout_in_memory(stored, sharing[id(of._parameters[weight.key])]) for _, of, weight, stored in packed]
     turned = LayerNames(dict.fromkeys(name for name, module, *_ in packed if not is_packed(module)))
     with changing_layers(model):
-        for (_, module, weight, stored), layout in zip(packed, layouts, strict=True):
-            hold_unset(module, weight, stored.in_layout(layout))
+        for (name, module, weight, stored), layout in zip(packed, layouts, strict=True):
+            hold_unset(module, weight, stored.in_layout(layout), state.get(f"{_prefix(name)}{PERMUTATION}"))
         for name, (module, blocks) in sparse.items():
             if not isinstance(module, BlockSparseLinear):
                 turned.append(name)
@@ -105,22 +113,30 @@ def _load(model: nn.Module, state: dict[str, Tensor]) -> LayerNames:
 
 
 def _layout_in_memory(stored: StoredWeight, layers: list[nn.Module]) -> str:
-    """That of the kernels; of tables alone that of the file."""
+    """Return the layout of the kernels; for a weight that only embeddings have, the layout of the file."""
     return stored.layout if layout_of_all(layers) != _C.LAYOUT else _C.LAYOUT
 
 
-def hold_unset(module: nn.Module, weight: LayerWeight, stored: StoredWeight) -> None:
-    """Give a layer a packed weight without values, for those of a file, unless it is packed: it may have two names."""
+def hold_unset(module: nn.Module, weight: LayerWeight, stored: StoredWeight, permutation: Tensor | None = None) -> None:
+    """Give a layer a packed weight without values, to load a file into, and a buffer for the permutation of its inputs
+    if the file has one. A layer that is packed already, since it is known under two names, stays as it is."""
     if not is_packed_value(module._parameters[weight.key]):
         unset = nn.Parameter(torch.empty(stored.shape, dtype=torch.uint8, device="meta"), requires_grad=False)
         kind_of(module).hold(module, weight.key, unset, stored)
+    if permutation is not None:
+        hold_permutation(module, torch.empty_like(permutation, device="meta"))
 
 
 def stored_weights(
     model: nn.Module, state: Mapping[str, Tensor]
 ) -> Iterator[tuple[str, nn.Module, LayerWeight, StoredWeight]]:
-    """Yield name, layer and weight of the packed weights that the state dict holds, and how it holds them; one that
-    does not fit its layer is refused. Only the layouts have to hold values."""
+    """Yield the name of the layer, the layer, the weight and its stored form for each packed weight in the state dict.
+
+    Only the layout tensors need values; the weights may be on the meta device.
+
+    Raises:
+        ValueError: a packed weight does not fit its layer.
+    """
     for key, name, module, weight in named_weights(model):
         packed, layout = state.get(key), state.get(layout_name(key))
         kind, ours = kind_of(module), is_packed_value(module._parameters[weight.key])
@@ -145,6 +161,13 @@ def stored_weights(
         if ours and not stored.is_as(weight.stored(kind.spec_of(module, weight))):
             spec = kind.spec_of(module, weight)
             raise ValueError(f"load: {name} is quantized as {spec.name}, got {stored}; load into the float model")
+        permutation = state.get(f"{_prefix(name)}{PERMUTATION}")
+        if permutation is not None:
+            problem = permutation_problem(permutation, weight.k)
+            if problem is None and kind is not LINEAR:
+                problem = f"beside the weight of a linear layer, got that of {type(module).__name__}"
+            if problem:
+                raise ValueError(f"load: {_prefix(name)}{PERMUTATION} must be {problem}")
         yield name, module, weight, stored
 
 
@@ -153,7 +176,11 @@ def _prefix(name: str) -> str:
 
 
 def sparse_layers(model: nn.Module, state: Mapping[str, Tensor]) -> Iterator[tuple[str, tuple[nn.Module, Blocks]]]:
-    """Yield the linear layers of whose weight the state dict holds blocks."""
+    """Yield name, layer and blocks of each linear layer whose weight the state dict stores as blocks.
+
+    Raises:
+        ValueError: the blocks do not fit the layer.
+    """
     for name, module in model.named_modules(remove_duplicate=False):
         prefix = _prefix(name)
         if kind_of(module) is not LINEAR or f"{prefix}{INDICES[0]}" not in state:
@@ -164,8 +191,11 @@ def sparse_layers(model: nn.Module, state: Mapping[str, Tensor]) -> Iterator[tup
 
 
 def _shared_names(model: nn.Module) -> dict[str, str]:
-    """Every further name of a parameter that has several, and its first: safetensors stores one of them, transformers
-    the first and ``save_model`` of safetensors the least."""
+    """Return the first name of each shared parameter, by its other names.
+
+    A safetensors file holds only one of the names: the first, if transformers wrote it; the alphabetically first, if
+    safetensors' ``save_model`` did.
+    """
     first: dict[int, str] = {}
     shared = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -176,11 +206,11 @@ def _shared_names(model: nn.Module) -> dict[str, str]:
 
 
 def _names_of(model: nn.Module) -> tuple[set[str], set[str]]:
-    """The names of a state dict of the model, and those that a file may have beside them for packed
-    weights and blocks."""
+    """Return the names in the model's state dict, and the additional names that a file may have for packed weights and
+    blocks."""
     beside = set()
     for key, layer, *_ in named_weights(model):
-        beside |= {layout_name(key), *(f"{_prefix(layer)}{part}" for part in INDICES)}
+        beside |= {layout_name(key), *(f"{_prefix(layer)}{part}" for part in (*INDICES, PERMUTATION))}
     return set(model.state_dict(keep_vars=True)), beside
 
 
@@ -194,7 +224,8 @@ def _check_names(state: Mapping[str, Tensor], known: set[str], beside: set[str])
 
 
 def _share_again(model: nn.Module, shared: Mapping[str, str]) -> None:
-    """Loading gives each name a parameter of its own; names of one get one again, unless the file holds two weights."""
+    """Tie shared parameters again, since loading gives each name its own parameter, unless the file has different
+    weights under these names."""
     for other, first in shared.items():
         (to, key), (of, first_key) = _owner(model, other), _owner(model, first)
         mine, theirs = to._parameters[key], of._parameters[first_key]
@@ -208,9 +239,12 @@ def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
 
 
 def _fill_buffers(model: nn.Module) -> None:
-    """Make the buffers that no state dict holds (tables of rotary embeddings) where they are still on
-    the meta device."""
-    initialize = getattr(model, "_init_weights", None)  # a method of transformers' models that fills such modules
+    """Initialize non-persistent buffers, such as tables of rotary embeddings, that are still on the meta device.
+
+    Raises:
+        ValueError: some buffers cannot be initialized; the message names them.
+    """
+    initialize = getattr(model, "_init_weights", None)  # transformers' models initialize such modules in this method
     left = []
     for prefix, module in model.named_modules():
         names = [name for name, buffer in module._buffers.items() if buffer is not None and buffer.is_meta]
@@ -218,12 +252,12 @@ def _fill_buffers(model: nn.Module) -> None:
             module.to_empty(device="cpu", recurse=False)
             floats = [name for name in names if module._buffers[name].is_floating_point()]
             for name in floats:
-                module._buffers[name].fill_(torch.nan)  # its other elements were not filled
+                module._buffers[name].fill_(torch.nan)  # marks elements that _init_weights does not fill
             initialize(module)
             names = [name for name in names if name not in floats or module._buffers[name].isnan().any()]
         left += [f"{prefix}.{name}" if prefix else name for name in names]
     if left:
         raise ValueError(
-            f"load: {first_five(sorted(left))} would stay without values, no file holds them; "
+            f"load: {first_five(sorted(left))} must have values, which no file holds, got the meta device; "
             "build the model on the cpu"
         )

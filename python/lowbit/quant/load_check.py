@@ -1,42 +1,43 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Guards of packed layers against code that takes them for float ones.
+"""Guards against code that mistakes packed layers for float layers.
 
-A state dict is checked as a whole before load_state_dict copies the first tensor, so that a refused one leaves the
-model as it was. In inference nn.TransformerEncoderLayer hands linear1.weight and linear2.weight to one fused float op,
-and nn.TransformerEncoder turns padded batches into nested tensors for it: both ask attributes of theirs first, which
-hold nothing else, and these are cleared. LoRA layers of peft around a QuantLinear become those that merge into it.
+A state dict is checked as a whole before load_state_dict copies the first tensor, so that a rejected state dict leaves
+the model unchanged. In inference, nn.TransformerEncoderLayer passes linear1.weight and linear2.weight to a fused float
+op, and nn.TransformerEncoder turns padded batches into nested tensors for it. Each checks an attribute of its own that
+has no other purpose, and that attribute is cleared. peft's adapter layers around a packed layer become layers that can
+merge into it.
 """
 
 from __future__ import annotations
 
-import contextlib
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor, nn
 
 from lowbit.formats.spec import StoredWeight
-from lowbit.quant.adapters import adopt_lora_layers
+from lowbit.quant.adapters import adopt_adapters
 from lowbit.quant.block_sparse import BlockSparseLinear
 from lowbit.quant.kinds import is_fake_quantized, is_packed, kind_of, layout_name, packed_weights
 from lowbit.quant.layout import numbers_of, repack_weight
 
 
 def guard(model: nn.Module) -> list[str]:
-    """Guard the layers of ours in a model, those that it has by now; return notes for the report."""
+    """Guard the packed and prepared layers that a model has now; return notes for the report."""
     _check_state_dicts_of(model)
     if "peft" in sys.modules:
-        adopt_lora_layers(model)
+        adopt_adapters(model)
     return _disable_encoder_fast_path(model)
 
 
 def check_state_dict(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Refuse entries that are not the packed weights of the QuantLinear and QuantEmbedding layers under ``module``, or
-    are packed where a layer is being trained. Those that are one tensor are still one in the layout that is loaded.
+    """Check that the entries of a state dict fit the packed layers under ``module`` and its layers in training.
+
+    This is a load_state_dict pre-hook. Entries that share a tensor still share one after conversion to the layout of
+    the layers.
 
     Raises:
-        ValueError: names every such layer with the wanted entry and that of the state dict.
+        ValueError: entries do not fit; the message shows the expected and the actual entry of up to three layers.
     """
     layers = {
         f"{prefix}{name}." if name else prefix: child
@@ -55,7 +56,7 @@ def _is_checked(module: nn.Module) -> bool:
 
 
 def _repack_shared(layers: dict[str, nn.Module], state_dict: dict[str, Any]) -> None:
-    """Repack a weight that several layers share once, or each would have its own where the state dict is assigned."""
+    """Repack a weight that several layers share only once, so that they still share it with ``assign=True``."""
     sharing: dict[tuple[Any, ...], list[tuple[str, StoredWeight]]] = {}
     for prefix, layer in layers.items():
         layout = kind_of(layer).layout_of(layer)
@@ -77,7 +78,7 @@ def _repack_shared(layers: dict[str, nn.Module], state_dict: dict[str, Any]) -> 
 
 
 def _check_state_dicts_of(model: nn.Module) -> None:
-    """Register the check on ``model`` and on every module in it that holds such a layer, once."""
+    """Register `check_state_dict` once on ``model`` and on every submodule that contains a layer to check."""
     holders = {
         prefix
         for name, child in model.named_modules(remove_duplicate=False)
@@ -97,8 +98,8 @@ def _ancestors(name: str) -> list[str]:
 
 
 def _disable_encoder_fast_path(model: nn.Module) -> list[str]:
-    """Clear the fast path of every encoder layer with a layer of ours; return a note for the report, if
-    there is one."""
+    """Disable torch's fast path for every encoder layer that contains a layer of lowbit; return notes for the
+    report."""
     count = 0
     for module in model.modules():
         if isinstance(module, nn.TransformerEncoderLayer) and _has_ours(module):
@@ -111,27 +112,6 @@ def _disable_encoder_fast_path(model: nn.Module) -> list[str]:
         "it reads linear1.weight and linear2.weight directly"
     )
     return [note] if count else []
-
-
-@contextlib.contextmanager
-def without_encoder_fast_path(model: nn.Module) -> Iterator[None]:
-    """Turn the fast path of every encoder layer of ``model`` off for a while, so that its linear layers are called."""
-    kept = [
-        (module, name, getattr(module, name))
-        for module in model.modules()
-        for cls, name in (
-            (nn.TransformerEncoderLayer, "activation_relu_or_gelu"),
-            (nn.TransformerEncoder, "use_nested_tensor"),
-        )
-        if isinstance(module, cls)
-    ]
-    try:
-        for module, name, value in kept:
-            setattr(module, name, type(value)(0))
-        yield
-    finally:
-        for module, name, value in kept:
-            setattr(module, name, value)
 
 
 def _has_ours(module: nn.Module) -> bool:

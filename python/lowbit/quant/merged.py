@@ -2,8 +2,8 @@
 """Several QuantLinear layers with the same input, multiplied as one: x is read and rounded once, in one parallel
 region.
 
-Their packed weights are concatenated in one tensor, and each layer's weight becomes a view of it. Names, state dict and
-memory therefore stay the same, and each layer can still be called alone.
+The packed weights are concatenated in one tensor, and each layer's weight becomes a view of it. So names, state dict
+and memory use stay the same, and each layer can still be called by itself.
 """
 
 from __future__ import annotations
@@ -16,26 +16,27 @@ from torch import Tensor
 from lowbit.ops.linear import linear
 from lowbit.quant.quant_linear import QuantLinear
 
-_PANEL = 16
-"""Outputs of a panel: a layer of another multiple ends within one."""
+PANEL = 16
+"""Outputs per panel. Layers can only be merged if their out_features are multiples of it, so that each ends with a
+panel."""
 
 
 class MergedLinear:
-    """The layers as one product, where their formats allow it. It knows when their weights went elsewhere (``.to()``, a
-    state dict that was assigned), and merges them again."""
+    """Linear layers computed as one product, if their formats allow it. When their weights have moved (by ``.to()``, or
+    by a state dict that was assigned), they are merged again."""
 
     def __init__(self) -> None:
         self.weight: Tensor | None = None
         self.bias: Tensor | None = None
 
     def __call__(self, layers: Sequence[QuantLinear], x: Tensor) -> Tensor:
-        """Return the results of the layers behind one another, ``[..., n of all]``."""
+        """Return the concatenated results of the layers, ``[..., sum of n]``."""
         if not self.holds(layers):
             return torch.cat([layer(x) for layer in layers], dim=-1)
         return linear(x, self.weight, self.op_args, self.bias, row=layers[0].row_number)
 
     def holds(self, layers: Sequence[QuantLinear]) -> bool:
-        """Whether ``weight``, ``bias`` and ``op_args`` are those of these layers: they are merged if they can be."""
+        """Return whether ``weight``, ``bias`` and ``op_args`` describe these layers, after merging them if possible."""
         if self._is_of(layers):
             return True
         if len(layers) == 1:
@@ -47,8 +48,8 @@ class MergedLinear:
         return True
 
     def _is_of(self, layers: Sequence[QuantLinear]) -> bool:
-        """Whether each weight and bias still is the part of the whole that it was made to be. As long as the whole is
-        held here, nothing else can be given its memory."""
+        """Return whether each weight and bias is still its view of the merged tensor. Comparing addresses is enough,
+        because memory that is referenced here cannot be reused."""
         if self.weight is None:
             return False
         at, whole_bias = self.weight.data_ptr(), self.bias
@@ -62,17 +63,17 @@ class MergedLinear:
             bias_at += 0 if bias is None else bias.nbytes
         return True
 
-    @torch.inference_mode(False)  # the parameters become views, and a later call may want a gradient
+    @torch.inference_mode(False)  # the parameters become views, and a later call may need a gradient
     @torch.no_grad()
     def _merge(self, layers: Sequence[QuantLinear]) -> None:
         self.op_args = (sum(layer.out_features for layer in layers), *layers[0].op_args[1:])
-        parameters = [layer._parameters for layer in layers]  # a layer that becomes float meanwhile gets another dict
+        parameters = [layer._parameters for layer in layers]  # a layer that another thread dequantizes gets a new dict
         weights = [inside["weight"] for inside in parameters]
         if any(weight.dtype != torch.uint8 for weight in weights):
             raise RuntimeError("a layer became float while its weight was joined to others")
         whole = torch.cat([weight.data for weight in weights])
         for inside, view in zip(parameters, whole.split([len(weight) for weight in weights]), strict=True):
-            # Not its .data: a kernel that another thread runs may read the old memory, which its Parameter holds.
+            # A new Parameter instead of new .data: it keeps the old memory alive for a kernel in another thread.
             inside["weight"] = torch.nn.Parameter(view, requires_grad=False)
         self.weight = whole
         self.bias = None if layers[0].bias is None else _joined([layer.bias for layer in layers])
@@ -81,8 +82,8 @@ class MergedLinear:
 def _can_be_one(layers: Sequence[QuantLinear]) -> bool:
     first = layers[0]
     return all(
-        layer.op_args[1:] == first.op_args[1:]  # in_features and format
-        and layer.out_features % _PANEL == 0
+        layer.op_args[1:] == first.op_args[1:]  # same in_features and format
+        and layer.out_features % PANEL == 0
         and (layer.bias is None) == (first.bias is None)
         and (layer.bias is None or layer.bias.dtype == first.bias.dtype)
         and layer.row == first.row
@@ -91,8 +92,19 @@ def _can_be_one(layers: Sequence[QuantLinear]) -> bool:
 
 
 def _joined(parts: Sequence[torch.nn.Parameter]) -> Tensor:
-    """The parts behind one another in new memory, of which each becomes a view."""
+    """Concatenate the parts in new memory, and make each part a view of it."""
     whole = torch.cat([part.data for part in parts])
     for part, view in zip(parts, whole.split([part.shape[0] for part in parts]), strict=True):
         part.data = view
     return whole
+
+
+def split_halves(layer: QuantLinear) -> list[tuple[Tensor, Tensor | None, tuple]] | None:
+    """Return weight, bias and op_args of the first and the second half of the outputs, as views; None if a panel has
+    outputs of both."""
+    n, weight, bias = layer.out_features // 2, layer.weight, layer.bias
+    if layer.out_features != 2 * n or n % PANEL or weight.shape[0] % 2:
+        return None
+    biases = (None, None) if bias is None else bias.data.split(n)
+    op_args = (n, *layer.op_args[1:])
+    return [(part, own, op_args) for part, own in zip(weight.data.chunk(2, dim=0), biases, strict=True)]

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""QuantEmbedding: an nn.Embedding whose weight is stored packed; and the kind of embeddings.
+"""QuantEmbedding, an nn.Embedding with a packed weight, and the kind of embeddings.
 
-weight uint8, frozen; layout int64[8] has the meaning of the bytes (formats/spec.py). By itself a weight is "row-major",
-a row of the matrix for each row of the table; one that a QuantLinear shares (tied weights) is in the layout of that.
+The parameter ``weight`` is uint8 and frozen; the buffer ``layout`` (int64[8]) describes its bytes (formats/spec.py).
+The weight is "row-major", so each table row is one row of the matrix, unless it is tied to a QuantLinear; then it is
+in the layout of that layer.
 """
 
 from __future__ import annotations
@@ -24,25 +25,25 @@ ROW_MAJOR = "row-major"
 
 
 class QuantEmbedding(PackedModule, nn.Embedding):
-    """Look rows of the packed weight up, as nn.Embedding does: ``y = dequantize(weight)[x]``.
+    """An embedding table with a packed weight: ``y = dequantize(weight)[x]``.
 
-    Make one with ``quantize_`` and a ``filter_fn`` that selects nn.Embedding. The constructor makes an unset layer, to
-    load a state dict into. The weight is frozen: ``padding_idx``, ``scale_grad_by_freq`` and ``sparse``, which are
-    about its gradient, say nothing here.
+    ``quantize_`` with a ``filter_fn`` that selects nn.Embedding creates such layers. The constructor returns a layer
+    without values, to load a state dict into. The weight is frozen, so ``padding_idx``, ``scale_grad_by_freq`` and
+    ``sparse``, which concern its gradient, have no effect.
 
     Args:
-        num_embeddings, embedding_dim, padding_idx: the arguments of nn.Embedding.
-        device: the device of the unset weight; "meta" allocates nothing (then ``load_state_dict(..., assign=True)``).
+        num_embeddings, embedding_dim, padding_idx: as in nn.Embedding.
+        device: the device of the weight; "meta" allocates nothing (use ``load_state_dict(..., assign=True)`` then).
         dtype: the dtype of the result; ``model.to(dtype)`` changes it.
-        spec: the storage of the weight.
-        layout: the layout of its parts, "row-major" or that of the kernels.
+        spec: how the weight is stored.
+        layout: the layout of the weight, "row-major" or that of the kernels.
     """
 
     layout: Tensor
     like: Tensor
-    """Empty; its dtype is that of the result."""
+    """An empty tensor with the dtype of the result."""
     float_class: type[nn.Embedding] = nn.Embedding
-    """Its former class; a table of Gemma multiplies its rows by ``embed_scale``."""
+    """The class before packing. Gemma's class multiplies rows by ``embed_scale``."""
 
     def __init__(
         self,
@@ -55,7 +56,7 @@ class QuantEmbedding(PackedModule, nn.Embedding):
         spec: LinearSpec,
         layout: str = ROW_MAJOR,
     ) -> None:
-        nn.Module.__init__(self)  # nn.Embedding's would allocate the float weight
+        nn.Module.__init__(self)  # nn.Embedding.__init__ would allocate the float weight
         self.num_embeddings, self.embedding_dim, self.padding_idx = num_embeddings, embedding_dim, padding_idx
         self.max_norm, self.norm_type, self.scale_grad_by_freq, self.sparse = None, 2.0, False, False
         shape = spec.shape(num_embeddings, embedding_dim, layout)
@@ -74,12 +75,12 @@ class QuantEmbedding(PackedModule, nn.Embedding):
 
     @property
     def layout_name(self) -> str:
-        """The layout that the weight is in."""
+        """The layout of the weight."""
         return [*_C.LAYOUTS][self.op_args[-1]]
 
     @property
     def factor(self) -> float | None:
-        """The number, of the dtype of the rows, that a table of Gemma multiplies its rows by; None: no such table."""
+        """The number that Gemma's embedding multiplies its rows by, rounded to their dtype; None for other classes."""
         if self.float_class is nn.Embedding:
             return None
         return torch.tensor(self.scalar_embed_scale, dtype=self.like.dtype, device="cpu").item()
@@ -92,8 +93,8 @@ class QuantEmbedding(PackedModule, nn.Embedding):
         rows = _embedding(inside["_parameters"]["weight"], input, inside["_buffers"]["like"], *op_args)
         if inside.get("float_class", nn.Embedding) is nn.Embedding:
             return rows
-        # Not the buffer: from_pretrained makes those that no file holds anew, and fills in those of classes it knows.
-        # Filled in on the device, where a copy from the host would end the capture of a CUDA graph.
+        # The number instead of the buffer: from_pretrained creates non-persistent buffers anew, and only fills those of
+        # classes that it knows. new_full runs on the device; a copy from the host would abort a CUDA graph capture.
         return rows * rows.new_full((), inside["scalar_embed_scale"])
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -137,9 +138,9 @@ class _EmbeddingKind(Kind):
         return next(row["name"] for row in rows if row["name"].startswith("dequantize_rows_"))
 
     def hold(self, module: Any, key: str, packed: nn.Parameter, stored: StoredWeight, dtype: Any = None) -> None:
-        """The object stays the same."""
+        """Replace the weight in place, as `Kind.hold` describes."""
         twin = twin_of(module, QuantEmbedding)
-        if is_scaled_embedding(module) and module.embed_scale.is_meta:  # no file holds it
+        if is_scaled_embedding(module) and module.embed_scale.is_meta:  # a non-persistent buffer, which no file holds
             twin.embed_scale = torch.tensor(module.scalar_embed_scale)
         twin._hold(packed, stored.spec, stored.layout, dtype or module.weight.dtype)
         become_packed(module, twin)
@@ -161,7 +162,7 @@ class _EmbeddingKind(Kind):
 
 
 def is_scaled_embedding(module: nn.Module) -> bool:
-    """Whether this is a table of Gemma in transformers, which multiplies its rows by one number."""
+    """Return whether this is Gemma's embedding in transformers, which multiplies its rows by a number."""
     home, name = type(module).__module__, type(module).__name__
     return home.startswith("transformers.models.gemma") and name.endswith("TextScaledWordEmbedding")
 

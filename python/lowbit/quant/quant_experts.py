@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""QuantExperts: a module of experts (experts.py) whose weights are stored packed; and the kind of experts.
+"""QuantExperts, a module of experts (experts.py) with packed weights, and the kind of experts.
 
-gate_up_proj (or up_proj) and down_proj [E, panels, panel_bytes] uint8, frozen; biases as they were; beside each weight
-gate_up_proj_layout int64[9] has the meaning of the bytes (formats/spec.py). Plain tensors, of which FSDP2 shards whole
-experts. Rows of a gate and of its values that took turns are packed one after the other; their bias stays as it was.
+The parameters gate_up_proj (or up_proj) and down_proj are uint8 [E, panels, panel_bytes] and frozen; biases are
+unchanged. For each weight, a buffer such as gate_up_proj_layout (int64[9]) describes its bytes (formats/spec.py). All
+are plain tensors, and FSDP2 shards whole experts. If the rows of gate and up are interleaved in the float weight, the
+rows of the gate are packed before those of up; the bias keeps its order.
 """
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from lowbit.ops.fakes import FLOATS
 from lowbit.ops.gather_linear import gather_linear
 from lowbit.ops.linear import LinearArgs
 from lowbit.quant.expert_gates import known_gate
-from lowbit.quant.experts import DOWN, Form, dense_product, inputs_of_experts, may_be_experts, refuses, run
+from lowbit.quant.experts import DOWN, Form, call_of, dense_product, inputs_of_experts, may_be_experts, refuses, run
 from lowbit.quant.kinds import (
     Kind,
     LayerWeight,
@@ -39,30 +39,33 @@ _OPS = "experts", "gather_linear"
 
 
 class QuantExperts(PackedModule):
-    """Compute the experts that a router names for each token, with packed weights.
+    """A module of experts with packed weights, of which a router selects some for each token.
 
-    ``y[t] = sum over j of top_k_weights[t, j] * down(gate(gate_up(x[t])))`` of expert ``top_k_index[t, j]``. Made of a
-    float module of experts by ``quantize_``, `lowbit.load`, or ``from_pretrained``, in place: the activation, its
-    limits and the biases are those of that module. The weights are frozen; gradients go to ``hidden_states``,
-    ``top_k_weights`` and the biases.
+    It computes ``y[t] = sum over j of top_k_weights[t, j] * down(gate(gate_up(x[t])))``, with the weights of expert
+    ``top_k_index[t, j]``. ``quantize_``, `lowbit.load` and ``from_pretrained`` turn a float module of experts into one
+    in place; it keeps that module's activation, limits and biases. The weights are frozen; ``hidden_states``,
+    ``top_k_weights`` and the biases get gradients.
     """
 
     form: Form
     stored: dict[str, StoredWeight]
-    """How each packed weight is stored, by its key; one that is not in it is float."""
+    """How each packed weight is stored, by key. A weight without an entry is float."""
     op_args: dict[str, LinearArgs]
     op_gate: Gate | None
-    """The step between the products, where one call of the op `experts` computes the whole module."""
+    """The gate between the products, if one call of the op `experts` computes the whole module; otherwise None."""
+    added: dict[str, Callable[[Tensor, Tensor], Tensor]]
+    """What adapters add to a product of x and index, by the key of its weight; only in their calls
+    (expert_adapters.py)."""
     float_class: type[nn.Module]
-    """Its former class: that of ``dequantize_``, which also has the gate."""
+    """The class before packing, which implements the gate, and which ``dequantize_`` restores."""
 
     def __init__(self) -> None:
         raise TypeError("QuantExperts: made of a float module of experts, by quantize_, lowbit.load or from_pretrained")
 
     def __getattr__(self, name: str) -> Any:
-        """Attributes that the class of the float module has, which its gate may use."""
+        """Return attributes of the float class too, since its gate may use them."""
         try:
-            return nn.Module.__getattr__(self, name)  # super() refuses where another thread made it float
+            return nn.Module.__getattr__(self, name)  # super() fails if another thread dequantized the module
         except AttributeError:
             for cls in getattr(self.__dict__.get("float_class"), "__mro__", ()):
                 if name in vars(cls):
@@ -71,15 +74,17 @@ class QuantExperts(PackedModule):
             raise
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """With another activation or limit the class computes another step: it is compared again."""
-        nn.Module.__setattr__(self, name, value)  # super() refuses where another thread made it float
+        """Set an attribute, and identify the gate again, since a new activation or limit changes it."""
+        nn.Module.__setattr__(self, name, value)  # super() fails if another thread dequantized the module
         if "op_gate" in self.__dict__ and name[0] != "_" and name != "training" and not isinstance(value, Tensor):
             self.__dict__["op_gate"] = _op_gate(self, self.float_class)
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Return ``[T, H]``, dtype of ``hidden_states``: one call of `lowbit.experts`, which adds the results of a
-        token in float32 in the order of experts; or where that op has not the step of the float class two calls of
-        `gather_linear` with this step between them, and then results are added in the order of ``top_k_index``.
+        """Return the weighted sum of the selected experts, ``[T, H]``, with the dtype of ``hidden_states``.
+
+        This is one call of `lowbit.experts`, which adds the results of a token in float32 in the order of the experts.
+        If that op does not have the gate of the float class, two calls of `gather_linear` are made instead, with the
+        float class's gate in between, and results are added in the order of ``top_k_index``.
 
         Args:
             hidden_states: ``[T, H]``; float32, bfloat16 or float16.
@@ -87,7 +92,7 @@ class QuantExperts(PackedModule):
             top_k_weights: ``[T, J]``, any float dtype.
 
         Raises:
-            ValueError: a shape does not fit, or an index names no expert.
+            ValueError: a shape does not fit, or an index is out of range.
             TypeError: a dtype is not one of the above.
         """
         inside = self.__dict__
@@ -95,21 +100,24 @@ class QuantExperts(PackedModule):
         if form is None:
             return _float_forward(self, hidden_states, top_k_index, top_k_weights)
         _check(hidden_states, top_k_index, top_k_weights)
-        op_gate = inside.get("op_gate")  # none in pickles of old
-        if op_gate is not None and not _is_hooked(inside["_modules"].get("act_fn")):
+        op_gate = inside.get("op_gate")  # missing in pickles of earlier versions
+        added = inside.get("added", {})
+        if op_gate is not None and not added and not _is_hooked(inside["_modules"].get("act_fn")):
             return _in_one_call(inside, op_gate, hidden_states, top_k_index, top_k_weights)
 
         def product(key: str, x: Tensor, index: Tensor, bias: Tensor | None) -> Tensor:
             weight = inside["_parameters"][key]
             if key in inside["op_args"]:
-                return gather_linear(x, weight, index, inside["op_args"][key], bias)
-            return dense_product(form.float_weight(self, key), weight, x, index, bias)
+                y = gather_linear(x, weight, index, inside["op_args"][key], bias)
+            else:
+                y = dense_product(form.float_weight(self, key), weight, x, index, bias)
+            return y + added[key](x, index).to(y.dtype) if key in added else y
 
         return run(self, inside["float_class"], form, product, hidden_states, top_k_index, top_k_weights)
 
     def dequantize(self, key: str, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Return the packed weight of this name as float, ``[E, n, k]``: of rows that took turns the first of each two
-        come before the second."""
+        """Return the packed weight of this name as float ``[E, n, k]``. Interleaved rows are in the packed order: the
+        rows of the gate before those of up."""
         stored, packed = self.stored[key], self._parameters[key]
         args = stored.spec.weight_args(stored.n, stored.k)
         matrices = packed.new_empty(len(packed), stored.n, stored.k, dtype=dtype)
@@ -125,7 +133,7 @@ class QuantExperts(PackedModule):
 def _in_one_call(inside: dict[str, Any], gate: Gate, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
     form, parameters, op_args = inside["form"], inside["_parameters"], inside["op_args"]
     bias = parameters.get(f"{form.first}_bias")
-    if form.interleaved and bias is not None:  # it has the order of the float weight
+    if form.interleaved and bias is not None:  # the bias is in the order of the float weight
         bias = torch.cat([bias[:, ::2], bias[:, 1::2]], 1)
     y = experts(
         x,
@@ -139,11 +147,11 @@ def _in_one_call(inside: dict[str, Any], gate: Gate, x: Tensor, index: Tensor, w
         bias,
         parameters.get(f"{DOWN}_bias"),
     )
-    return y.to(x.dtype)  # under autocast too
+    return y.to(x.dtype)  # under autocast, y has another dtype
 
 
 def _is_hooked(activation: Any) -> bool:
-    """Whether hooks of an activation wait for its call."""
+    """Return whether an activation has hooks that a call would run."""
     return isinstance(activation, nn.Module) and bool(
         activation._forward_hooks
         or activation._forward_pre_hooks
@@ -153,8 +161,8 @@ def _is_hooked(activation: Any) -> bool:
 
 
 def _op_gate(module: Any, float_class: type[nn.Module]) -> Gate | None:
-    """The step between the products of a module as the op `experts` takes it; None: it does not compute the whole of
-    it, or one weight is float."""
+    """Return the gate of a module in the form that the op `experts` takes, or None if the op cannot compute the whole
+    module or a weight is still float."""
     form, stored = module.form, module.stored
     specs = [stored[key].spec for key in form.keys if key in stored]
     if len(specs) < len(form.keys) or not _has_one_call(form, specs):
@@ -163,7 +171,7 @@ def _op_gate(module: Any, float_class: type[nn.Module]) -> Gate | None:
 
 
 def _has_one_call(form: Form, specs: list[LinearSpec]) -> bool:
-    """Whether the op `experts` takes both products: activations of both are int8, or of both stay float."""
+    """Return whether the op `experts` can compute both products: either both have int8 activations, or neither has."""
     return not form.normed and len({spec.x_format.startswith("int8") for spec in specs}) == 1
 
 
@@ -177,13 +185,13 @@ def _check(x: Tensor, index: Tensor, weights: Tensor) -> None:
 
 
 def _float_forward(module: nn.Module, *args: Tensor) -> Any:
-    """The result of a module that is called while it becomes packed or float (kinds.py), by its former class."""
+    """Return the result of a module that is called while it is being packed or dequantized (see kinds.py)."""
     cls = module.__dict__.get("float_class") or type(module)
     return cls.forward(module, *args)
 
 
 class _ExpertsKind(Kind):
-    """Experts of transformers, and modules of others that take and have the same."""
+    """The experts of transformers, and other modules with the same arguments and parameters."""
 
     name, float_name, packed_class = "module of experts", "experts", QuantExperts
     has_products = False
@@ -217,16 +225,16 @@ class _ExpertsKind(Kind):
     def inputs(
         self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Iterator[tuple[LayerWeight, int, Tensor]]:
-        """Those of each expert; nothing of a packed module, or one that stays float."""
+        """Yield the inputs of each expert; nothing for a module that is packed or cannot be packed."""
         if isinstance(module, QuantExperts) or self.refuses(module):
             return
-        signature = inspect.signature(inspect.unwrap(type(module).forward))  # gpt-oss has other names
-        x, index = signature.bind(module, *args, **kwargs).args[1:3]
+        x, index, _ = call_of(module, args, kwargs)
         yield from inputs_of_experts(module, Form.of(module), x, index)
 
     def kernel(self, module: Any, weight: LayerWeight, spec: LinearSpec, like: Tensor) -> str:
-        """That of one call of `experts`, if the other weight, where it is float still, gets the same format; else that
-        of gather_linear for many rows, which also chooses for few."""
+        """Return the kernel row of the op `experts` if it can compute the whole module, assuming that a weight that is
+        still float gets the same format. Otherwise return gather_linear's row for many rows of x, which also serves
+        few."""
         stored, form = module.__dict__.get("stored", {}), module.__dict__.get("form") or Form.of(module)
         specs = {of.key: stored[of.key].spec if of.key in stored else spec for of in self.weights(module)}
         specs[weight.key] = spec
@@ -239,7 +247,7 @@ class _ExpertsKind(Kind):
         return f"gather_{LINEAR.kernel(module, weight, spec, like).rpartition(' ')[2]}"
 
     def hold(self, module: Any, key: str, packed: nn.Parameter, stored: StoredWeight, dtype: Any = None) -> None:
-        """The object stays the same; until the second weight is packed too, it multiplies by one of each."""
+        """Replace a weight in place. Until the second weight is packed too, one product is packed and one is float."""
         twin = twin_of(module, QuantExperts)
         inside, float_class = twin.__dict__, module.__dict__.get("float_class", type(module))
         inside["form"] = inside.get("form") or Form.of(module)

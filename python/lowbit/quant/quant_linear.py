@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""QuantLinear: an nn.Linear whose weight is stored packed, once; and the kind of linear layers.
+"""QuantLinear, an nn.Linear with a packed weight, and the kind of linear layers.
 
-weight [panels, panel_bytes] uint8, frozen; bias as it was; layout int64[8] has the meaning of the bytes
-(formats/spec.py). All three are plain tensors, so state dicts, safetensors, export and FSDP2 (which shards whole
-panels) need no hooks of ours.
+The parameter ``weight`` is uint8 [panels, panel_bytes] and frozen; ``bias`` is unchanged; the buffer ``layout``
+(int64[8]) describes the bytes of the weight (formats/spec.py). All three are plain tensors, so state dicts,
+safetensors, export and FSDP2 (which shards whole panels) need no hooks.
 """
 
 from __future__ import annotations
@@ -20,35 +20,40 @@ from lowbit.formats.semi_sparse import FORMAT as SEMI_SPARSE
 from lowbit.formats.semi_sparse import fullest_four
 from lowbit.formats.spec import LinearSpec, StoredWeight
 from lowbit.ops.linear import LinearArgs, linear
+from lowbit.ops.other_inputs import other_input
 from lowbit.quant.codes import CodedWeight
 from lowbit.quant.kinds import Kind, LayerWeight, become_float, become_packed, float_forward, register, twin_of
 from lowbit.quant.layout import PackedModule, text_of
+from lowbit.quant.linear_subclass import differs_from_linear, lost_with
 from lowbit.quant.packing import check_finite, pack_weight
 
 _CONV1D = ("transformers.pytorch_utils", "Conv1D")
-"""Known by the name and home of its class, so that transformers need not be there."""
+"""The class is recognized by its name and module, so that transformers need not be installed."""
 
 
 class QuantLinear(PackedModule, nn.Linear):
-    """Apply ``y = x @ dequantize(weight).T + bias`` with the packed weight.
+    """A linear layer with a packed weight: ``y = x @ dequantize(weight).T + bias``.
 
-    Make one from a float layer with ``quantize_`` or ``from_linear``, from plain codes with ``pack``. The constructor
-    makes an unset layer, to load a state dict into.
+    ``quantize_`` and ``from_linear`` create one from a float layer, ``pack`` from plain codes. The constructor returns
+    a layer without values, to load a state dict into.
 
     Args:
-        in_features, out_features, bias: the arguments of nn.Linear.
-        device: the device of the unset weight; "meta" allocates nothing (then ``load_state_dict(..., assign=True)``).
+        in_features, out_features, bias: as in nn.Linear.
+        device: the device of the weight; "meta" allocates nothing (use ``load_state_dict(..., assign=True)`` then).
         dtype: the dtype of the bias.
-        spec: the storage of the weight and the format of activations.
+        spec: how the weight is stored, and how activations are rounded.
+
+    Example:
+        >>> layer = lowbit.QuantLinear.from_linear(linear, lowbit.int8_weight_only().spec(torch.float32))
     """
 
     op_args: LinearArgs
     layout: Tensor
     row: str = ""
-    """Name of the kernel row that the layer prefers; empty: the first that can serve a call."""
+    """Name of the preferred kernel row; empty for the first row that can serve a call."""
     row_number: int = 0
     float_class: type[nn.Module] = nn.Linear
-    """Its former class: that of ``dequantize_``."""
+    """The class before packing, which ``dequantize_`` restores."""
 
     def __init__(
         self,
@@ -60,7 +65,7 @@ class QuantLinear(PackedModule, nn.Linear):
         *,
         spec: LinearSpec,
     ) -> None:
-        nn.Module.__init__(self)  # nn.Linear's would allocate the float weight
+        nn.Module.__init__(self)  # nn.Linear.__init__ would allocate the float weight
         self.in_features = in_features
         self.out_features = out_features
         self.register_parameter("weight", None)
@@ -78,37 +83,45 @@ class QuantLinear(PackedModule, nn.Linear):
         self.register_buffer("layout", layout)
 
     def forward(self, x: Tensor) -> Tensor:
-        # Straight from the dictionaries: nn.Module.__getattr__ would cost as much as the rest of a small call.
+        # Direct dictionary lookups: nn.Module.__getattr__ would cost as much as the rest of a small call.
         inside = self.__dict__
         op_args = inside.get("op_args")
         if op_args is None:
             return float_forward(self, x)
         parameters = inside["_parameters"]
-        return linear(x, parameters["weight"], op_args, parameters["bias"], row=inside.get("row_number", 0))
+        try:
+            return linear(x, parameters["weight"], op_args, parameters["bias"], row=inside.get("row_number", 0))
+        except (AttributeError, NotImplementedError, RuntimeError, TypeError) as error:
+            return other_input(self.forward, x, error)
 
     @property
     def stored(self) -> StoredWeight:
-        """The format and size of the packed weight, as `lowbit.linear` takes them."""
+        """The format and size of the packed weight, for `lowbit.linear`."""
         return StoredWeight(self.spec, self.out_features, self.in_features, _C.LAYOUT)
 
     def prefer(self, row: str) -> None:
-        """Prefer this kernel row for every call that it can serve; the empty name takes the preference back.
+        """Prefer a kernel row for every call that it can serve; an empty name removes the preference.
 
-        The preference stays with the object, its copies and pickles. It is no part of the state dict, which may go
-        to another machine.
+        Copies and pickles of the layer keep the preference. The state dict does not, because it may be loaded on
+        another machine.
 
         Raises:
-            ValueError: the op linear has no row of this name (lists the rows).
+            ValueError: the op linear has no kernel row of this name; the message lists its rows.
         """
         self.row_number = _C.row_number("linear", row) if row else 0
         self.row = row
 
     @classmethod
     def from_linear(cls, module: nn.Linear, spec: LinearSpec, *, name: str = "") -> QuantLinear:
-        """Return a new layer with the packed weight of ``module``, which stays as it is; the bias is shared.
+        """Return a new layer with the packed weight of ``module``. ``module`` does not change, and the bias is shared.
+
+        Args:
+            module: a float layer.
+            spec: how the weight is stored.
+            name: the name of the layer, for error messages.
 
         Raises:
-            ValueError: the weight holds inf or nan (says ``name``).
+            ValueError: the weight contains inf or nan.
         """
         check_finite("from_linear", f"weight of {name}" if name else "weight", module.weight)
         packed, _ = pack_weight(module.weight, spec)
@@ -118,7 +131,17 @@ class QuantLinear(PackedModule, nn.Linear):
 
     @classmethod
     def from_packed(cls, weight: Tensor, n: int, k: int, spec: LinearSpec, bias: Tensor | None = None) -> QuantLinear:
-        """Return a layer that holds an already packed weight ``[panels, panel_bytes]`` uint8."""
+        """Return a layer with a weight that is packed already.
+
+        Args:
+            weight: uint8 ``[panels, panel_bytes]``.
+            n, k: rows and columns of the matrix.
+            spec: how the weight is stored.
+            bias: ``[n]`` or None.
+
+        Raises:
+            ValueError: dtype or shape of the weight do not fit spec, n and k.
+        """
         if weight.dtype != torch.uint8 or tuple(weight.shape) != spec.shape(n, k):
             raise ValueError(
                 f"from_packed: weight must be uint8 of shape {list(spec.shape(n, k))} for {spec.name} n={n} k={k}, "
@@ -139,30 +162,41 @@ class QuantLinear(PackedModule, nn.Linear):
         spec: LinearSpec,
         bias: Tensor | None = None,
     ) -> QuantLinear:
-        """Return a layer made of plain codes ``[n, k]`` uint8, and scale and zero ``[n, groups]`` float32.
+        """Return a layer with a weight from plain codes: ``w = scale * (code - zero)``.
 
-        ``w = scale * (code - zero)``; zero is None when the weight is symmetric (then it is 128 for int8, 8 for int4,
-        and so on).
-        A lookup format (nf4, fp4, fp4_e2m1, fp8_e4m3) has none: ``w = scale * level[code]``.
+        In a lookup format (nf4, fp4, fp4_e2m1, fp8_e4m3) it is ``w = scale * level[code]``.
+
+        Args:
+            codes: uint8 ``[n, k]``.
+            scale: float32 ``[n, groups]``.
+            zero: float32 ``[n, groups]``; None for symmetric weights, whose zero is a constant (128 for int8, 8 for
+                int4, and so on), and for lookup formats.
+            spec: how the weight is stored.
+            bias: ``[n]`` or None.
 
         Raises:
-            ValueError: a shape or dtype is another, codes are past those of the format, scale or zero are not finite as
-                they are stored (float32 per row times float16 per group; float16).
+            ValueError: a shape or dtype does not fit, a code is out of range, or scale or zero are not finite after
+                rounding for storage (scale: float32 per row times float16 per group; zero: float16).
         """
         _check_plain(codes, scale, zero, spec)
         return cls.from_packed(CodedWeight.of(codes, scale, zero, spec).pack(), *codes.shape, spec, bias)
 
     def unpack(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return ``(codes, scale, zero)``: uint8 ``[n, k]``, float32 ``[n, groups]`` twice; ``w = scale * (code -
-        zero)``, of a lookup format ``scale * level[code]`` (its zero is 0)."""
+        """Return ``(codes, scale, zero)``: uint8 ``[n, k]``, and two times float32 ``[n, groups]``.
+
+        ``w = scale * (code - zero)``; in a lookup format ``w = scale * level[code]``, and zero is 0.
+
+        Raises:
+            ValueError: the format is a float format, which has no codes.
+        """
         if self.spec.is_float:
-            raise ValueError(f"unpack: a {self.spec.format} weight has no codes")
+            raise ValueError(f"unpack: the format must have codes, got {self.spec.format}")
         stored = StoredWeight(self.spec, self.out_features, self.in_features, _C.LAYOUT)
         weight = CodedWeight.unpack(self.weight.detach(), stored)
         return weight.codes, weight.scale, weight.zero_point
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Return the weight ``[n, k]`` as float."""
+        """Return the decoded weight ``[n, k]`` in ``dtype``."""
         args = self.spec.weight_args(self.out_features, self.in_features)
         return torch.ops.lowbit.dequantize(self._parameters["weight"], *args).to(dtype)
 
@@ -179,7 +213,7 @@ class QuantLinear(PackedModule, nn.Linear):
 
     @property
     def W_q(self) -> Tensor:  # noqa: N802
-        """The packed weight. Where peft finds this name it takes ``dequantize()`` for the weight (DoRA and others)."""
+        """The packed weight. peft recognizes a layer by this name, and calls ``dequantize()`` (in DoRA and others)."""
         return self._parameters["weight"]
 
     def extra_repr(self) -> str:
@@ -189,9 +223,9 @@ class QuantLinear(PackedModule, nn.Linear):
 
 
 def _check_plain(codes: Tensor, scale: Tensor, zero: Tensor | None, spec: LinearSpec) -> None:
-    """Raise ValueError unless these can be the parts of a weight of ``spec``."""
+    """Raise ValueError unless codes, scale and zero can form a weight with this spec."""
     if spec.is_float:
-        raise ValueError(f"pack: a {spec.format} weight has no codes")
+        raise ValueError(f"pack: the format must have codes, got {spec.format}")
     if (zero is not None) != spec.asymmetric:
         raise ValueError(f"pack: zero must be {'given' if spec.asymmetric else 'None'} for {spec.name}")
     n, k = codes.shape
@@ -206,7 +240,7 @@ def _check_plain(codes: Tensor, scale: Tensor, zero: Tensor | None, spec: Linear
     highest = _C.FORMAT_FACTS[spec.format]["code_max"]
     if codes.numel() and not codes.is_meta and codes.max() > highest:
         raise ValueError(f"pack: codes must be 0..{highest}, got {codes.max()}")
-    spec.shape(n, k)  # raises for a k that the format has not
+    spec.shape(n, k)  # raises if the format does not allow this k
     if spec.format == SEMI_SPARSE and not codes.is_meta and (full := fullest_four(codes, 128)):
         row, column, count = full
         raise ValueError(f"pack: codes must be 2:4, got {count} of [{row}, {column}:{column + 4}] that are not 128")
@@ -219,7 +253,7 @@ def _check_plain(codes: Tensor, scale: Tensor, zero: Tensor | None, spec: Linear
 
 
 class _LinearKind(Kind):
-    """nn.Linear, and the Conv1D of transformers (GPT-2 and its relatives), whose weight lies as [k, n]."""
+    """nn.Linear, and transformers' Conv1D (in GPT-2 and its relatives), whose weight is stored as [k, n]."""
 
     name, float_name, packed_class = "linear layer", "nn.Linear", QuantLinear
 
@@ -233,30 +267,27 @@ class _LinearKind(Kind):
         return (LayerWeight("weight", n, k, "bias", transposed=turned),)
 
     def refuses(self, module: Any) -> str:
+        return self._cannot_pack(module) or ("" if _is_plain(type(module)) else lost_with(type(module)))
+
+    def serves_if_asked(self, module: Any) -> bool:
+        """Return whether methods of its own are the only reason why the layer stays float."""
+        return not _is_plain(type(module)) and bool(lost_with(type(module))) and not self._cannot_pack(module)
+
+    def _cannot_pack(self, module: Any) -> str:
+        """Return the reason why a packed layer would not compute what this float layer does, or an empty string."""
         if isinstance(module, NonDynamicallyQuantizableLinear):
             return "nn.MultiheadAttention reads its weight directly"
-        if type(module) is not nn.Linear and not _is_conv1d(type(module)):
-            return f"{type(module).__name__} is a subclass of nn.Linear, whose users may read its weight"
         if "forward" in module.__dict__:
             return "its forward was replaced on the instance"
         if not isinstance(module._parameters.get("weight"), nn.Parameter):
             return "its weight is computed from other parameters (weight_norm, pruning)"
         (weight,) = self.weights(module)
-        return "" if weight.n and weight.k else "its weight is empty"
-
-    def serves_if_asked(self, module: Any) -> bool:
-        """A subclass that computes like nn.Linear may be taken."""
-        return (
-            isinstance(module, nn.Linear)
-            and type(module) not in (nn.Linear, NonDynamicallyQuantizableLinear)
-            and type(module).forward is nn.Linear.forward
-            and "forward" not in module.__dict__
-            and isinstance(module._parameters.get("weight"), nn.Parameter)
-            and bool(module.in_features and module.out_features)
-        )
+        if not weight.n or not weight.k:
+            return "its weight is empty"
+        return "" if _is_plain(type(module)) else differs_from_linear(module)
 
     def kernel(self, module: nn.Module, weight: LayerWeight, spec: LinearSpec, like: Tensor) -> str:
-        """Both rows where one token takes another than many."""
+        """Return the name of the kernel row; two names if one token is served by another row than many."""
         dtype = str(like.dtype).removeprefix("torch.")
         device = devices.places.type_of_rows(like.device, "linear")
         one, many = (_C.select_linear(m, *spec.op_args(weight.n, weight.k), dtype, device) for m in (1, 64))
@@ -267,11 +298,11 @@ class _LinearKind(Kind):
     ) -> Iterator[tuple[LayerWeight, int, Tensor]]:
         (weight,) = self.weights(module)
         x = args[0] if args else next(iter(kwargs.values()))
-        if x.dim() and x.shape[-1] == weight.k:  # else the layer itself raises the error
+        if x.dim() and x.shape[-1] == weight.k:  # otherwise the layer itself raises an error
             yield weight, 0, x
 
     def hold(self, module: Any, key: str, packed: nn.Parameter, stored: StoredWeight, dtype: Any = None) -> None:
-        """The object stays the same (its class changes, as FSDP2 does it), so that hooks, other owners of the layer and
+        """Replace the weight in place. Only the class of the object changes, as with FSDP2, so hooks, references and
         names stay valid."""
         twin = twin_of(module, QuantLinear)
         twin.out_features, twin.in_features = stored.n, stored.k
@@ -279,14 +310,19 @@ class _LinearKind(Kind):
         become_packed(module, twin)
 
     def give_back(self, module: Any, weights: dict[str, nn.Parameter]) -> None:
-        """It is of the class that it was of, and the weight lies as that has it."""
+        """Turn a layer back into its former class. The weight is stored as that class expects it."""
         twin = twin_of(module, module.float_class)
         twin._parameters |= weights
         del twin._buffers["layout"]
+        twin._buffers.pop("permutation", None)
         of_linear = () if isinstance(twin, nn.Linear) else ("out_features", "in_features")
         for name in ("spec", "op_args", "row", "row_number", *of_linear):
             twin.__dict__.pop(name, None)
         become_float(module, twin)
+
+
+def _is_plain(cls: type) -> bool:
+    return cls is nn.Linear or _is_conv1d(cls)
 
 
 def _is_conv1d(cls: type) -> bool:

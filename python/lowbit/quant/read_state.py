@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""read_state: the state dict that a file or a folder holds, mapped or in memory; another file is refused with what it
-should have been.
+"""read_state: read the state dict of a file or folder, mapped or in memory, with clear errors for any other file.
 
-A file that is mapped must stay as it is while its tensors live. The safetensors package replaces a file that it writes,
-and torch.save writes into it, which ends a process that has it mapped (SIGBUS): so the first are mapped by default, and
-the second are read.
+A mapped file must not change while its tensors exist. The safetensors package replaces a file when it writes it, but
+torch.save overwrites it, which kills a process that has it mapped (SIGBUS). So safetensors files are mapped by default,
+and files of torch.save are read into memory.
 """
 
 from __future__ import annotations
@@ -33,12 +32,12 @@ def read_state(path: Path, mmap: bool | None = None) -> dict[str, Tensor]:
     """Return the state dict of a file, or of the folder of a checkpoint.
 
     Args:
-        path: a safetensors file, one of torch.save, an index of such, or a folder.
-        mmap: map the file (True) or read it into memory (False); None maps safetensors files.
+        path: a safetensors file, a file of torch.save, an index of such files, or a folder.
+        mmap: map the file (True) or read it into memory (False); None maps only safetensors files.
 
     Raises:
-        FileNotFoundError: there is no such file, or none in the folder.
-        ValueError: the file is none of these, or damaged; names it.
+        FileNotFoundError: the file does not exist, or the folder has no such file.
+        ValueError: the file is of another type or damaged; the message names it.
     """
     if path.is_dir():
         found = next((path / name for name in _INDEX_OR_FILE if (path / name).exists()), None)
@@ -46,7 +45,7 @@ def read_state(path: Path, mmap: bool | None = None) -> dict[str, Tensor]:
             raise FileNotFoundError(f"load: {path} must hold one of {', '.join(_INDEX_OR_FILE)}, and has none")
         path = found
     if not path.exists():
-        raise FileNotFoundError(f"load: there is no file {path}{_of_hub(path)}")
+        raise FileNotFoundError(f"load: {path} must be a file or a folder, and does not exist{_of_hub(path)}")
     if path.name.endswith(".index.json"):
         parts = [read_state(path.parent / part, mmap) for part in shards_of(path)]
         return {name: tensor for part in parts for name, tensor in part.items()}
@@ -68,7 +67,7 @@ def _safetensors(path: Path, mmap: bool) -> dict[str, Tensor]:
         state = _mapped(path)
     else:
         state = {name: file.read(name) for name in file.entries}
-    # save_model of safetensors leaves out further names of a tensor, and notes the one that is there.
+    # safetensors' save_model stores a shared tensor under one name, and the other names in the metadata.
     return state | {name: state[kept] for name, kept in file.metadata.items() if kept in state and name not in state}
 
 
@@ -78,8 +77,8 @@ def _mapped(path: Path) -> dict[str, Tensor]:
 
     try:
         return load_file(path)
-    except (SafetensorError, KeyError, RuntimeError) as error:  # dtypes and shapes that do not fit
-        raise ValueError(f"load: {path} is no safetensors file: {error}") from error
+    except (SafetensorError, KeyError, RuntimeError) as error:  # dtype, shape and size may not fit each other
+        raise ValueError(f"load: {path} must be a safetensors file: {error}") from error
 
 
 def _torch_save(path: Path, mmap: bool) -> dict[str, Tensor]:
@@ -91,15 +90,15 @@ def _torch_save(path: Path, mmap: bool) -> dict[str, Tensor]:
 
 
 def unpickled(path: str | os.PathLike[str], wanted: str, *, mmap: bool = False) -> Any:
-    """Return what torch.save wrote, of tensors and plain values alone.
+    """Return the contents of a file of torch.save, if it has only tensors and plain values.
 
     Args:
         path: the file.
-        wanted: the beginning of the error; a description of the file follows it.
+        wanted: the beginning of the error message, which a description of the file completes.
         mmap: the argument of torch.load.
 
     Raises:
-        ValueError: it is another file, damaged, or holds other objects.
+        ValueError: the file is of another type, is damaged, or contains other objects.
     """
     with open(path, "rb") as file:
         head = file.read(8)
@@ -107,12 +106,12 @@ def unpickled(path: str | os.PathLike[str], wanted: str, *, mmap: bool = False) 
         return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
     except MemoryError:
         raise
-    except Exception as error:  # the unpickler of a damaged file may raise anything
+    except Exception as error:  # for a damaged file, the unpickler may raise anything
         raise ValueError(f"{wanted}, got {_told(head, error)}") from error
 
 
 def _told(head: bytes, error: Exception) -> str:
-    """Say which kind of file it is that torch does not load."""
+    """Return a description of a file that torch cannot load."""
     if head.startswith(b"GGUF"):
         return "a GGUF file, which lowbit.load_gguf reads"
     if not head.startswith((b"PK", b"\x80")):

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Linear layers of transformers' models whose weight is read beside the layer, and so must not be packed: T5 looks at
-its dtype, Mamba multiplies by it, RWKV scales it in place, Swin V2 makes a table of the dtype that the first parameter
-of a part has.
+"""Linear layers and embeddings in transformers whose weight is read by other code than the layer, and which must not be
+packed.
 
-No call of the layer shows it, so the classes stand here by name; a test compares the table with the source of
-the transformers that is installed.
+For example, T5 reads the dtype of the weight, Mamba multiplies by it, RWKV scales it in place, and Swin V2 creates a
+table with the dtype of a submodule's first parameter. A call of the layer does not reveal this, so the classes are
+listed here by name. A test compares the table of linear layers with the source of the installed transformers.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ import functools
 from torch import nn
 
 from lowbit.quant.kinds import kind_of
+from lowbit.quant.output_head import head_layers
+from lowbit.quant.quant_embedding import EMBEDDING
 from lowbit.quant.quant_linear import LINEAR
 
 READ_BY = {
@@ -102,25 +104,37 @@ READ_BY = {
     "vision_tower.parameters": "hunyuan_vl.HunYuanVLModel.get_image_features",
     "wg": "hunyuan_v1_moe.HunYuanMoEV1Gate",
 }
-"""Layers, and the methods that read their weights, as ``folder.Class.method`` of ``transformers.models``; without a method
-it is ``forward``. A name with dots is the end of the path to a layer; ``part.parameters`` is the layer that has the first
-parameter of a part."""
+"""Layers, and the methods that read their weights, as ``folder.Class.method`` in ``transformers.models``. Without a
+method, it is ``forward``. A layer's name with dots is the end of its path; ``part.parameters`` stands for the layer
+with the first parameter of the submodule ``part``."""
+TABLES_READ_BY = {
+    "embed_tokens": (
+        "diffusion_gemma.DiffusionGemmaDecoderModel gemma4.Gemma4TextModel.get_per_layer_inputs "
+        "qwen4_exp.Qwen4ExpTextModel.reverse_embedding"
+    ),
+    "language_model.embed_tokens": "gemma4.Gemma4Model",
+}
+"""The same for embeddings of tokens, which are packed with an output head that is tied to them."""
 _PARAMETERS = "parameters"
 
 
 def weights_that_are_read(model: nn.Module) -> dict[int, str]:
-    """Return, by the ids of layers, a sentence that names the class that reads their weight."""
-    found = {}
+    """Return, by the id of the layer, a sentence that names the class that reads its weight. An output head is among
+    them if a class reads the embedding that it is tied to."""
+    found: dict[int, str] = {}
     for module in model.modules():
         for path in _read_by(type(module)):
             for layer in _layers_at(module, path):
-                if layer is not None and kind_of(layer) is LINEAR:
+                if layer is not None and kind_of(layer) in (LINEAR, EMBEDDING):
                     found[id(layer)] = f"{type(module).__name__} reads its weight"
+    tied = head_layers(model)
+    for reason in {found[id(layer)] for layer in tied if id(layer) in found}:
+        found |= {id(layer): reason for layer in tied}
     return found
 
 
 def _layers_at(module: nn.Module, path: str) -> list[nn.Module | None]:
-    """The layers that an entry of the table names."""
+    """Return the layers of a module that an entry of the table names."""
     part, _, last = path.rpartition(".")
     if last == _PARAMETERS:
         owner = module._modules.get(part)
@@ -132,7 +146,7 @@ def _layers_at(module: nn.Module, path: str) -> list[nn.Module | None]:
 
 @functools.cache
 def _read_by(cls: type) -> frozenset[str]:
-    """The layers whose weight a method of this class reads; methods that a subclass replaces do not count."""
+    """Return the layers whose weight a method of this class reads. Methods that a subclass overrides do not count."""
     layers: set[str] = set()
     replaced: set[str] = set()
     for base in cls.__mro__:
@@ -144,16 +158,16 @@ def _read_by(cls: type) -> frozenset[str]:
 
 
 def _name(cls: type) -> str:
-    """``folder.Class`` of a class of transformers' models; empty for any other."""
+    """Return ``folder.Class`` for a class in ``transformers.models``, and an empty string for any other."""
     package, models, folder, *_ = f"{cls.__module__}...".split(".")
     return f"{folder}.{cls.__qualname__}" if (package, models) == ("transformers", "models") else ""
 
 
 @functools.cache
 def _methods() -> dict[str, dict[str, set[str]]]:
-    """The table by classes: the layers that each of their methods reads."""
+    """Return the table by class: for each of its methods, the layers whose weight it reads."""
     table: dict[str, dict[str, set[str]]] = {}
-    for layers, readers in READ_BY.items():
+    for layers, readers in (*READ_BY.items(), *TABLES_READ_BY.items()):
         for reader in readers.split():
             folder, cls, *method = reader.split(".")
             of_class = table.setdefault(f"{folder}.{cls}", {})

@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Orthogonal matrices R [d, d] that spread the values of single channels over all of them.
+"""Orthogonal matrices R [d, d] that spread the values of single channels over all channels.
 
-All entries of a Hadamard matrix are +-1 / sqrt(d), so each channel of x R is made of all channels of x in equal
-parts. It is a Kronecker product of small ones and is applied factor by factor: d * (the sum of their orders) products
-for a row, not d^2. There is one of order d = 2^s * odd where Paley's constructions have one of order 2^t * odd, t <= s:
+All entries of a normalized Hadamard matrix are +-1 / sqrt(d), so every channel of x contributes equally to each channel
+of x R. R is a Kronecker product of small matrices and is applied factor by factor, with d * (the sum of their orders)
+multiplications per row instead of d^2. Such a matrix of order d = 2^s * odd exists if one of Paley's constructions
+gives a matrix of order 2^t * odd with t <= s:
 
     order q + 1,    q a prime, q % 4 == 3
     order 2(q + 1), q a prime, q % 4 == 1
 
-which holds for the width of every common model (576 = 16 * 36, 896 = 32 * 28, 3584 = 128 * 28). For other widths the
-odd part is a random orthogonal matrix. Signs of the channels are random (QuaRot, Ashkboos et al. 2024,
-arXiv:2404.00456). """
+which holds for the width of every common model (576 = 16 * 36, 896 = 32 * 28, 3584 = 128 * 28). For other widths, the
+factor for the odd part is a random orthogonal matrix. The signs of the channels are random (QuaRot, Ashkboos et al.,
+arXiv 2404.00456).
+"""
 
 from __future__ import annotations
 
@@ -22,17 +24,17 @@ from torch import Tensor
 
 KINDS = ("hadamard", "orthogonal")
 LARGEST = 64
-"""Order of the largest factor that is a power of two: small ones need fewer products, large ones fewer passes."""
+"""Max order of a factor that is a power of two: small factors need fewer multiplications, large ones fewer passes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rotation:
-    """x -> x R with R = diag(signs) (F1 x F2 x ...), a Kronecker product.
+    """The rotation x -> x R with R = diag(signs) kron(F1, F2, ...), the Kronecker product of the factors.
 
     Args:
         name: the name of the rotation, for reports.
-        signs: float64 ``[d]``, of +-1.
-        factors: orthogonal matrices, float64, whose orders multiply to d.
+        signs: float64 ``[d]`` of +-1.
+        factors: float64 orthogonal matrices, the product of whose orders is d.
     """
 
     name: str
@@ -42,7 +44,7 @@ class Rotation:
     def turn(self, x: Tensor) -> Tensor:
         """Return ``x [..., d]`` times R, in float64."""
         y = x.double() * self.signs.to(x.device)
-        for factor in reversed(self.factors):  # each takes the last axis and puts it in front of the others
+        for factor in reversed(self.factors):  # each factor multiplies the last axis and moves it to the front
             y = y.reshape(*x.shape[:-1], -1, len(factor)) @ factor.to(x.device)
             y = y.transpose(-1, -2)
         return y.reshape(x.shape)
@@ -56,8 +58,9 @@ def rotation(kind: str, width: int, generator: torch.Generator) -> Rotation:
     """Return a random rotation of ``width`` channels.
 
     Args:
-        kind: "hadamard", or "orthogonal" for one of all orthogonal matrices (QR of normal numbers).
-        generator: a generator of torch on the CPU.
+        kind: "hadamard", or "orthogonal" for a random orthogonal matrix (from the QR decomposition of normal numbers).
+        width: the number of channels.
+        generator: a torch.Generator on the CPU.
     """
     if kind == "orthogonal":
         signs = torch.ones(width, dtype=torch.float64, device="cpu")
@@ -85,11 +88,11 @@ def _orders(odd: int, two: int) -> list[int]:
 def _random(order: int, generator: torch.Generator) -> Tensor:
     normal = torch.randn(order, order, dtype=torch.float64, generator=generator, device="cpu")
     q, r = torch.linalg.qr(normal)
-    return (q * r.diagonal().sign()).contiguous()  # without that, QR prefers some of them
+    return (q * r.diagonal().sign()).contiguous()  # without the signs, the distribution is not uniform
 
 
 def _sylvester(order: int) -> Tensor:
-    """The Hadamard matrix of a power of two, over its root."""
+    """Return Sylvester's Hadamard matrix of an order that is a power of two, divided by the order's square root."""
     h = torch.ones(1, 1, dtype=torch.float64, device="cpu")
     while len(h) < order:
         h = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64, device="cpu"), h)
@@ -97,7 +100,7 @@ def _sylvester(order: int) -> Tensor:
 
 
 def _paley(order: int) -> Tensor | None:
-    """The Hadamard matrix that Paley constructed from a prime, of +-1; None where there is no such prime."""
+    """Return Paley's Hadamard matrix of +-1 of this order, or None if it is not given by a prime."""
     if order % 4 == 0 and _is_prime(order - 1):  # then (order - 1) % 4 == 3
         residues = _bordered(order - 1)
         residues[1:, 0] = -1  # skew
@@ -112,7 +115,10 @@ def _paley(order: int) -> Tensor | None:
 
 
 def _bordered(q: int) -> Tensor:
-    """``[q + 1, q + 1]``: whether i - j is a square modulo the prime q, 1 or -1, and 0 for i = j; ones around it."""
+    """Return the Jacobsthal matrix of the prime q with a border of ones, ``[q + 1, q + 1]``.
+
+    Its entry (i, j) is 1 if i - j is a square modulo q, -1 if not, and 0 for i = j.
+    """
     squares = {number * number % q for number in range(1, q)}
     values = [0.0, *(1.0 if number in squares else -1.0 for number in range(1, q))]
     signs = torch.tensor(values, dtype=torch.float64, device="cpu")

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""safetensors files tensor by tensor: read without a mapping, written without holding them.
+"""safetensors files, read and written with one tensor in memory at a time.
 
-A file is the length of its header (8 bytes, little endian), the header (JSON: name -> dtype, shape, data_offsets, and
-``__metadata__``), and the bytes of all tensors without gaps. The safetensors package maps a file that it reads, whose
-pages stay in the process, and takes all tensors of a file to write it; here one tensor at a time is in memory.
+A file consists of the length of its header (8 bytes, little endian), the header (JSON: name -> dtype, shape,
+data_offsets; and ``__metadata__``), and the bytes of all tensors without gaps. The safetensors package maps the files
+that it reads, so their pages stay in the process, and needs all tensors in memory to write a file.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ DTYPES = {
     "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
     "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
     "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
     "C64": torch.complex64,
@@ -40,25 +41,31 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _CHUNK = 1 << 22
-_ALIGNMENT = 64  # alignment of the first tensor: a mapped packed weight begins on a cache line
-INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+_ALIGNMENT = 64  # alignment of the first tensor, so that a mapped packed weight begins on a cache line
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One tensor of a file: the name of its dtype in the format, its shape and its bytes."""
+    """One tensor of a file: safetensors' name of its dtype, its shape, and its size in bytes."""
 
     dtype: str
     shape: tuple[int, ...]
     nbytes: int
 
+    @classmethod
+    def of(cls, tensor: Tensor) -> Entry:
+        """Return the entry of a tensor, which may be on the meta device."""
+        return cls(_NAMES[tensor.dtype], tuple(tensor.shape), tensor.nbytes)
+
 
 class SafetensorsFile:
-    """Read one file; ``entries`` are its tensors in the order of their bytes.
+    """A safetensors file that is open for reading; ``entries`` are its tensors in the order of their bytes.
 
     Raises:
-        ValueError: it is none, or its header does not fit its size.
+        ValueError: the file is not a safetensors file, or its header does not fit its size.
     """
 
     def __init__(self, path: Path) -> None:
@@ -68,11 +75,11 @@ class SafetensorsFile:
             with path.open("rb") as file:
                 length = int.from_bytes(file.read(8), "little")
                 if not 2 <= length <= size - 8:
-                    raise ValueError(f"a header of {length} bytes")
+                    raise ValueError(f"the header must have 2 to {size - 8} bytes, got {length}")
                 header = json.loads(file.read(length))
             self.metadata: dict[str, str] = header.pop("__metadata__", {})
             if not all(isinstance(text, str) for text in self.metadata.values()):
-                raise ValueError("metadata that are no texts")
+                raise ValueError("metadata must be strings")
             self._begin = 8 + length
             self._offsets: dict[str, int] = {}
             self.entries: dict[str, Entry] = {}
@@ -80,18 +87,20 @@ class SafetensorsFile:
             for name, told in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
                 dtype, shape, (first, last) = told["dtype"], told["shape"], told["data_offsets"]
                 if not isinstance(dtype, str) or not isinstance(shape, list) or not all(map(_is_size, shape)):
-                    raise ValueError(f"{name} has the dtype {dtype!r} and the shape {shape!r}")
+                    raise ValueError(f"{name} must have a dtype and a shape, got {dtype!r} and {shape!r}")
                 if not (_is_size(first) and _is_size(last)) or first != end or last < first:
-                    raise ValueError(f"{name} lies at {first} to {last}")
+                    raise ValueError(
+                        f"{name} must begin at byte {end}, where the tensor before it ends, got bytes {first} to {last}"
+                    )
                 self._offsets[name], end = first, last
                 self.entries[name] = Entry(dtype, tuple(shape), last - first)
             if end != size - self._begin:
-                raise ValueError(f"tensors of {end} bytes in {size - self._begin}")
+                raise ValueError(f"tensors must fill the {size - self._begin} bytes after the header, got {end} bytes")
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise ValueError(f"{path} is no safetensors file: {error}") from None
+            raise ValueError(f"{path} must be a safetensors file: {error}") from None
 
     def chunks(self, name: str) -> Iterator[bytes]:
-        """Yield the bytes of a tensor, 4 MiB at a time."""
+        """Yield the bytes of a tensor in chunks of 4 MiB."""
         left = self.entries[name].nbytes
         with self.path.open("rb") as file:
             file.seek(self._begin + self._offsets[name])
@@ -103,15 +112,18 @@ class SafetensorsFile:
                 yield read
 
     def read(self, name: str) -> Tensor:
-        """Return a tensor in memory of its own.
+        """Read a tensor into new memory.
 
         Raises:
-            ValueError: its dtype is none of ``DTYPES``, or its bytes are not those of its shape.
+            ValueError: its dtype is not in ``DTYPES``, or its size does not fit its shape.
         """
         entry = self.entries[name]
         dtype = DTYPES.get(entry.dtype)
         if dtype is None or math.prod(entry.shape) * dtype.itemsize != entry.nbytes:
-            raise ValueError(f"{self.path}: {name} of {entry.dtype} {list(entry.shape)} in {entry.nbytes} bytes")
+            raise ValueError(
+                f"{self.path}: {name} must have the bytes of {entry.dtype} {list(entry.shape)}, got {entry.nbytes} "
+                "bytes"
+            )
         tensor = torch.empty(entry.shape, dtype=dtype, device="cpu")
         memory = bytes_of(tensor)
         with self.path.open("rb", buffering=0) as file:
@@ -126,7 +138,7 @@ class SafetensorsFile:
 
 
 def file_checksum(path: Path) -> int:
-    """Return the CRC-32 of a file as it is on disk."""
+    """Return the CRC-32 of a file, read from disk instead of the page cache where possible."""
     crc = 0
     with path.open("rb", buffering=0) as file:
         if hasattr(os, "posix_fadvise"):
@@ -139,12 +151,16 @@ def file_checksum(path: Path) -> int:
 def write_safetensors(
     path: Path, entries: Mapping[str, Entry], tensors: Iterable[Iterable[bytes]], metadata: Mapping[str, str]
 ) -> int:
-    """Write the tensors of ``entries``, whose bytes ``tensors`` gives in that order, and return the CRC-32 of the file.
+    """Write a safetensors file and return its CRC-32. The file is on disk (fsync) when this function returns.
 
-    The bytes are on the disk when this returns.
+    Args:
+        path: the file to write.
+        entries: the tensors by name.
+        tensors: the bytes of each tensor, in chunks, in the order of ``entries``.
+        metadata: the ``__metadata__`` of the file.
 
     Raises:
-        ValueError: a tensor has another number of bytes than its entry.
+        ValueError: the size of a tensor differs from its entry.
     """
     header: dict[str, object] = {"__metadata__": dict(metadata)}
     end = 0
@@ -172,7 +188,7 @@ def write_safetensors(
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """Return the memory of a contiguous CPU tensor, which has to live as long; without a copy, and without numpy."""
+    """Return the memory of a contiguous CPU tensor, without a copy and without numpy. The tensor must outlive it."""
     if not tensor.is_contiguous() or tensor.device.type != "cpu":
         raise ValueError(f"bytes_of: tensor must be contiguous on the cpu, got {tensor.device} {tensor.stride()}")
     return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr() or 1)).cast("B")
@@ -183,10 +199,10 @@ def _is_size(value: object) -> bool:
 
 
 def shards_of(index: Path) -> list[str]:
-    """Return the names of the files that an index, ``*.index.json``, tells of.
+    """Return the names of the files that an index, ``*.index.json``, lists.
 
     Raises:
-        ValueError: it has no ``weight_map`` from names to files.
+        ValueError: the index has no ``weight_map`` from names to files.
     """
     try:
         files = set(json.loads(index.read_text())["weight_map"].values())
@@ -199,19 +215,22 @@ def shards_of(index: Path) -> list[str]:
 
 
 def safetensors_files(place: Path) -> list[Path]:
-    """Return the files of a checkpoint: of a folder with ``model.safetensors`` or shards, or the one file.
+    """Return the files of a checkpoint.
+
+    Args:
+        place: a file, or a folder with ``model.safetensors`` or an index with its shards.
 
     Raises:
-        FileNotFoundError: there is none.
-        ValueError: as `shards_of`.
+        FileNotFoundError: a file is missing.
+        ValueError: the index is invalid, see `shards_of`.
     """
     if place.is_file():
         return [place]
     if (place / INDEX).exists():
         files = [place / part for part in shards_of(place / INDEX)]
     else:
-        files = [place / _SINGLE]
+        files = [place / SINGLE]
     missing = [str(file) for file in files if not file.exists()]
     if missing:
-        raise FileNotFoundError(f"{place} must hold {INDEX} with its shards or {_SINGLE}; there is no {missing[0]}")
+        raise FileNotFoundError(f"{place} must hold {INDEX} with its shards or {SINGLE}; there is no {missing[0]}")
     return files

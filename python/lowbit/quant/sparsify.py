@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""sparsify_: by torchao's name, quantize_ to 2:4 weights, and block-sparse float weights."""
+"""sparsify_, named as in torchao: 2:4 sparse int8 weights by quantize_, and block-sparse float weights."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import nn
 from lowbit.formats.block_sparse import BlockSparseWeightConfig
 from lowbit.formats.float import FloatWeightConfig
 from lowbit.formats.semi_sparse import SemiSparseWeightConfig
+from lowbit.formats.text import config_of
 from lowbit.formats.torchao import from_torchao
 from lowbit.quant.block_sparse import sparsify_layers
 from lowbit.quant.changing_layers import changing_layers
@@ -26,21 +27,21 @@ def sparsify_(
 
     Args:
         model: any module; its layers keep their identity, hooks and bias.
-        config: `SemiSparseWeightConfig`, whose activations stay float, or
-            ``lowbit.int8_dynamic_activation_int8_semi_sparse_weight()``: 2:4, as ``quantize_`` does it. Or
-            `BlockSparseWeightConfig`, also torchao's: weights stay float, and their blocks can still be trained.
-        filter_fn: called with (module, qualified name), True selects nn.Linear. Default: as of ``quantize_``; of
-            block-sparse weights those layers alone that can be cut into blocks.
+        config: for 2:4 sparsity, `SemiSparseWeightConfig` (float activations) or
+            ``lowbit.int8_dynamic_activation_int8_semi_sparse_weight()``. For block sparsity, `BlockSparseWeightConfig`
+            of lowbit or torchao; the blocks stay float and can be trained.
+        filter_fn: called with (module, qualified name); True selects an nn.Linear. None selects layers as
+            ``quantize_`` does; for block sparsity, only those that can be split into blocks.
 
     Raises:
-        TypeError: config is another configuration, and what ``quantize_`` raises.
-        ValueError: what ``quantize_`` raises; of a layer whose in_features are no multiple of 4, and with
-            ``pruned=True`` of a weight that is not 2:4; of one that filter_fn selects and cannot be cut into blocks.
+        TypeError: config is another configuration, or ``quantize_`` raises it.
+        ValueError: in_features is not a multiple of 4; a weight is not 2:4 with ``pruned=True``; a layer that filter_fn
+            selects cannot be split into blocks; or ``quantize_`` raises it.
 
     Example:
         >>> report = lowbit.sparsify_(model, lowbit.SemiSparseWeightConfig())
     """
-    config = from_torchao(config)
+    config = config_of(config) if isinstance(config, str) else from_torchao(config)
     if isinstance(config, SemiSparseWeightConfig):
         return quantize_(model, config, filter_fn)
     if isinstance(config, BlockSparseWeightConfig):

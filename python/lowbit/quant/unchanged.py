@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The entries in dictionaries of modules that a kept result depends on, and the check that they have not changed."""
+"""Checks that the modules that a cached result depends on have not changed since it was computed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PLAIN = (int, float, str, tuple)
 
 
 class Attributes:
-    """The public attributes that an object had when they were noted, which its forward may read beside its tensors."""
+    """A snapshot of an object's public attributes, which its forward may read besides its tensors."""
 
     def __init__(self, of: Any, without: Collection[str] = ()) -> None:
         inside = getattr(of, "__dict__", {})
@@ -24,7 +24,8 @@ class Attributes:
         self.values = tuple(inside[name] for name in self.names)
 
     def hold(self, of: Any) -> bool:
-        """Whether they are as they were. A number may be another object, as after unpickling."""
+        """Return whether the attributes are unchanged. Numbers, strings and tuples are compared by value, since they
+        are other objects after unpickling."""
         for name, value in zip(self.names, self.values, strict=True):
             now = getattr(of, name, None)
             if now is not value and not (type(now) is type(value) and isinstance(now, _PLAIN) and now == value):
@@ -33,10 +34,10 @@ class Attributes:
 
 
 class Unchanged:
-    """Entries of dictionaries, classes of modules, hooks and addresses that were noted, and whether all of them are as
-    they were. That is asked in C, for each token; in Python it took longer than the kernels of a layer.
+    """A record of dictionary entries, classes of modules, hooks and addresses, and a check that all are unchanged.
 
-    A copy holds nothing, nor does an unpickled object: the entries are those of these modules.
+    The check runs for every token, so entries are compared in C; in Python it took longer than the kernels of a layer.
+    Copies and unpickled objects are empty, because the entries belong to the original modules.
     """
 
     def __init__(self) -> None:
@@ -46,6 +47,8 @@ class Unchanged:
         self._modules: list[nn.Module] = []
         self._classes: list[type] = []
         self._hooks: list[dict[int, Any]] = []
+        self._copied: list[Tensor] = []
+        self._versions: list[int] = []
         self._tensors: list[Tensor] = []
         self._addresses: list[int] = []
 
@@ -53,31 +56,40 @@ class Unchanged:
         return type(self), ()
 
     def note(self, entries: dict[str, Any], *keys: str) -> None:
-        """Note these entries, also those that are not there."""
+        """Record these entries of a dictionary, including missing ones."""
         for key in keys:
             self._dicts.append(entries)
             self._keys.append(key)
             self._values.append(entries.get(key))
 
     def note_module(self, module: nn.Module) -> None:
-        """Note a module that will not be called: its class, and that nothing waits for its call."""
+        """Record a module that will not be called: its class, and that it has no hooks."""
         self._modules.append(module)
         self._classes.append(type(module))
         self.note(module.__dict__, "_forward_hooks", "_forward_pre_hooks", "forward")
         self._hooks += (module._forward_hooks, module._forward_pre_hooks)
 
     def note_addresses(self, tensors: Sequence[Tensor]) -> None:
-        """Note the addresses of the tensors, and hold them: freed memory could get the same address again."""
+        """Record the addresses of the tensors, and keep the tensors alive, since freed memory could be reused."""
         self._tensors += tensors
         self._addresses += map(Tensor.data_ptr, tensors)
 
+    def note_contents(self, tensor: Tensor) -> None:
+        """Record the address and the version of a tensor whose copy is used. ``.data.copy_()`` does not change the
+        version, unlike optimizers and ``load_state_dict``."""
+        self.note_addresses([tensor])
+        if not tensor.is_inference():  # which has no version, and belongs to no parameter that is trained
+            self._copied.append(tensor)
+            self._versions.append(tensor._version)
+
     def holds(self) -> bool:
-        """Whether something was noted, and is as it was."""
+        """Return whether something was recorded and nothing has changed."""
         return (
             bool(self._values)
             and _C.entries_are(self._dicts, self._keys, self._values)
             and all(map(is_, map(type, self._modules), self._classes))
             and not any(self._hooks)
             and list(map(Tensor.data_ptr, self._tensors)) == self._addresses
+            and [tensor._version for tensor in self._copied] == self._versions
             and not _has_any_global_hook()
         )

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The flight recorder: every call of an op of this process, in a file that survives the process.
 
-Off until `start` or ``LOWBIT_RECORD=1`` turns it on; then 2048 records, 0.1 us a call. docs/recorder.md has the rest.
+It is off until `start` or ``LOWBIT_RECORD=1`` enables it, and keeps 2048 records by default. docs/recorder.md has the
+details.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ __all__ = [
 
 
 class Records(list[Record]):
-    """Calls in order; prints as a table. ``overwritten`` is how many earlier ones the ring has no place for."""
+    """Calls in order; prints as a table. ``overwritten`` is the number of earlier calls that the ring no longer has."""
 
     overwritten: int = 0
     _HEADER = ("#", "op", "row", "sizes", "state", "ms")
@@ -61,21 +62,22 @@ class Records(list[Record]):
 
 
 def start(*, records: int | None = None, folder: str | os.PathLike[str] | None = None) -> None:
-    """Turn the recorder on, for all calls from now on until the process ends, as ``LOWBIT_RECORD=1`` in the environment
-    does from the first call on. Where it is on already, nothing happens.
+    """Start recording all calls until the process ends, as ``LOWBIT_RECORD=1`` in the environment does from the first
+    call on. If it is already on with these settings, nothing happens.
 
-    It makes its file at once. Where WORLD_SIZE says that there are several processes, it is `record_collectives` too.
-    Forked children record as well, each from its own first call on.
+    The file is created at once. If WORLD_SIZE says that there are several processes, `record_collectives` is called
+    too. Forked children record as well, each from its own first call on.
 
     Args:
-        records: the number of calls to keep, 1 to 1048576, rounded up to a power of two and at least 16; None: what
-            LOWBIT_RECORD says, else 2048.
-        folder: folder of the file, made if it is not there; None: LOWBIT_RECORD_DIR, else one of this user alone.
+        records: the number of calls to keep, 1 to 1048576, rounded up to a power of two and at least 16. None means
+            LOWBIT_RECORD, or else 2048.
+        folder: the folder of the file, created if it does not exist. None means LOWBIT_RECORD_DIR, or else a private
+            folder of the user.
 
     Raises:
-        ValueError: records is out of that range.
-        RuntimeError: no file can be made in the folder (the recorder then stays off), or the recorder is on already,
-            with other records or in another folder.
+        ValueError: ``records`` is out of range.
+        RuntimeError: no file can be created in the folder (the recorder then stays off), or the recorder is on with
+            another number of records or in another folder.
 
     Example:
         >>> lowbit.recorder.start(folder="/scratch/job7")
@@ -87,8 +89,9 @@ def start(*, records: int | None = None, folder: str | os.PathLike[str] | None =
 
 
 def join_ranks() -> None:
-    """Record collectives too if this process is one of several, as WORLD_SIZE of torchrun and accelerate says."""
-    torch = sys.modules.get("torch")  # lowbit has imported it where it is installed
+    """Record collectives too if this process is one of several according to WORLD_SIZE, which torchrun and accelerate
+    set."""
+    torch = sys.modules.get("torch")  # lowbit has imported it if it is installed
     if os.environ.get("WORLD_SIZE", "1") not in ("", "1") and torch and torch.distributed.is_available():
         from lowbit.recorder import collectives
 
@@ -99,7 +102,7 @@ def records() -> Records:
     """Return the last calls of this process, oldest first.
 
     Raises:
-        RuntimeError: the recorder is off; the message says how to turn it on.
+        RuntimeError: the recorder is off; the message says how to enable it.
 
     Example:
         >>> y = layer(x)
@@ -113,60 +116,62 @@ def records() -> Records:
 
 
 def path() -> str:
-    """Return the file of this process's ring; an empty string where there is none: the recorder is off, has recorded no
-    call yet, or found no place for a file (`lowbit.info()` says which).
+    """Return the path of this process's ring.
+
+    It is an empty string if the recorder is off, has recorded no call yet, or could not create a file (`lowbit.info()`
+    says which).
     """
     return _C.recorder.state()["path"]
 
 
 def dump(path: str | os.PathLike[str] | None = None, *, reason: str = "lowbit.recorder.dump()") -> str:
-    """Write the last calls, as the ring has them, into a file that `python -m lowbit recorder` reads; return its path.
+    """Write the last calls in the ring to a file that `python -m lowbit recorder` reads; return its path.
 
     Args:
-        path: file to write; None makes one beside the ring.
-        reason: text that the file has, of at most 512 bytes.
+        path: the file to write; None creates one next to the ring.
+        reason: a text stored in the file, at most 512 bytes.
 
     Raises:
-        RuntimeError: the recorder is off, the file cannot be written, or there is no folder to make one in.
+        RuntimeError: the recorder is off, the file cannot be written, or there is no folder for it.
     """
     if path is None:
         return _C.recorder.dump("", reason)
     try:
-        with replaced_file(path) as place:
-            _C.recorder.dump(os.fspath(place), reason)
+        with replaced_file(path) as file:
+            _C.recorder.dump(os.fspath(file), reason)
     except OSError as error:
         raise RuntimeError(f"dump: cannot write {os.fspath(path)}: {error.strerror or error}") from error
     return os.fspath(path)
 
 
 def watch(timeout: float = 0) -> None:
-    """Have a thread write a dump, and a line on stderr, where a call runs for longer than ``timeout`` seconds,
-    and on SIGUSR1. Without a recorder it would see no call, so it starts one that is off, as `start` does.
+    """Start a thread that writes a dump, and a line on stderr, when a call runs for longer than ``timeout`` seconds,
+    and on SIGUSR1. If the recorder is off, it is started as by `start`.
 
-    The thread does not need Python: it works where the interpreter hangs. A handler of SIGUSR1 that was there is called
+    The thread does not need Python, so it works even if the interpreter hangs. A previous handler of SIGUSR1 is called
     too. ``LOWBIT_RECORD_TIMEOUT`` in the environment does the same from the first call on.
 
     Args:
-        timeout: seconds; 0 waits for the signal alone. Calling again sets another one.
+        timeout: seconds; 0 waits only for the signal. Another call changes it.
 
     Raises:
-        ValueError: timeout is negative, or more than 1e9.
-        RuntimeError: the recorder was off, and no file can be made.
+        ValueError: ``timeout`` is negative or above 1e9.
+        RuntimeError: the recorder was off, and no file can be created.
     """
     _C.recorder.watch(timeout)
     join_ranks()
 
 
 def record_collectives() -> None:
-    """Record torch.distributed's collectives of CPU tensors too, from now on, as ops ``c10d.all_reduce`` and others. It
-    starts a recorder that is off, as `start` does.
+    """Record torch.distributed's collectives of CPU tensors too, as ops such as ``c10d.all_reduce``. If the recorder is
+    off, it is started as by `start`.
 
-    A recorder that is on does it by itself where WORLD_SIZE says that there are several processes (torchrun,
-    accelerate). Elsewhere call it before the first collective, on every rank: they are compared by their number in the
-    process group. Of other devices torch keeps its own recorder, whose dumps `report` reads.
+    A running recorder does this by itself if WORLD_SIZE says that there are several processes (torchrun, accelerate).
+    Otherwise, call it on every rank before the first collective, because collectives are compared by their number in
+    the process group. For other devices torch has its own recorder, whose dumps `report` reads.
 
     Raises:
-        RuntimeError: this torch has no torch.distributed, or the recorder was off, and no file can be made.
+        RuntimeError: this torch has no torch.distributed, or the recorder was off and no file can be created.
     """
     from lowbit.recorder import collectives
 

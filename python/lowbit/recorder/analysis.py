@@ -2,8 +2,8 @@
 """Analyse a folder of recordings: where every rank is, where ranks first differ, and which of them caused it.
 
 Ranks of one program make the same calls in the same order, so records are compared by their sequence number, and
-collectives by their number in the process group; clocks play no part. Blame: the ranks outside of the largest set that
-agrees; of two equal sets that with the lowest rank is taken as right.
+collectives by their number in the process group; clocks are not used. The culprits are the ranks outside of the largest
+set that agrees. Of two sets of equal size, the one with the lowest rank is assumed to be right.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ class RankState:
     last_finished: Record | None
     unfinished: Record | None  # the oldest
     age_s: float | None  # age of `unfinished` now, at the dump, or at the last record of any rank
-    failed: Record | None  # the last
+    failed: Record | None  # the last one
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The first place where ranks differ; None stands for a rank that has nothing there."""
+    """The first difference between ranks. In ``records``, None means that the rank has no record there."""
 
     what: str  # "call" or "collective of group ..."
     number: int
@@ -50,7 +50,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class Analysis:
-    """The findings; ``verdict`` is one sentence, ``culprits`` the ranks that it blames."""
+    """The findings. ``verdict`` is one sentence, ``culprits`` the ranks that it blames."""
 
     folder: str
     ranks: tuple[RankState, ...]
@@ -75,7 +75,7 @@ def analyse(folder: Folder) -> Analysis:
 
 
 def last_seen(recording: Recording) -> int:
-    """Wall clock of the last moment that a recording knows of."""
+    """Return the wall-clock time of the last event in a recording."""
     moments = [max(record.start_ns, record.end_ns) for record in recording.records]
     return recording.wall(max([*moments, recording.taken_ns], default=recording.monotonic_ns))
 
@@ -92,7 +92,7 @@ def _state(recording: Recording, latest: int) -> RankState:
         record
         for record in recording.records
         if record.state == "started" and not (record.is_between_two and last[record.thread] is not record)
-    ]  # nothing says that a receive of gloo has ended, but its thread went on
+    ]  # gloo does not report the end of a receive, but the thread has made later calls
     unfinished = min(started, key=lambda record: record.start_ns, default=None)
     until = recording.wall(recording.taken_ns) if recording.taken_ns else latest
     age = None if unfinished is None else max(0.0, (until - recording.wall(unfinished.start_ns)) / 1e9)
@@ -104,8 +104,8 @@ def _state(recording: Recording, latest: int) -> RankState:
 
 
 def _by_rank(recordings: Iterable[Recording]) -> dict[int, Recording]:
-    """One recording of each rank: a ring or a dump before one of torch's recorder, with collectives before without,
-    the last one of several."""
+    """Return one recording for each rank. A ring or a dump is preferred to one of torch's recorder, one with
+    collectives to one without, and later ones to earlier ones."""
 
     def worth(recording: Recording) -> tuple[bool, bool, int]:
         collectives = any(record.is_collective for record in recording.records)
@@ -128,7 +128,7 @@ def _facts(record: Record) -> dict[str, Hashable]:
 
 
 def _difference(what: str, number: int, records: dict[int, Record | None]) -> Difference | None:
-    """The first difference of ranks at one place, with the ranks in the minority; None where they agree."""
+    """Return the difference between ranks at one position, with the ranks in the minority, or None if they agree."""
     told = {rank: None if record is None else _facts(record) for rank, record in records.items()}
     sets: defaultdict[str, list[int]] = defaultdict(list)
     for rank, facts in told.items():
@@ -145,7 +145,7 @@ def _difference(what: str, number: int, records: dict[int, Record | None]) -> Di
 
 
 def _first_different_call(chosen: dict[int, Recording]) -> Difference | None:
-    """Over the calls that every rank still has; a rank that is behind is not different."""
+    """Compare the calls that every rank still has. A rank that is behind does not count as different."""
     if len(chosen) < 2:
         return None
     calls = {rank: {record.sequence: record for record in of.records} for rank, of in chosen.items()}
@@ -167,14 +167,14 @@ def _first_different_collective(chosen: dict[int, Recording], world: int) -> Dif
                 groups[record.group].setdefault(rank, {})[record.group_sequence] = record
     found = []
     for group, of_ranks in groups.items():
-        if group.endswith("default_pg"):  # its members are all ranks, also those that left nothing
+        if group.endswith("default_pg"):  # its members are all ranks, including those without a recording
             of_ranks = {rank: of_ranks.get(rank, {}) for rank in range(world)}
         first = max(min(numbers) for numbers in of_ranks.values() if numbers)
         last = max(max(numbers) for numbers in of_ranks.values() if numbers)
         for number in range(first, last + 1):
             records = {rank: numbers.get(number) for rank, numbers in of_ranks.items()}
             difference = _difference(f"collective of group {group}", number, records)
-            # a rank may be behind the others, as long as no rank waits for it
+            # A rank may be behind the others, as long as no rank waits for it.
             waiting = any(record is not None and record.state != "finished" for record in records.values())
             if difference and (difference.kind != "missing" or waiting):
                 found.append(difference)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""torch.distributed's collectives of CPU tensors in the ring, recorded by kernels in front of those of c10d's ops.
+"""Recording of torch.distributed's collectives of CPU tensors, by kernels in front of those of c10d's ops.
 
-Every collective goes through an op of c10d, from torch.distributed, DDP, FSDP and DTensor alike. Ours stands at
-the key AutogradCPU, opens a record, and redispatches; the record is closed by the future of the work. Other devices
-have a recorder in torch, whose dumps `python -m lowbit recorder` reads too.
+Every collective goes through an op of c10d, whether it comes from torch.distributed, DDP, FSDP or DTensor. The kernel
+here is registered at the key AutogradCPU. It opens a record and redispatches; the future of the work closes the record.
+For other devices torch has its own recorder, whose dumps `python -m lowbit recorder` reads too.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ _OPS = {
     "recv_": ("recv", "tensors"),
     "recv_any_source_": ("recv_any_source", "tensors"),
 }
-"""Ops of c10d: the name in records, and the argument whose sizes they have."""
+"""For each op of c10d: its name in records, and the argument whose sizes are recorded."""
 _library: list[torch.library.Library] = []
 _numbers: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)  # number of the next collective, by group
 _rows: dict[str, str] = {}
-_pending: list[tuple[Any, tuple[int, int]]] = []  # works that have no future, sends and receives, and their records
+_pending: list[tuple[Any, tuple[int, int]]] = []  # works without a future (sends and receives), with their records
 _MOST_PENDING = 64
 
 
 def hook() -> None:
-    """See `lowbit.recorder.record_collectives`."""
+    """Do the work of `lowbit.recorder.record_collectives`."""
     if _library:
         return
     if not torch.distributed.is_available():
@@ -104,20 +104,20 @@ def _open(recorded: str, boxed: Any, tensors: list[torch.Tensor]) -> tuple[int, 
 
 def _close_when_done(result: Any, handle: tuple[int, int]) -> None:
     boxed = result[-1] if isinstance(result, tuple) else result
-    if boxed is None:  # monitored_barrier waits itself
+    if boxed is None:  # monitored_barrier blocks
         _C.recorder.close_call(handle, True)
         return
     work = torch.distributed.Work.unbox(boxed)
     try:
         future = work.get_future()
-    except RuntimeError:  # gloo's sends and receives: done once they were waited for
+    except RuntimeError:  # gloo's sends and receives, which complete when they are waited for
         _pending.append((work, handle))
         return
     future.add_done_callback(lambda done: _C.recorder.close_call(handle, _succeeded(done)))
 
 
 def _close_pending() -> None:
-    """Close the works that have ended meanwhile, and the oldest of works that are not waited for."""
+    """Close the records of completed works, and of the oldest ones if too many are pending."""
     for entry in _pending[:]:
         if entry[0].is_completed() or len(_pending) > _MOST_PENDING:
             _pending.remove(entry)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Everything that recorders wrote to a folder: rings, dumps, dumps of torch's recorder."""
+"""All that recorders wrote to a folder: rings, dumps, and dumps of torch's recorder."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lowbit.recorder.torch_dumps import from_torch, unpickle
 
 @dataclass(frozen=True, slots=True)
 class Folder:
-    """Recordings of a folder, and a sentence for each file that could not be read."""
+    """The recordings of a folder, and a sentence for each file that could not be read."""
 
     path: str
     recordings: tuple[Recording, ...]
@@ -21,14 +21,15 @@ class Folder:
 
 
 def read_folder(path: str | Path) -> Folder:
-    """Read every file of a folder; one that is damaged or no recording is a problem, and the others are still read.
+    """Read every file of a folder. A file that is damaged or not a recording is listed as a problem, and the others are
+    still read.
 
     Raises:
-        FileNotFoundError: there is no such folder, or nothing in it.
+        FileNotFoundError: the folder does not exist or is empty.
     """
     folder = Path(path)
     if not folder.is_dir():
-        raise FileNotFoundError(f"recorder: {folder} is not a folder")
+        raise FileNotFoundError(f"recorder: path must be a folder, got {folder}")
     recordings, problems = [], []
     for file in sorted(entry for entry in folder.iterdir() if entry.is_file()):
         try:
@@ -38,15 +39,15 @@ def read_folder(path: str | Path) -> Folder:
         except OSError as error:
             problems.append(f"{file}: {error.strerror}")
     if not recordings and not problems:
-        raise FileNotFoundError(f"recorder: there is no file in {folder}")
+        raise FileNotFoundError(f"recorder: path must be a folder with recordings, got {folder}, which has no file")
     return Folder(str(folder), tuple(recordings), tuple(problems))
 
 
 def read_file(path: Path) -> Recording:
-    """Read one file, whichever kind it is by its first bytes.
+    """Read one file, whose kind is determined by its first bytes.
 
     Raises:
-        RecordingError: it is of no kind, or damaged.
+        RecordingError: the file is of no known kind, or damaged.
     """
     with path.open("rb") as file:
         start = file.read(8)
@@ -56,9 +57,11 @@ def read_file(path: Path) -> Recording:
     if start.startswith(b"\x80"):
         return from_torch(unpickle(content, str(path)), str(path))
     if not start.lstrip().startswith(b"{"):
-        raise RecordingError(f"{path}: no recording of lowbit, and no dump of torch")
+        raise RecordingError(
+            f"{path}: must be a recording of lowbit or a dump of torch's flight recorder, and is neither"
+        )
     try:
         loaded = json.loads(content)
     except (ValueError, RecursionError) as error:
-        raise RecordingError(f"{path}: cut short or no JSON: {error}") from error
+        raise RecordingError(f"{path}: must be JSON: {error}; it may be cut short") from error
     return from_torch(loaded, str(path))

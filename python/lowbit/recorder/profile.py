@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""profile: the rows that ran, how often, how long, and how far from this machine's limits."""
+"""profile: the kernel rows that ran, how often, for how long, and how close to the machine's limits."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _TORCH_OPS_SHOWN = 10
 
 @dataclass(frozen=True, slots=True)
 class TorchOp:
-    """The time of an op of torch by itself, without the ops that it called."""
+    """The time of a torch op itself, without the ops that it called."""
 
     name: str
     calls: int
@@ -27,8 +27,7 @@ class TorchOp:
 
 
 class ProfileTable(list[RowTimes]):
-    """A row of kernels per entry, the longest first; prints as a table, whose last line counts a call inside of
-    another one once."""
+    """One kernel row per entry, by descending time; prints as a table. Its last line counts nested calls only once."""
 
     def __init__(self, entries: list[RowTimes], profile: profile) -> None:
         super().__init__(entries)
@@ -76,20 +75,20 @@ class ProfileTable(list[RowTimes]):
 
 
 class profile:
-    """Keep every call of an op of lowbit, of all threads, while the block runs.
+    """Record every call of a lowbit op, in all threads, while the block runs.
 
     Args:
-        torch_ops: say also where the rest of the time went: to which ops of torch, and to Python. torch's own profiler
-            counts them, which makes each op about a microsecond slower.
+        torch_ops: whether to report the remaining time too, by torch op and for Python. It uses torch's own profiler,
+            which makes each op about a microsecond slower.
 
     Attributes:
         records: the calls, in order (`lowbit.recorder.Record`).
         seconds: the wall time of the block.
-        torch_ops: with ``torch_ops=True``, the ops of torch, the longest first; those of lowbit are ``lowbit::...``,
-            with their rows.
+        torch_ops: with ``torch_ops=True``, the ops of torch by descending time; those of lowbit are ``lowbit::...``,
+            and include their kernel rows.
 
     Raises:
-        RuntimeError: a profile is entered twice, or asked for its table before its block has ended.
+        RuntimeError: the profile is entered twice, or asked for its table before the block has ended.
 
     Example:
         >>> with lowbit.profile() as p:
@@ -107,7 +106,7 @@ class profile:
 
     def __enter__(self) -> profile:
         if self._from is not None:
-            raise RuntimeError("profile: it has been entered already; make another one")
+            raise RuntimeError("profile: must be entered once, got a second time; make another one")
         if self._torch is not None:
             self._torch.__enter__()
         self._from = _C.recorder.begin_profile()
@@ -126,7 +125,7 @@ class profile:
         self._ended = True
 
     def between(self, in_rows: float) -> list[tuple[str, int | None, float]]:
-        """Return the ops that took the time outside of rows, by name, calls and seconds; nothing without torch_ops."""
+        """Return the time outside of kernel rows by op: names, calls and seconds. Without torch_ops it is empty."""
         if self._torch is None:
             return []
         ours = [op for op in self.torch_ops if op.name.startswith("lowbit::")]
@@ -136,12 +135,12 @@ class profile:
         if rest:
             lines.append(("other ops of torch", sum(op.calls for op in rest), sum(op.seconds for op in rest)))
         in_ops = sum(op.seconds for op in ours)
-        if ours:  # a row that runs outside of torch's dispatcher is in no op
+        if ours:  # rows run outside of torch's dispatcher belong to no op
             lines.append(("lowbit's ops around rows", sum(op.calls for op in ours), max(0.0, in_ops - in_rows)))
         return [*lines, ("Python", None, self.seconds - max(in_ops, in_rows) - sum(op.seconds for op in others))]
 
     def rows(self) -> list[RowTimes]:
-        """Return the calls by row, the longest first; without limits, which take a second to measure."""
+        """Return the calls by kernel row, by descending time. It needs no limits, which take a second to measure."""
         self._check_ended("rows")
         calls: defaultdict[tuple[str, str], list[Record]] = defaultdict(list)
         for record in self.records:
@@ -157,15 +156,16 @@ class profile:
         return sorted(found, key=lambda row: -row.seconds)
 
     def table(self) -> ProfileTable:
-        """Return the rows with their shares of this machine's limits (measured at the first call, a second)."""
+        """Return the kernel rows with their shares of this machine's limits (measured in the first call, which takes a
+        second)."""
         return ProfileTable(self.rows(), self)
 
     def plot(self, ax: Any = None) -> Any:
-        """Draw the roofline: each row's operations in a second over its operations per byte, below the limits of memory
-        and arithmetic; return the axes. Rows whose products are not counted are in the table alone.
+        """Draw the roofline and return the axes: each row's operations per second over its operations per byte, below
+        the limits of memory and arithmetic. Rows without a count of operations are only in the table.
 
         Args:
-            ax: axes of matplotlib to draw into; None makes new ones.
+            ax: matplotlib axes to draw into; None creates new ones.
 
         Raises:
             ImportError: matplotlib is not installed.
@@ -174,7 +174,7 @@ class profile:
 
     def _check_ended(self, what: str) -> None:
         if not self._ended:
-            raise RuntimeError(f"profile.{what}: the block has not ended")
+            raise RuntimeError(f"profile.{what}: the `with` block must have ended")
 
     def __repr__(self) -> str:
         return repr(self.table()) if self._ended else "profile: has not ended"

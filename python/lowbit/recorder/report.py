@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An analysis as text and as JSON, and the command `python -m lowbit recorder`."""
+"""An analysis as text and JSON, and the command `python -m lowbit recorder`."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from lowbit.recorder.trace import trace_of
 
 
 class Report(str):
-    """The text of an analysis; ``analysis`` has the parts."""
+    """The text of an analysis; ``analysis`` has the details."""
 
     __slots__ = ("analysis",)
     analysis: Analysis
 
 
 def report(folder: str | Path | None = None, *, json_file: str | None = None, trace_file: str | None = None) -> Report:
-    """Read a folder of recordings and say where every rank is, where they first differ, and which one is to blame.
+    """Read a folder of recordings and report where every rank is, where they first differ, and which one is to blame.
 
     Args:
-        folder: rings, dumps, and dumps of torch's recorder, of any number of ranks; None is where this process would
-            write its own.
-        json_file: file for the same as JSON.
-        trace_file: file for the timeline, in the format of torch.profiler's traces: https://ui.perfetto.dev and
-            chrome://tracing open it.
+        folder: the folder of rings, dumps, and dumps of torch's recorder, of any number of ranks; None means the folder
+            where this process would write its own.
+        json_file: a file for the same as JSON.
+        trace_file: a file for the timeline, in the format of torch.profiler's traces, which https://ui.perfetto.dev and
+            chrome://tracing open.
 
     Raises:
-        FileNotFoundError: there is no such folder, or nothing in it.
+        FileNotFoundError: the folder does not exist or is empty.
     """
     found = read_folder(_default_folder() if folder is None else folder)
     analysis = analyse(found)
@@ -56,7 +56,7 @@ def _default_folder() -> str:
 
 
 def text(analysis: Analysis) -> str:
-    """Return the findings as a person reads them."""
+    """Return the findings as text."""
     lines = [line for state in analysis.ranks for line in _state_lines(state)]
     lines += _difference_lines("first call that differs", analysis.call)
     lines += _difference_lines("first collective that differs", analysis.collective)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The file of a flight recorder (csrc/recorder/record.hpp) as Python objects. Needs nothing of this machine: names of
-dtypes, devices and states are in the file.
+"""The file of a flight recorder (csrc/recorder/record.hpp) as Python objects.
+
+Reading does not depend on this machine: the names of dtypes, devices and states are in the file.
 """
 
 from __future__ import annotations
@@ -30,16 +31,16 @@ _TENSORS, _SIZES = 3, 4
 _BEING_WRITTEN = (1 << 64) - 1
 BETWEEN_TWO = {"c10d.send", "c10d.recv", "c10d.recv_any_source"}
 MOST_RANKS = 1 << 20
-"""The most ranks of one run: an order of magnitude more than any has."""
+"""The max number of ranks accepted, well above the size of any run."""
 
 
 class RecordingError(ValueError):
-    """A file that is no whole recording; says which file, and why."""
+    """An error for a file that is not a complete recording. It names the file and the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Dtype and shape of one tensor; of more than four dimensions the last four."""
+    """The dtype and shape of one tensor; the last four dimensions if it has more."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -52,8 +53,7 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One call. Times are nanoseconds of the machine's monotonic clock; ``end_ns`` is 0 of a call that
-    has not ended."""
+    """One call. Times are nanoseconds of the machine's monotonic clock; ``end_ns`` is 0 if the call has not ended."""
 
     sequence: int
     op: str
@@ -65,7 +65,7 @@ class Record:
     depth: int
     start_ns: int
     end_ns: int
-    arithmetic: str  # float, int8 or nothing
+    arithmetic: str  # float, int8 or empty
     read: int
     written: int
     operations: int
@@ -74,7 +74,7 @@ class Record:
 
     @property
     def seconds(self) -> float | None:
-        """How long it took; None of a call that has not ended."""
+        """The duration in seconds, or None if the call has not ended."""
         return (self.end_ns - self.start_ns) / 1e9 if self.end_ns else None
 
     @property
@@ -83,12 +83,12 @@ class Record:
 
     @property
     def is_between_two(self) -> bool:
-        """A send or receive: not every rank of its group has it, and gloo does not say when it ended."""
+        """Whether it is a send or receive. Not every rank of the group makes it, and gloo does not report its end."""
         return self.op in BETWEEN_TWO
 
     @property
     def group(self) -> str:
-        """Name of the process group of a collective."""
+        """The name of the process group of a collective."""
         return self.row.partition(":")[2]
 
     @property
@@ -101,29 +101,29 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """The records of one process, by sequence number, and facts about it."""
+    """The records of one process by sequence number, and facts about the process."""
 
     path: str
     host: str
     pid: int
-    rank: int  # -1: not known
-    world: int  # 0: not known
-    wall_ns: int  # one moment on both clocks
+    rank: int  # -1 if unknown
+    world: int  # 0 if unknown
+    wall_ns: int  # the same moment as monotonic_ns
     monotonic_ns: int
-    taken_ns: int  # when the records were read or dumped, monotonic; 0: of a process that was gone by then
+    taken_ns: int  # when the records were read or dumped, monotonic; 0 if the process had ended
     command_line: tuple[str, ...]
     capacity: int
-    calls: int  # ever
-    lost: int  # calls that found no place: every one held a call that still ran
+    calls: int  # in total
+    lost: int  # calls without a slot, because every slot had a running call
     torn: int  # records that were being written
     records: tuple[Record, ...]
-    reason: str = ""  # why a dump was taken
+    reason: str = ""  # why a dump was written
 
     def __post_init__(self) -> None:
-        """Of a damaged file these would be lists of as many ranks.
+        """Check the numbers, because a damaged file could make other code create lists of any length.
 
         Raises:
-            RecordingError: rank or world is no number of a rank or of ranks.
+            RecordingError: rank or world is out of range.
         """
         if not (-1 <= self.rank < MOST_RANKS and 0 <= self.world <= MOST_RANKS):
             raise RecordingError(
@@ -136,7 +136,7 @@ class Recording:
 
     @property
     def overwritten(self) -> int:
-        """Calls whose records are gone."""
+        """The number of calls whose records are gone."""
         return self.calls - len(self.records) - self.torn - self.lost
 
     def wall(self, monotonic_ns: int) -> int:
@@ -148,10 +148,10 @@ class Recording:
 
 
 def read_ring(path: str | Path) -> Recording:
-    """Read the file of a recorder, of a process that lives or is gone, or a dump.
+    """Read the file of a recorder, whose process may be running or have ended, or a dump.
 
     Raises:
-        RecordingError: it is none, is cut short, or has another version.
+        RecordingError: it is not a recording, is truncated, or has another version.
         OSError: it cannot be read.
     """
     with open(path, "rb") as file:
@@ -165,7 +165,7 @@ def read_ring(path: str | Path) -> Recording:
 
 
 def _is_locked(descriptor: int) -> bool:
-    """Whether the process of a ring lives: it holds a lock on the file."""
+    """Whether the process of a ring is running: it holds a lock on the file."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -175,7 +175,7 @@ def _is_locked(descriptor: int) -> bool:
 
 
 def _now_there(recording: Recording) -> int:
-    """The monotonic clock of the recording's machine, by the wall clock of this one."""
+    """Return the current monotonic time of the recording's machine, derived from this machine's wall clock."""
     if recording.host == socket.gethostname():
         return time.monotonic_ns()
     return recording.monotonic_ns + time.time_ns() - recording.wall_ns
@@ -185,7 +185,7 @@ def parse(content: bytes, path: str = "") -> Recording:
     """Read the bytes of a ring.
 
     Raises:
-        RecordingError: see `read_ring`.
+        RecordingError: for the reasons of `read_ring`.
     """
     if len(content) < HEADER_BYTES or not content.startswith(MAGIC):
         what = "cut short" if content and MAGIC.startswith(content[:8]) else "not the file of a lowbit recorder"
@@ -194,12 +194,14 @@ def parse(content: bytes, path: str = "") -> Recording:
         content
     )
     if version != VERSION:
-        raise RecordingError(f"{path}: version {version} of the recorder's file, this lowbit reads version {VERSION}")
+        raise RecordingError(f"{path}: the version of the recorder's file must be {VERSION}, got {version}")
     if header_bytes != HEADER_BYTES or record_bytes != RECORD_BYTES or len(content) < HEADER_BYTES:
-        raise RecordingError(f"{path}: records of {record_bytes} bytes, wanted {RECORD_BYTES}: the header is damaged")
+        raise RecordingError(
+            f"{path}: records must have {RECORD_BYTES} bytes, got {record_bytes}: the header is damaged"
+        )
     wanted = HEADER_BYTES + capacity * RECORD_BYTES
     if len(content) < wanted:
-        raise RecordingError(f"{path}: cut short, {len(content)} of {wanted} bytes")
+        raise RecordingError(f"{path}: must have {wanted} bytes, got {len(content)}: it is cut short")
     counts, lost = _COUNTS.unpack_from(content, 64)
     host, names, command_line, reason = (content[at : at + room] for at, room in _TEXTS)
     try:
@@ -217,7 +219,7 @@ def parse(content: bytes, path: str = "") -> Recording:
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """The names of numbers in a record, from the header of its file."""
+    """The names for the numbers in a record, from the header of its file."""
 
     state: list[str]
     dtype: list[str]
@@ -226,7 +228,7 @@ class Names:
 
 
 def records_in(content: bytes, names: Names) -> tuple[list[Record], int]:
-    """Return the whole records in order of their places, and how many others there were that were being written."""
+    """Return the complete records in the order of their slots, and the number of those that were being written."""
     records, torn = [], 0
     for fields in _RECORD.iter_unpack(content):
         mark, tail = fields[0], fields[-1]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The limits of this machine, and kernel rows below them: a roofline (Williams, Waterman, Patterson, 2009)."""
+"""The limits of this machine, and kernel rows relative to them: a roofline (Williams, Waterman, Patterson, 2009)."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _PROBED_BYTES = 512 << 20
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The measured limits of this machine: reading memory, float32 FMAs and products of int8 in registers, each
-    on all threads."""
+    """The measured limits of this machine: memory reads, float32 FMAs, and int8 products in registers, each with all
+    threads."""
 
     threads: int
-    bandwidth: float  # bytes in a second
-    float32: float  # operations in a second; a product and its sum are two
+    bandwidth: float  # bytes per second
+    float32: float  # operations per second; a product and its sum are two
     int8: float
     float32_of: str  # the code that was measured
     int8_of: str
@@ -32,7 +32,7 @@ class Limits:
 
 @cache
 def limits(threads: int) -> Limits:
-    """Measure the limits of this machine on so many threads, once in a process: about a second."""
+    """Measure the limits of this machine with that many threads, once per process. It takes about a second."""
     bandwidth = max(_C.read_bandwidth(_PROBED_BYTES, streams, threads, 3) for streams in (1, 4))
     float32, int8 = _C.recorder.peak_rate("float", threads), _C.recorder.peak_rate("int8", threads)
     return Limits(
@@ -42,7 +42,7 @@ def limits(threads: int) -> Limits:
 
 @dataclass(frozen=True, slots=True)
 class RowTimes:
-    """The calls of one row."""
+    """The calls of one kernel row."""
 
     op: str
     row: str
@@ -68,7 +68,7 @@ class RowTimes:
 
 
 def draw(rows: list[RowTimes], limits: Limits, ax: Any) -> Any:
-    """Draw rows that count their products below the measured limits; return the axes.
+    """Draw the rows that have a count of operations, and the measured limits; return the axes.
 
     Raises:
         ImportError: matplotlib is not installed.

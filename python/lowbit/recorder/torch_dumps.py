@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Dumps of torch's own flight recorder (pickle or JSON, versions 2.x), as recordings.
 
-Written by NCCL's watchdog (TORCH_FR_DUMP_TEMP_FILE), `torch._C._distributed_c10d._dump_fr_trace`, or the debug server.
-The analyzer in torch dies on dumps of gloo, whose entries name process groups that the dump's own table of groups has
-not; here that table is read for the number of ranks alone.
+They are written by NCCL's watchdog (TORCH_FR_DUMP_TEMP_FILE), `torch._C._distributed_c10d._dump_fr_trace`, or the debug
+server. torch's own analyzer fails for dumps of gloo, whose entries name process groups that are missing in the dump's
+table of groups. Here only the number of ranks is read from that table.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ _NAMES = {
 
 
 class _Plain(pickle.Unpickler):
-    """Containers, texts and numbers; nothing that has to be imported, so that a file runs no code."""
+    """An unpickler of containers, strings and numbers. It refuses anything that must be imported, so that a file cannot
+    run code."""
 
     def find_class(self, module: str, name: str) -> Any:
         raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no dump needs")
@@ -39,7 +40,7 @@ def unpickle(content: bytes, path: str) -> Any:
     """Load a pickle of plain values.
 
     Raises:
-        RecordingError: it is none.
+        RecordingError: it is not such a pickle.
     """
     try:
         return _Plain(io.BytesIO(content)).load()
@@ -48,10 +49,10 @@ def unpickle(content: bytes, path: str) -> Any:
 
 
 def from_torch(content: Any, path: str) -> Recording:
-    """A dump of torch's recorder as a recording of one rank, whose number is at the end of the file's name.
+    """Return a dump of torch's recorder as a recording of one rank, whose number is at the end of the file's name.
 
     Raises:
-        RecordingError: it has no version 2.x, or something is missing or of another type.
+        RecordingError: the version is not 2.x, or something is missing or of another type.
     """
     version = str(content.get("version", "")) if isinstance(content, dict) else ""
     if not version.startswith("2."):

@@ -10,9 +10,9 @@ from lowbit.recorder.ring import Record, Recording
 
 
 def trace_of(recordings: Sequence[Recording]) -> dict[str, Any]:
-    """Give each process of ``recordings`` a track for each of its threads, by the wall clock of its machine.
+    """Return the timeline, with a track for each thread of each process, by the wall clock of its machine.
 
-    A call that has not ended is an event without an end (phase "B"), which viewers draw up to the right edge.
+    A call that has not ended becomes an event without an end (phase "B"), which viewers draw up to the right edge.
     """
     begin = min((of.wall(record.start_ns) for of in recordings for record in of.records), default=0)
     events: list[dict[str, Any]] = []
@@ -24,7 +24,7 @@ def trace_of(recordings: Sequence[Recording]) -> dict[str, Any]:
 
 
 def _event(record: Record, start_ns: int) -> dict[str, Any]:
-    ended = {"ph": "X", "dur": max(record.end_ns - record.start_ns, 0) / 1e3}  # 0: torch's recorder does not know it
+    ended = {"ph": "X", "dur": max(record.end_ns - record.start_ns, 0) / 1e3}  # 0 if torch's recorder does not know it
     facts = {"sequence": record.sequence, "row": record.row, "sizes": record.sizes, "state": record.state}
     kind = "collective" if record.is_collective else "op"
     event = {"name": record.op, "cat": kind, "tid": record.thread, "ts": start_ns / 1e3, "args": facts}

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The specification: the result of every kernel, in readable torch, without regard to speed. Imports torch only."""
+"""The specification: the result of every kernel, in readable torch, without regard to speed. It imports only torch."""

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantize activations while they are used: x is about scale * (code - zero), integer codes within +-127.
+"""Dynamic quantization of activations: x is approximated by scale * (code - zero), with integer codes within +-127.
 
     int8_group           symmetric, one scale per row and group of the weight (per row when the weight has no groups)
     int8_row             symmetric, one scale per row
     int8_row_asymmetric  one scale and one integer zero point per row; its range contains 0
     float8_row           float8_e4m3fn, one scale per row; its codes are the float8 numbers within +-448
 
-The scale is computed in float32; rounding is half to even. inf and nan make the scale, and so the whole
-row, not finite.
+The scale is computed in float32; rounding is half to even. If a row has inf or nan, its scale is not finite, and so the
+whole row is not.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class QuantizedActivations:
 
     codes: Tensor  # float64: integers within +-127, or float8 numbers
     scale: Tensor  # float32
-    zero: Tensor  # float64 integers; 0 when symmetric
+    zero: Tensor  # float64 integers; 0 if symmetric
 
     def decode(self) -> Tensor:
         """Return the factors that the kernel multiplies, float64 ``[m, k]``."""
@@ -36,7 +36,7 @@ class QuantizedActivations:
 
 
 def quantize_activations(x: Tensor, x_format: str, group_size: int) -> QuantizedActivations:
-    """Quantize ``[m, k]`` activations of any float dtype."""
+    """Quantize activations ``[m, k]`` of any float dtype."""
     x = x.float()
     m, k = x.shape
     size = group_size if x_format == "int8_group" and group_size else max(k, 1)

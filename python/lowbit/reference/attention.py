@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention in float64, all scores at once: the result of flex_attention.
+"""Attention in float64, with all scores at once: the result of flex_attention.
 
-scores = score_mod(scale * q k^T); -inf where mask_mod says no; softmax over k (and the sink, a column without a
+scores = score_mod(scale * q k^T); -inf where mask_mod is False; softmax over k (and the sink, a column without a
 value); times v.
 """
 
@@ -23,23 +23,23 @@ def attention(
     scale: float | None = None,
     sink: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (out ``[B, Hq, L, Ev]``, lse ``[B, Hq, L]``, largest score ``[B, Hq, L]``), float64 and differentiable.
+    """Return (out ``[B, Hq, L, Ev]``, lse ``[B, Hq, L]``, max score ``[B, Hq, L]``), float64 and differentiable.
 
     Args:
         q, k, v: ``[B, Hq, L, E]``, ``[B or 1, Hkv, S, E]``, ``[B or 1, Hkv, S, Ev]``, any float dtype.
         score_mod: (score, b, h, q_idx, kv_idx) -> score, elementwise on tensors ``[B, Hq, L, S]``.
         mask_mod: (b, h, q_idx, kv_idx) -> bool.
-        scale: default 1 / sqrt(E).
+        scale: the factor of the scores, by default 1 / sqrt(E).
         sink: ``[Hq]``.
     """
     group = q.shape[1] // k.shape[1]
     q, k, v = q.double(), k.double().repeat_interleave(group, 1), v.double().repeat_interleave(group, 1)
     scores = q @ k.transpose(-2, -1) * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
-    place = torch.meshgrid(*(torch.arange(size, dtype=torch.int32) for size in scores.shape), indexing="ij")
+    indices = torch.meshgrid(*(torch.arange(size, dtype=torch.int32) for size in scores.shape), indexing="ij")
     if score_mod is not None:
-        scores = score_mod(scores, *place)
+        scores = score_mod(scores, *indices)
     if mask_mod is not None:
-        scores = torch.where(mask_mod(*place), scores, -torch.inf)
+        scores = torch.where(mask_mod(*indices), scores, -torch.inf)
     largest = scores.detach().amax(-1, keepdim=True)
     shift = torch.where(largest == -torch.inf, 0.0, largest)
     weights = torch.exp(scores - shift)

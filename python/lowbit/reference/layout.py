@@ -1,31 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
 """The layouts of a packed weight, byte for byte: "x86-panel-16x64", which the kernels read, and "row-major".
 
-x86-panel-16x64: uint8 [panels, panel_bytes]; a panel is 16 output columns over all k; n is padded to 16, k to 64.
-Sections of a panel, each padded to 64 bytes:
+x86-panel-16x64: uint8 [panels, panel_bytes]; a panel has 16 output columns over all k; n is padded to 16, k to 64. The
+sections of a panel, each padded to 64 bytes:
     column_scale float32 [16] | column_sum float32 [16] | group_scale float16 [groups, 16] | zero float16 [groups, 16] |
     codes
-column_sum is the sum over k of the decoded column. Absent: group_scale per channel, zero when symmetric, all but the
-codes for float formats. Codes are tiles of 64 k. A code of 1 to 8 bits is cut into pieces of 1, 2, 4 and 8 bits, those
-whose sum its bits are, from its lowest bits on; each piece has a plane in the tile, in this order, of rows of 64 bytes:
+column_sum is the sum over k of the decoded column. Absent sections: group_scale per channel; zero in symmetric formats;
+all but the codes in float formats. Codes are tiles of 64 k. A code of 1 to 8 bits is split from its lowest bits on into
+pieces of 1, 2, 4 and 8 bits, which add up to its number of bits. Each piece has a plane in the tile, in this order, of
+rows of 64 bytes:
     8 bits    16 rows  [16 columns, 4 k]
     4 bits     8 rows  [16 columns, 4 k], low nibble k 0..31 of the tile, high nibble k 32..63
     2 bits     4 rows  [16 columns, 4 k], of k 0..15 in the lowest two bits, of k 48..63 in the highest
     1 bit      2 rows  [16 columns, 4 k], of k 0..7 in the lowest bit, of k 56..63 in the highest
-int8_semi_sparse leaves out the codes of 0 (128): two slots are for each four k, filled from the first on, k by k,
-with code - 128 and the place in the four; both are 0 in a slot without code. Of a tile
-    places     2 rows  [16 columns, 4 slots], 2 bits, of slots 0..7 in the lowest ones, of slots 24..31 in the highest
+int8_semi_sparse omits the codes of 0 (128): every four k have two slots, filled in the order of k, with code - 128 and
+the position in the four. Both are 0 in an empty slot. A tile has
+    positions  2 rows  [16 columns, 4 slots], 2 bits, of slots 0..7 in the lowest ones, of slots 24..31 in the highest
     codes      8 rows  [16 columns, 4 slots]
-and those of floats:
+and for float formats
     float32   64 rows  [16 columns]
     float16   64 half rows [16 columns]
     bfloat16  32 rows  [16 columns, 2 k]
 
-row-major: uint8 [n, row_bytes], a row of the weight by itself, its sections padded to 16 bytes,
-nothing padded otherwise:
+row-major: uint8 [n, row_bytes], each row of the weight by itself, its sections padded to 16 bytes, with no other
+padding:
     column_scale float32 | group_scale float16 [groups] | zero float16 [groups] | codes [k]
-The same sections are absent. Codes follow one another bit by bit, from the lowest bit of a byte on; int8_semi_sparse
-leaves out none.
+The same sections are absent. Codes are contiguous bit by bit, from the lowest bit of a byte on; int8_semi_sparse omits
+none.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ ROW_ALIGN = 16
 
 
 def pack(weight: QuantizedWeight) -> Tensor:
-    """Lay out a quantized weight as panels."""
+    """Pack a quantized weight into panels."""
     sections = [
         _per_column(weight.column_scale),
         _per_column(weight.decode().sum(1).float()),
@@ -52,7 +53,7 @@ def pack(weight: QuantizedWeight) -> Tensor:
 
 
 def pack_float(weight: Tensor) -> Tensor:
-    """Lay out a float32, bfloat16 or float16 weight ``[n, k]`` as panels."""
+    """Pack a float32, bfloat16 or float16 weight ``[n, k]`` into panels."""
     return _codes(_pad(weight), str(weight.dtype).removeprefix("torch.")).flatten(1)
 
 
@@ -85,13 +86,13 @@ def unpack_float(packed: Tensor, n: int, k: int, format: str) -> Tensor:
 
 
 def row_major(weight: QuantizedWeight) -> Tensor:
-    """Lay out a quantized weight row by row."""
+    """Pack a quantized weight row by row."""
     sections = (weight.column_scale[:, None], weight.group_scale, weight.zero, _stream(weight.codes, weight.format))
     return torch.cat([_row_section(section) for section in sections if section is not None], dim=1)
 
 
 def row_major_float(weight: Tensor) -> Tensor:
-    """Lay out a float weight ``[n, k]`` row by row."""
+    """Pack a float weight ``[n, k]`` row by row."""
     return _row_section(weight)
 
 
@@ -114,7 +115,8 @@ def from_row_major(packed: Tensor, k: int, format: str, group_size: int, asymmet
 
 
 def _row_section(values: Tensor) -> Tensor:
-    rows = values.clone(memory_format=torch.contiguous_format).view(torch.uint8)  # a size of 1 may have any stride
+    # clone, because a dimension of size 1 may have any stride.
+    rows = values.clone(memory_format=torch.contiguous_format).view(torch.uint8)
     return torch.nn.functional.pad(rows, (0, -rows.shape[1] % ROW_ALIGN))
 
 
@@ -146,7 +148,7 @@ def _pad(matrix: Tensor) -> Tensor:
 
 
 def _padded_codes(weight: QuantizedWeight) -> Tensor:
-    """Padding decodes to zero: its codes are the zero point of their group, and 0 where no group reaches."""
+    """Return the codes with padding that decodes to zero: the zero point of its group, or 0 beyond the last group."""
     n, k = weight.codes.shape
     rows, columns = n + -n % COLUMNS, k + -k % TILE
     fixed = 0 if weight.zero is not None else code_of_zero(weight.format)
@@ -179,7 +181,7 @@ def _pad_rows(values: Tensor) -> Tensor:
 
 
 def _pieces(format: str) -> list[tuple[int, int]]:
-    """The pieces of a code: how many bits, after how many."""
+    """Return the pieces of a code: the number of bits in each, and the number before it."""
     bits = bits_of(format)
     return [(count, bits & count - 1) for count in (1, 2, 4, 8) if bits & count]
 
@@ -218,7 +220,7 @@ def _plain(packed: Tensor, format: str) -> Tensor:
 
 
 def _slots(codes: Tensor) -> Tensor:
-    """The tiles of 2:4 codes ``[16 panels, 64 tiles]``, ``[panels, bytes]``."""
+    """Return the tiles of 2:4 codes ``[16 panels, 64 tiles]``, as bytes ``[panels, bytes]``."""
     fours = codes.unflatten(1, (-1, 4))
     kept = fours != code_of_zero(SEMI_SPARSE)
     if kept.sum(2).max() > 2:
@@ -229,20 +231,21 @@ def _slots(codes: Tensor) -> Tensor:
     by_step = [
         part.reshape(len(codes) // COLUMNS, COLUMNS, -1, 8, 4) for part in (values, torch.where(there, order, 0))
     ]
-    values, places = (part.permute(0, 2, 3, 1, 4) for part in by_step)  # [panel, tile, step, column, slot]
-    rows = sum(places[:, :, 2 * i : 2 * i + 2] << 2 * i for i in range(4)).byte()
+    values, positions = (part.permute(0, 2, 3, 1, 4) for part in by_step)  # [panel, tile, step, column, slot]
+    rows = sum(positions[:, :, 2 * i : 2 * i + 2] << 2 * i for i in range(4)).byte()
     return torch.cat([rows.flatten(2), values.flatten(2)], dim=2).flatten(1)
 
 
 def _from_slots(packed: Tensor) -> Tensor:
-    """The inverse of `_slots`."""
+    """Read the tiles back; the inverse of `_slots`."""
     tiles = packed.view(len(packed), -1, 640)
     rows = tiles[:, :, :128].reshape(*tiles.shape[:2], 2, COLUMNS, 4)
-    places = torch.cat([rows >> 2 * i & 3 for i in range(4)], dim=2)
+    positions = torch.cat([rows >> 2 * i & 3 for i in range(4)], dim=2)
     values = tiles[:, :, 128:].reshape(*tiles.shape[:2], 8, COLUMNS, 4)
-    values, places = (part.permute(0, 3, 1, 2, 4).reshape(len(packed) * COLUMNS, -1, 2) for part in (values, places))
+    by_step = values, positions
+    values, positions = (part.permute(0, 3, 1, 2, 4).reshape(len(packed) * COLUMNS, -1, 2) for part in by_step)
     codes = values.new_full((*values.shape[:2], 4), code_of_zero(SEMI_SPARSE))
     for slot in range(2):
-        value, place = values[:, :, slot : slot + 1], places[:, :, slot : slot + 1].long()
-        codes.scatter_(2, place, torch.where(value != 0, value ^ 128, codes.gather(2, place)))
+        value, position = values[:, :, slot : slot + 1], positions[:, :, slot : slot + 1].long()
+        codes.scatter_(2, position, torch.where(value != 0, value ^ 128, codes.gather(2, position)))
     return codes.flatten(1)

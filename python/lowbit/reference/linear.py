@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""y = act(x @ w.T + bias) * mul + add in float64, from the weight and the activations as the kernels see them."""
+"""y = act(x @ w.T + bias) * mul + add in float64, with the weight and the activations that the kernels use."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def linear(
     mul: Tensor | None = None,
     add: Tensor | None = None,
 ) -> Tensor:
-    """Return the float64 result ``[m, n]``; ``weight`` is quantized, or a float ``[n, k]``."""
+    """Return the float64 result ``[m, n]``. ``weight`` is quantized, or a float ``[n, k]``."""
     y = product(x, weight, x_format)
     if bias is not None:
         y = y + bias.double()
@@ -48,9 +48,9 @@ def product(x: Tensor, weight: QuantizedWeight | Tensor, x_format: str = "float"
 def magnitude(x: Tensor, weight: QuantizedWeight | Tensor, x_format: str = "float") -> Tensor:
     """Return sum_k |x| * |w|, to which rounding errors are proportional.
 
-    Kernels may multiply codes counted from an offset of their own (0 for int4, else the zero point of a symmetric
-    weight) and take zero point times sum of x off the total, so a weight counts as far as it and the zero point are
-    from that offset; exact where both forms agree.
+    Kernels may multiply codes relative to an offset of their own (0 for int4, else the zero point of a symmetric
+    weight) and subtract zero point times sum of x from the total. So the magnitude of a weight is its distance to that
+    offset plus the distance of the zero point. Without such an offset this is |w|.
     """
     if isinstance(weight, QuantizedWeight):
         offset = 0 if weight.format == "int4" or weight.format in LEVELS else code_of_zero(weight.format)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An optimizer step in torch float64: the maps of the state formats, encoding, the rules, stochastic rounding.
+"""An optimizer step in torch float64: the maps of the state formats, encoding, the rules, and stochastic rounding.
 
-A quantized moment is stored as codes and one float32 scale per block of consecutive elements:
-moment = map[code] * scale.
+A quantized moment is stored as codes and one float32 scale per block of consecutive elements: moment = map[code] *
+scale.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ import torch
 from torch import Tensor
 
 FLOAT8_MAX = 448.0
-SMALLEST = 2.0**-126  # a block whose scale would be smaller counts as zeros: its scale has no float32 inverse
+SMALLEST = 2.0**-126  # a smaller scale has no float32 inverse, so its block counts as zeros
 
 
 def dynamic_map(signed: bool, decades: int) -> Tensor:
-    """Values of a dynamic map by code, sorted, float64 ``[2 ** (decades + 1)]``.
+    """Return the values of a dynamic map by code, sorted, float64 ``[2 ** (decades + 1)]``.
 
-    This is ``create_dynamic_map`` of bitsandbytes and torchao. Decade d = 0 .. decades - 1 spans
-    10**(d - decades) .. 10**(d - decades + 1) and holds 2**d bins (unsigned: 2**(d + 1)) of equal width, each standing
-    for its middle. 0 and 1 are values of their own; a signed map has the negative of every bin.
+    This is ``create_dynamic_map`` of bitsandbytes and torchao. Decade d = 0 .. decades - 1 spans 10**(d - decades) ..
+    10**(d - decades + 1) and has 2**d bins (unsigned: 2**(d + 1)) of equal width, each represented by its middle. 0 and
+    1 are additional values; a signed map also has the negative of every bin.
     """
     positive = []
     for decade in range(decades):
@@ -34,7 +34,7 @@ def dynamic_map(signed: bool, decades: int) -> Tensor:
 
 
 def code_map(format: str, signed: bool) -> Tensor:
-    """Decoded value of every code of a quantized state format, float64, before the scale."""
+    """Return the decoded value of every code of a quantized state format, before the scale, float64."""
     if format == "dynamic8":
         return dynamic_map(signed, 7)
     if format == "dynamic4":  # torchao's: the unsigned one has no zero
@@ -45,18 +45,18 @@ def code_map(format: str, signed: bool) -> Tensor:
 
 
 def largest_code(format: str) -> float:
-    """Decoded value of the largest element of a block: absmax / scale."""
+    """Return the decoded value of the largest element of a block: absmax / scale."""
     return FLOAT8_MAX if format == "float8" else 1.0
 
 
 def blocks(values: Tensor, block_size: int) -> Tensor:
-    """Cut flat values into blocks, the last padded with zeros: ``[ceil(n / block_size), block_size]``."""
+    """Split flat values into blocks, the last padded with zeros: ``[ceil(n / block_size), block_size]``."""
     return torch.nn.functional.pad(values.flatten(), (0, -values.numel() % block_size)).view(-1, block_size)
 
 
 def scales(values: Tensor, format: str, block_size: int) -> Tensor:
-    """Scale of each block, float64: absmax / `largest_code`; nan for a block with inf or nan, 0 for
-    one below `SMALLEST`."""
+    """Return the scale of each block, float64: absmax / `largest_code`; nan for a block with inf or nan, and 0 if it
+    would be below `SMALLEST`."""
     absmax = blocks(values.double(), block_size).abs().amax(1)
     scale = absmax / largest_code(format)
     scale = torch.where(scale < SMALLEST, 0.0, scale)
@@ -64,10 +64,9 @@ def scales(values: Tensor, format: str, block_size: int) -> Tensor:
 
 
 def nearest_code(relative: Tensor, format: str, signed: bool) -> Tensor:
-    """Code of the value nearest to each element, by search; float8 breaks ties to even, the maps upward.
+    """Return the code of the value nearest to each element, by search. float8 breaks ties to even, the maps upward.
 
-    A step divides by the root of a moment that cannot be negative, so a value above 0 has at least the smallest code
-    above that of 0.
+    A step divides by the root of a nonnegative moment, so a positive value never gets the code of 0.
     """
     if format == "float8":  # via float32: exact unless relative has more than 24 bits
         codes = relative.float().to(torch.float8_e4m3fn).view(torch.uint8).long()
@@ -75,26 +74,26 @@ def nearest_code(relative: Tensor, format: str, signed: bool) -> Tensor:
         values = code_map(format, signed)
         middles = (values[1:] + values[:-1]) / 2
         codes = torch.searchsorted(middles, relative.contiguous(), right=True)
-    if signed or format == "dynamic4":  # whose map has no 0
+    if signed or format == "dynamic4":  # the unsigned dynamic4 map has no 0
         return codes
     return torch.where(relative > 0, codes.clamp(min=1), codes)
 
 
 def decode(codes: Tensor, scale: Tensor, format: str, signed: bool, block_size: int) -> Tensor:
-    """Moments of unpacked codes (any shape), float64 of the same shape."""
+    """Return the moments of unpacked codes (any shape), float64 of the same shape."""
     spread = scale.double().repeat_interleave(block_size)[: codes.numel()].view(codes.shape)
     return code_map(format, signed)[codes.long()] * spread
 
 
 def unpack_nibbles(packed: Tensor, numel: int) -> Tensor:
-    """Codes of a 4-bit state: two a byte, the first in the high nibble; uint8 ``[numel]``."""
+    """Return the codes of a 4-bit state, which has two per byte, the first in the high nibble; uint8 ``[numel]``."""
     return torch.stack((packed >> 4, packed & 15), dim=1).flatten()[:numel]
 
 
 def adamw(
     p: Tensor, g: Tensor, moments: list[Tensor], step: int, hyper: Mapping[str, float]
 ) -> tuple[Tensor, list[Tensor]]:
-    """One step of Adam, with decay decoupled (AdamW) or added to the gradient.
+    """Take one step of Adam, with decoupled weight decay (AdamW), or with decay added to the gradient.
 
     moments: exp_avg, exp_avg_sq[, max_exp_avg_sq].
 
@@ -119,7 +118,7 @@ def adamw(
 def sgd(
     p: Tensor, g: Tensor, moments: list[Tensor], step: int, hyper: Mapping[str, float]
 ) -> tuple[Tensor, list[Tensor]]:
-    """One step of SGD as torch: the first step takes the gradient as momentum, without dampening. moments:
+    """Take one step of SGD as in torch: the first step uses the gradient as momentum, without dampening. moments:
     momentum, or none."""
     g = g + hyper["weight_decay"] * p
     if hyper["momentum"] == 0:
@@ -132,8 +131,8 @@ def sgd(
 def lion(
     p: Tensor, g: Tensor, moments: list[Tensor], step: int, hyper: Mapping[str, float]
 ) -> tuple[Tensor, list[Tensor]]:
-    """One step of Lion (arXiv 2302.06675): p moves by lr in the direction of the sign of an
-    average. moments: exp_avg."""
+    """Take one step of Lion (arXiv 2302.06675): p moves by lr in the direction of the sign of an average. moments:
+    exp_avg."""
     beta1, beta2, lr = hyper["beta1"], hyper["beta2"], hyper["lr"]
     average = beta1 * moments[0] + (1 - beta1) * g
     return p * (1 - lr * hyper["weight_decay"]) - lr * average.sign(), [beta2 * moments[0] + (1 - beta2) * g]
@@ -143,7 +142,7 @@ RULES = {"adamw": adamw, "sgd": sgd, "lion": lion}
 
 
 def philox4x32(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[int, int, int, int]:
-    """Philox4x32-10: four random words from four words of counter and two of key."""
+    """Return four random words of Philox4x32-10 for a counter of four words and a key of two."""
     (c0, c1, c2, c3), (key0, key1), word = counter, key, 0xFFFFFFFF
     for _ in range(10):
         a, b = 0xD2511F53 * c0, 0xCD9E8D57 * c2
@@ -153,10 +152,10 @@ def philox4x32(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tupl
 
 
 def random16(numel: int, block_size: int, seed: int, step: int, index: int) -> Tensor:
-    """16 random bits of each element of parameter number ``index`` at ``step``: int64 ``[numel]``.
+    """Return 16 random bits for each element of parameter number ``index`` at ``step``: int64 ``[numel]``.
 
-    Philox gives each tensor a seed and each block of it a key; an element hashes its place in the block with
-    that key (lowbias32).
+    Philox gives each tensor a seed and each of its blocks a key. An element hashes its index in the block with that key
+    (lowbias32).
     """
     word = 0xFFFFFFFF
 
@@ -173,7 +172,7 @@ def random16(numel: int, block_size: int, seed: int, step: int, index: int) -> T
 
 
 def round_stochastically(x: Tensor, bits: Tensor) -> Tensor:
-    """Round float32 ``[n]`` to bfloat16: up in magnitude with the probability of the part that is cut off. inf
+    """Round float32 ``[n]`` to bfloat16: up in magnitude, with a probability equal to the fraction that is cut off. inf
     and nan stay."""
     raised = (x.view(torch.int32).long() & 0xFFFFFFFF) + bits & 0xFFFF0000
     rounded = torch.where(raised >= 2**31, raised - 2**32, raised).int().view(torch.float32)

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantize a weight: choose scales, round, and decode.
+"""Quantization of a weight: choose scales, round, and decode.
 
     w[n, k] = column_scale[n] * group_scale[n, g] * (code[n, k] - zero[n, g])
 
-g = k // group_size; group_size 0 means one group per column ("per channel"). Codes are unsigned; a symmetric format
-has the fixed zero 128 (int8), 8 (int4), or the like. A lookup format (``LEVELS``) has the level of a code in place of
-code - zero. ``SEMI_SPARSE`` is int8 of a weight that is pruned first (`prune`).
+g = k // group_size; group_size 0 means one group per column ("per channel"). Codes are unsigned; a symmetric format has
+a fixed zero such as 128 (int8) or 8 (int4). A lookup format (``LEVELS``) has the level of a code in place of code -
+zero. ``SEMI_SPARSE`` is int8 of a weight that is pruned first (`prune`).
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ import torch
 from torch import Tensor
 
 SEMI_SPARSE = "int8_semi_sparse"
-SMALLEST = 2.0**-126  # a smaller scale has no float32 inverse: such a group counts as zero
+SMALLEST = 2.0**-126  # a smaller scale has no float32 inverse, so its group counts as zeros
 
 
 def _nf4_levels() -> Tensor:
-    """Quantiles of the normal distribution (QLoRA, arXiv 2305.14314), with bitsandbytes' roundings on the way."""
+    """Return quantiles of the normal distribution (QLoRA, arXiv 2305.14314), with bitsandbytes' intermediate
+    roundings."""
     last = 0.9677083  # (1 - 1 / 30 + 1 - 1 / 32) / 2
-    places = [torch.linspace(last, 0.5, count, dtype=torch.float32, device="cpu") for count in (9, 8)]
-    tails = [torch.special.ndtri(place[:-1].double()).float() for place in places]
+    grids = [torch.linspace(last, 0.5, count, dtype=torch.float32, device="cpu") for count in (9, 8)]
+    tails = [torch.special.ndtri(grid[:-1].double()).float() for grid in grids]
     levels = torch.cat([tails[0], tails[0].new_zeros(1), -tails[1]]).sort().values
     return levels / levels[-1]
 
@@ -39,16 +40,16 @@ LEVELS = {
     "fp4_e2m1": _both_signs([0, 0.5, 1, 1.5, 2, 3, 4, 6]),
     "fp8_e4m3": torch.arange(256, dtype=torch.uint8, device="cpu").view(torch.float8_e4m3fn).float(),
 }
-"""The levels of the lookup formats by code, float32. Those of fp4 are bitsandbytes'; two codes of it are 0."""
+"""The levels of the lookup formats by code, float32. Those of fp4 are bitsandbytes'; two of its codes are 0."""
 
 
 def largest_level(format: str) -> float:
-    """Return the level that the largest weight of a group becomes."""
+    """Return the level to which the largest weight of a group is mapped."""
     return LEVELS[format].nan_to_num().max().item()
 
 
 def float_dtype(format: str) -> torch.dtype | None:
-    """Return the dtype of a float format, whose name is torch's; None of a format with codes."""
+    """Return the dtype of a float format, whose name is torch's, or None for a format with codes."""
     dtype = getattr(torch, format, None)
     return dtype if isinstance(dtype, torch.dtype) and dtype.is_floating_point else None
 
@@ -65,19 +66,19 @@ def code_of_zero(format: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class QuantizedWeight:
-    """Plain codes and the scales as they are stored."""
+    """Plain codes, and the scales as they are stored."""
 
     format: str
     group_size: int
     codes: Tensor  # uint8 [n, k]
     column_scale: Tensor  # float32 [n]
     group_scale: Tensor | None  # float16 [n, groups], absent per channel
-    zero: Tensor | None  # float16 [n, groups], absent when symmetric
+    zero: Tensor | None  # float16 [n, groups], absent if symmetric
 
     @classmethod
     def of(cls, codes: Tensor, scale: Tensor, zero: Tensor | None, format: str, group_size: int) -> QuantizedWeight:
-        """Make one of codes ``[n, k]``, scales and zero points ``[n, groups]``, which are rounded for storage; those of
-        a `QuantizedWeight` need no rounding."""
+        """Return a weight with codes ``[n, k]``, scales and zero points ``[n, groups]``, which are rounded for storage.
+        Those of a `QuantizedWeight` stay exact."""
         half = None if zero is None else zero.half()
         return cls(format, group_size, codes, *split_stored_scale(scale, group_size), half)
 
@@ -90,7 +91,7 @@ class QuantizedWeight:
 
     @property
     def zero_or_symmetric(self) -> Tensor:
-        """Zero point of every group as float32 ``[n, groups]``, the fixed one of a symmetric format included."""
+        """The zero point of every group as float32 ``[n, groups]``, including the fixed one of a symmetric format."""
         if self.zero is not None:
             return self.zero.float()
         return torch.full_like(self.scale, 0 if self.format in LEVELS else code_of_zero(self.format))
@@ -112,7 +113,7 @@ class QuantizedWeight:
 
 
 def group_ranges(weight: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
-    """Smallest and largest weight of each group, widened to contain 0: two ``[n, groups]``."""
+    """Return the min and max weight of each group, widened to contain 0: two ``[n, groups]``."""
     n, k = weight.shape
     size = group_size or k
     padded = torch.nn.functional.pad(weight, (0, -k % size)).view(
@@ -122,10 +123,10 @@ def group_ranges(weight: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
 
 
 def choose_scale(low: Tensor, high: Tensor, format: str, mapping: str) -> Tensor:
-    """Ideal scale of each group, float32.
+    """Return the ideal scale of each group, float32.
 
-    ``symmetric`` is torchao's: the largest weight clips by at most half a step.
-    ``symmetric_no_clipping_err``: nothing clips.
+    ``symmetric`` is torchao's: the largest weight is clipped by at most half a step.
+    ``symmetric_no_clipping_err``: nothing is clipped.
     ``asymmetric``: the codes span min to max.
     """
     if format in LEVELS:
@@ -142,9 +143,9 @@ def choose_scale(low: Tensor, high: Tensor, format: str, mapping: str) -> Tensor
 
 
 def split_scale(scale: Tensor, group_size: int) -> tuple[Tensor, Tensor | None]:
-    """Store a scale per group as float32 per column times float16 per group.
+    """Split a scale per group into float32 per column times float16 per group.
 
-    The column's part is the largest power of two that its largest scale holds: dividing by it is exact, so float16
+    The column's part is the largest power of two not above its largest scale. Dividing by it is exact, so float16
     scales of other checkpoints keep every bit.
     """
     if not group_size:
@@ -155,9 +156,9 @@ def split_scale(scale: Tensor, group_size: int) -> tuple[Tensor, Tensor | None]:
 
 
 def split_stored_scale(scale: Tensor, group_size: int) -> tuple[Tensor, Tensor | None]:
-    """Split as :func:`split_scale` does, but by half the power of two where that alone keeps every scale of a column.
+    """Split like :func:`split_scale`, but by half the power of two if only that keeps every scale of a column.
 
-    A column's largest part may have been rounded up to 2: with the next power of two, subnormal parts would lose a bit.
+    A column's largest part may have been rounded up to 2. With the next power of two, subnormal parts would lose a bit.
     """
     column_scale, group_scale = split_scale(scale, group_size)
     if group_scale is None:
@@ -170,12 +171,12 @@ def split_stored_scale(scale: Tensor, group_size: int) -> tuple[Tensor, Tensor |
 
 
 def quantize(weight: Tensor, format: str, group_size: int, mapping: str) -> QuantizedWeight:
-    """Quantize ``[n, k]`` weights; codes are rounded half to even against the scale as it is stored.
+    """Quantize weights ``[n, k]``. Codes are rounded half to even, using the stored scale.
 
     Args:
-        weight: finite, float32, bfloat16 or float16 (computed in float32).
+        weight: finite; float32, bfloat16 or float16 (computed in float32).
         format: ``int2`` to ``int8``, ``SEMI_SPARSE``, or one of ``LEVELS``.
-        group_size: along k; 0 for one scale per column.
+        group_size: the group size along k; 0 for one scale per column.
         mapping: see :func:`choose_scale`.
     """
     weight = weight.float()
@@ -200,7 +201,7 @@ def quantize(weight: Tensor, format: str, group_size: int, mapping: str) -> Quan
 
 
 def prune(weight: Tensor) -> Tensor:
-    """Make ``[n, k]`` 2:4: of each four neighbours along k the two largest stay, the first ones of those alike."""
+    """Prune ``[n, k]`` to 2:4: of each four neighbours along k, the two largest stay, or the first of equal ones."""
     fours = weight.unflatten(1, (-1, 4))
     order = fours.abs().argsort(dim=2, descending=True, stable=True)
     kept = torch.zeros_like(fours, dtype=torch.bool).scatter_(2, order[:, :, :2], True)
@@ -208,8 +209,8 @@ def prune(weight: Tensor) -> Tensor:
 
 
 def nearest_codes(values: Tensor, format: str) -> Tensor:
-    """Codes of the nearest levels, uint8: of a table the lower one half-way, of float8 the even one; the
-    largest past it."""
+    """Return the codes of the nearest levels, uint8. A tie goes to the lower level of a table, and to the even float8;
+    values past the largest level become that level."""
     if format == "fp8_e4m3":
         most = largest_level(format)
         return values.clamp(-most, most).to(torch.float8_e4m3fn).view(torch.uint8)

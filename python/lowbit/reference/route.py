@@ -16,7 +16,7 @@ def choices_of(
     group_top: int = 1,
     zero_outside: bool = False,
 ) -> Tensor:
-    """Return what experts are chosen by, float64 [T, E]."""
+    """Return the scores by which experts are chosen, float64 [T, E]."""
     choices = logits.double() if scoring.endswith("_of_chosen") else scored(logits.double(), scoring)
     if correction is not None:
         choices = choices + correction.double()

@@ -16,7 +16,7 @@ def probabilities(
     min_p: float = 0.0,
     repetition_penalty: float = 1.0,
 ) -> Tensor:
-    """Return float64 ``[B, V]``; of values that are equal the last is the largest."""
+    """Return the probabilities, float64 ``[B, V]``. Of equal values, the last counts as the largest."""
     x = logits.double()
     if ids is not None:
         chosen = x.gather(1, ids)
@@ -27,7 +27,7 @@ def probabilities(
     if top_p < 1:
         values, order = x.sort(stable=True)
         p = values.softmax(-1)
-        removed = p.flip(1).cumsum(1).flip(1) - p >= top_p  # what lies above it
+        removed = p.flip(1).cumsum(1).flip(1) - p >= top_p  # the probability above it
         removed[:, -1] = False
         x = x.masked_fill(removed.scatter(1, order, removed), -torch.inf)
     p = x.softmax(-1)

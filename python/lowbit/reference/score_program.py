@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The meaning of a score program: every op in torch, float64 and int32, one element of the scores per (q, k)."""
+"""The meaning of a score program: every op in torch, in float64 and int32, with one element of the scores per (q,
+k)."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from torch import Tensor
 
 
 def _rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Round to a narrower dtype; the derivative is 1."""
+    """Round to a narrower dtype, with derivative 1."""
     return x + torch.where(x.isfinite(), x.to(dtype).double() - x, 0.0).detach()
 
 
@@ -48,17 +49,18 @@ def evaluate(
     q0: int = 0,
     k0: int = 0,
 ) -> Tensor:
-    """Evaluate a program over a tile; differentiable in the scores and the captured tensors.
+    """Evaluate a program over a tile. It is differentiable in the scores and the captured tensors.
 
     Args:
         code: the program (lowbit.score.program).
         opcodes: ``_C.SCORE_OPS``: the number and the types of every op.
         captured: its captured tensors.
-        scores: float64 ``[rows, cols]``: the scores of queries ``q0 ..`` and keys ``k0 ..``.
-        b, h: batch and query head.
+        scores: float64 ``[rows, cols]``, the scores of queries from ``q0`` on and keys from ``k0`` on.
+        b, h: the batch entry and query head.
+        q0, k0: the first query and key.
 
     Returns:
-        Modified scores float64 ``[rows, cols]``, or the mask bool ``[rows, cols]``.
+        The modified scores, float64 ``[rows, cols]``, or the mask, bool ``[rows, cols]``.
     """
     names = {opcode: name for name, (opcode, _) in opcodes.items()}
     rows, cols = scores.shape

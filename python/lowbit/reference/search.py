@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scales by search: of each group the one with the least sum of importance * (w - decoded)^2 among many, and never one
-that is worse than the scale of the group's range (csrc/formats/scale_search.hpp, in float64).
+"""The search for scales: of many candidates for each group, take the one with the smallest sum of importance * (w -
+decoded)^2, and none that is worse than the scale of the group's range (csrc/formats/scale_search.hpp, in float64).
 
-With the scale u the codes of a group stand for levels l around the zero point; the best scale for those levels is
-``t = sum h w l / sum h l^2``, and it leaves ``sum h w^2 - (sum h w l)^2 / sum h l^2``. The candidate with the
-largest ``(sum h w l)^2 / sum h l^2`` wins, its t is rounded for storage, and one more candidate is made of its levels.
+With a scale u, the codes of a group represent levels l around the zero point. The best scale for those levels is ``t =
+sum h w l / sum h l^2``, with the error ``sum h w^2 - (sum h w l)^2 / sum h l^2``. The candidate with the largest ``(sum
+h w l)^2 / sum h l^2`` wins. Its t is rounded for storage, and its levels give one more candidate.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from lowbit.reference.quantize import QuantizedWeight, bits_of, quantize
 
 SYMMETRIC_STEPS = (0.5, 0.625, 0.6875, 0.75, 0.8125, 0.875, 0.9375, 1, 1.0625, 1.125, 1.25, 1.375, 1.5, 1.75)
 ASYMMETRIC_STEPS = tuple(i / 15 for i in (12, 8, 9, 10, 11, 13, 14, 15, 16, 17, 18, 20, 22, 25))
-"""Steps of the larger side of a group's range, as a part of those that the codes have."""
+"""The number of steps on the larger side of a group's range, as a fraction of those that the codes have."""
 MARGIN = 1 + 2.0**-16
 REFITS = 1
 
@@ -24,11 +24,11 @@ REFITS = 1
 def search(
     weight: Tensor, format: str, group_size: int, mapping: str, importance: Tensor | None = None
 ) -> QuantizedWeight:
-    """Quantize ``[n, k]`` weights of an integer format with searched scales, and zero points if asymmetric.
+    """Quantize weights ``[n, k]`` of an integer format with searched scales, and zero points if asymmetric.
 
     Args:
-        weight, format, group_size, mapping: as `quantize` takes them; not ``symmetric_no_clipping_err``.
-        importance: ``[k]``, the weight of a squared error; None: all the same.
+        weight, format, group_size, mapping: the arguments of `quantize`; not ``symmetric_no_clipping_err``.
+        importance: ``[k]``, the weight of a squared error; None means equal weights.
     """
     start = quantize(weight, format, group_size, mapping)
     most, asymmetric = 2 ** bits_of(format) - 1, mapping == "asymmetric"
@@ -55,7 +55,7 @@ def search(
         product, square = torch.where(better, a, product), torch.where(better, b, square)
         low = torch.where(better, candidate, low)
     best_scale, best_zero = stored, zero
-    # of a column whose power of two may be the next one: no scale loses a bit by it, or becomes inf
+    # columns whose power of two may be the next one: no scale loses a bit by it, or becomes inf
     fine = ((stored == 0) | (stored >= 2.0**-13)).all(1, keepdim=True) & (column < 2.0**126)
     limit = torch.where(fine, 4.0, 2.0) if group_size else torch.inf
     least = (h * (y - nearest(y, -zero, most)).square()).sum(2)
@@ -74,18 +74,18 @@ def search(
 
 
 def grouped(values: Tensor, group_size: int) -> Tensor:
-    """``[n, k]`` as ``[n, groups, group_size]``, padded with zeros."""
+    """Return ``[n, k]`` as ``[n, groups, group_size]``, padded with zeros."""
     size = group_size or values.shape[1]
     return torch.nn.functional.pad(values, (0, -values.shape[1] % size)).view(len(values), -1, size)
 
 
 def nearest(v: Tensor, low: Tensor, most: int) -> Tensor:
-    """The nearest levels within ``low .. low + most``; nan stays."""
+    """Return the nearest levels within ``low .. low + most``; nan stays."""
     return torch.round(torch.minimum(torch.maximum(v, low[:, :, None]), low[:, :, None] + most))
 
 
 def _short(scale: Tensor) -> Tensor:
-    """The first 16 bits of a float32, rounded."""
+    """Return a float32 rounded to 16 significant bits."""
     return ((scale.float().view(torch.int32) + 0x80) & ~0xFF).view(torch.float32).double()
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The score-program instructions of each ATen op: those of aten_pointwise.py, and here those that read, make
-or fold tensors.
+"""The score-program instructions of each ATen op: the pointwise ones from aten_pointwise.py, and here those that read,
+create or reduce tensors.
 
-FUNCTIONS says which op a function that a mod calls from Python is.
+FUNCTIONS maps the functions that a mod calls from Python to ATen ops.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ VIEWS = frozenset((
     "unbind", "split",
     "split_with_sizes", "cat", "stack", "diagonal", "flip", "repeat",
 ))  # fmt: skip
-"""Ops that move elements and compute nothing: applied to the numbers of the values."""
+"""Ops that move elements and compute nothing. They are applied to the indices of the values."""
 
 
 def _index(tracer: Any, tensor: Any, indices: list[Any]) -> Any:
@@ -98,8 +98,8 @@ def _reduced(program: Any, instruction: str, values: list[Value], empty: Value) 
 
 
 def _reduction(name: str, instruction: str, type: str | None, empty: float | bool | None) -> Callable[..., Any]:
-    """Rows of elements folded by one instruction, in the type given (None: that of the result); ``empty`` is the result
-    for no elements."""
+    """Register a reduction of rows of elements by one instruction, in the type given (None for that of the result).
+    ``empty`` is the result for no elements."""
 
     def handler(tracer: Any, meta: Tensor, a: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
         p, wanted = tracer.program, type or kind(meta.dtype)
@@ -123,7 +123,8 @@ def _reduction(name: str, instruction: str, type: str | None, empty: float | boo
 
 
 def _extreme(name: str) -> Callable[..., Any]:
-    """``max`` and ``min``: of all elements, or of two tensors. With a dimension they return indices too: no row."""
+    """Register ``max`` or ``min`` of all elements, or of two tensors. The variants with a dimension also return
+    indices, and are not supported."""
     whole, of_two = _reduction(name, f"{name}imum", None, None), POINTWISE[f"{name}imum"]
 
     def handler(tracer: Any, meta: Tensor, a: Any, *other: Any) -> Any:
@@ -135,7 +136,7 @@ def _extreme(name: str) -> Callable[..., Any]:
 def _bucketize(
     tracer: Any, meta: Tensor, a: Any, boundaries: Any, *, out_int32: bool = False, right: bool = False
 ) -> Any:
-    """How many boundaries are below the element (``right``: or equal to it)."""
+    """Return how many boundaries are below the element, or with ``right`` not above it."""
     p, type = tracer.program, common(a, boundaries)
     sorted_values = [p.convert(value, type) for value in tracer.values(tracer.numbers(boundaries))]
 
@@ -186,8 +187,8 @@ _NAMED = """
     clamp_max
 """
 FUNCTIONS: dict[str, tuple[str, bool]] = {name: (name, False) for name in _NAMED.split()}
-"""Name of a torch function or Tensor method: the ATen op that it is with the same arguments, and whether they are
-swapped."""
+"""The ATen op that takes the same arguments as a torch function or Tensor method, by the name of the latter, and whether
+the arguments are swapped."""
 FUNCTIONS |= {
     "subtract": ("sub", False),
     "multiply": ("mul", False),
@@ -206,4 +207,4 @@ FUNCTIONS |= {
 }
 
 KEYWORDS = frozenset(("alpha", "rounding_mode", "min", "max", "approximate", "dim", "keepdim", "dtype"))
-"""Keywords that those functions are followed with."""
+"""The keywords that are supported for these functions."""

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ATen ops that work element by element, as score-program instructions: one row per op, the instructions are
-those of csrc/score/ops.hpp.
+"""Pointwise ATen ops as score-program instructions, one handler per op. The instructions are those of
+csrc/score/ops.hpp.
 
-A row gets the tracer, the meta tensor of the result (its shape and dtype are torch's own answer) and the op's
-arguments. The type of a program value is float, int or bool; floats are computed in float32 (float64 for float64
-inputs), and rounded where torch's result would be a bfloat16 or float16 tensor. Ints are 32-bit.
+A handler gets the tracer, the meta tensor of the result (whose shape and dtype torch itself has determined) and the
+op's arguments. The type of a program value is float, int or bool. Floats are computed in float32 (float64 for float64
+inputs), and rounded where torch's result would be a bfloat16 or float16 tensor. Ints have 32 bits.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _NARROW = (torch.int8, torch.uint8, torch.int16)
 
 
 def kind(dtype: torch.dtype) -> str:
-    """The type of a program value for a tensor of this dtype."""
+    """Return the type of a program value for a tensor of this dtype."""
     if dtype.is_complex or dtype in _NARROW:
         raise UnknownOp(f"arithmetic in {dtype}")
     return "float" if dtype.is_floating_point else "bool" if dtype == torch.bool else "int"
@@ -40,7 +40,8 @@ def _row(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
 
 def each(tracer: Any, meta: Tensor, function: Callable[..., Value], *operands: Any) -> Any:
-    """Apply a function of values element by element, broadcast; the result has the dtype and shape of meta."""
+    """Apply a function of values element by element, with broadcasting. The result has the dtype and shape of
+    ``meta``."""
     columns = [
         tracer.values(numbers.expand(meta.shape)) for numbers in torch.broadcast_tensors(*map(tracer.numbers, operands))
     ]
@@ -53,7 +54,7 @@ def each(tracer: Any, meta: Tensor, function: Callable[..., Value], *operands: A
 
 
 def rounded(program: Any, value: Value, dtype: torch.dtype) -> Value:
-    """The value as a tensor of this dtype would hold it."""
+    """Return the value as rounded by a tensor of this dtype."""
     return (
         program.op("to_" + str(dtype).removeprefix("torch."), value)
         if dtype in (torch.bfloat16, torch.float16)
@@ -62,7 +63,7 @@ def rounded(program: Any, value: Value, dtype: torch.dtype) -> Value:
 
 
 def _in(program: Any, type: str, name: str) -> Callable[..., Value]:
-    """The op on operands converted to one type."""
+    """Return the op with its operands converted to one type."""
     return lambda *operands: program.op(name, *(program.convert(operand, type) for operand in operands))
 
 
@@ -102,7 +103,7 @@ def _comparison(name: str, instruction: str, swapped: bool) -> None:
 
 
 def common(*operands: Any) -> str:
-    """The type that operands are compared in. Bools are compared as ints."""
+    """Return the type in which operands are compared. Bools are compared as ints."""
     metas = [torch.empty((), dtype=item.dtype, device="cpu") if isinstance(item, Tensor) else item for item in operands]
     type = kind(functools.reduce(torch.promote_types, (torch.result_type(metas[0], meta) for meta in metas)))
     return "int" if type == "bool" else type
@@ -285,14 +286,14 @@ def _clamp_max(tracer: Any, meta: Tensor, a: Any, high: Any) -> Any:
 
 @_row("relu")
 def _relu(tracer: Any, meta: Tensor, a: Any) -> Any:
-    # not maximum(x, 0), whose gradient at 0 is a half; x where it is nan
+    # not maximum(x, 0), whose gradient at 0 is a half; nan stays nan
     p, type = tracer.program, kind(meta.dtype)
     zero = p.convert(p.constant(0), type)
     return each(tracer, meta, lambda x: p.op("where", p.op("le", x, zero), zero, x), a)
 
 
 def _formula(name: str, operands: int = 1) -> Callable[[Callable[..., Value]], Callable[..., Value]]:
-    """A row of float operands, written as ``(program, *operands, *further arguments) -> value``."""
+    """Register an op on float operands, written as ``(program, *operands, *further arguments) -> value``."""
 
     def add(formula: Callable[..., Value]) -> Callable[..., Value]:
         def handler(tracer: Any, meta: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -336,7 +337,7 @@ def _silu(p: Any, x: Value) -> Value:
 def _softplus(p: Any, x: Value, beta: float = 1, threshold: float = 20) -> Value:
     factor, limit = p.constant(float(beta)), p.constant(float(threshold))
     scaled = p.op("mul", x, factor)
-    small = p.op("minimum", scaled, limit)  # keeps exp, and so the gradient of the branch not taken, finite
+    small = p.op("minimum", scaled, limit)  # keeps exp finite, and so the gradient of the branch not taken
     return p.op("where", p.op("lt", limit, scaled), x, p.op("div", p.op("log1p", p.op("exp", small)), factor))
 
 
@@ -356,7 +357,7 @@ def _hardsigmoid(p: Any, x: Value) -> Value:
     line = p.op("div", p.op("add", x, p.constant(3.0)), p.constant(6.0))
     inside = p.op(
         "and", p.op("lt", p.constant(-3.0), x), p.op("lt", x, p.constant(3.0))
-    )  # at the ends no gradient, as in torch
+    )  # no gradient at the ends, as in torch
     outside = p.op("where", p.op("lt", p.constant(0.0), x), p.constant(1.0), p.constant(0.0))
     return p.op("where", p.op("or", inside, p.op("ne", x, x)), line, outside)
 

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The names that a piece of Python code can read, by its opcodes: globals, and attributes of any object
-that it gets."""
+"""The names that Python bytecode can read: globals, and attributes of any object it gets."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ PURE_BUILTINS = frozenset(
     IndexError KeyError NotImplementedError RuntimeError TypeError ValueError
 """.split()
 )
-"""Builtins that read nothing but the elements of their arguments; `getattr`, `vars`, `type`, `open` and the like are
+"""Builtins that read nothing but the elements of their arguments. `getattr`, `vars`, `type`, `open` and the like are
 not among them."""
 
 PURE_BUILTIN_VALUES = frozenset(getattr(builtins, name) for name in PURE_BUILTINS if callable(getattr(builtins, name)))
@@ -50,7 +49,7 @@ class Names:
 
 @functools.lru_cache(4096)
 def names_of(code: types.CodeType) -> Names | None:
-    """Return the names in the code and in the functions inside it; None if it changes objects outside, imports, or
+    """Return the names in the code and in the functions inside it, or None if it changes outside objects, imports, or
     reads in ways that have no name."""
     found_globals: set[str] = set()
     attributes: set[str] = set()

@@ -1,20 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find the objects that a score_mod or mask_mod reads besides its arguments: the key of its program, and its tensors.
+"""The objects that a score_mod or mask_mod reads besides its arguments: the cache key of its program, and its tensors.
 
-A new closure per batch is the same mod with other tensors. So the key holds code and constants, and of a tensor only
-its dtype and its number of dimensions; the tensors themselves are listed in the order in which they are met, and handed
-to the kept program.
+A new closure per batch is the same mod with other tensors. So the key contains code and constants, but only the dtype
+and the number of dimensions of a tensor. The tensors themselves are listed in the order in which they are found, and
+passed to the cached program.
 
-A program made from more than its key says would be handed to a mod that it does not fit. So there is a key only where
-everything that the code can reach is of a kind whose every reading is seen here:
-- code whose opcodes read names, attributes by their names, and elements (bytecode.py);
-- closure cells, defaults, the globals that the code names;
+If a program depended on more than its key contains, it would be reused for a mod that it does not fit. So there is a
+key only if every way in which the code can read an object is detected here:
+- code whose opcodes read names, attributes by name, and elements (bytecode.py);
+- closure cells, defaults, and the globals that the code names;
 - numbers, strings, lists, tuples, dicts; functions of torch and math;
-- modules and plain objects: the attributes that any reachable code names are followed, properties and methods too.
+- modules and plain objects: the attributes that any reachable code names are followed, including properties and
+  methods.
 
-Three kinds make the key None, and such a mod is traced at every call: objects that run code of their own when they are
+In three cases the key is None, and the mod is traced at every call: objects that run code of their own when they are
 read (`__getitem__`, `__getattr__`, `__len__`, descriptors, caches), functions that can read anything (`getattr`), and
-whatever is outside of Python (files, clocks, environment).
+everything outside of Python (files, clocks, environment).
 """
 
 from __future__ import annotations
@@ -57,13 +58,13 @@ _NEVER_RUN = frozenset(
     __replace__ __annotate_func__ __annotate__
 """.split()
 )
-"""Methods that no reading of an object runs: its making, copying and changing."""
+"""Methods that run only when an object is created, copied or changed, never when it is read."""
 
 
 @dataclass(slots=True)
 class Captured:
-    """The tensors of a mod in a fixed order, and the key of everything else (None: there is something that
-    cannot be compared)."""
+    """The tensors of a mod in a fixed order, and the key of everything else, or None if something cannot be
+    compared."""
 
     tensors: list[Tensor] = field(default_factory=list)
     key: Hashable | None = None
@@ -74,12 +75,12 @@ class Captured:
 
 
 class _Unknown(Exception):
-    """Met something that can be read in ways that are not seen here."""
+    """Raised for an object that can be read in undetected ways."""
 
 
 _known_names: dict[
     Any, frozenset[str]
-] = {}  # by the code of a mod: the attributes that it and the code that it reached so far name
+] = {}  # by the code of a mod: the attributes that it, and the code reached from it so far, reads
 
 
 def captured_by(mod: Callable[..., Any]) -> Captured:
@@ -96,7 +97,7 @@ def captured_by(mod: Callable[..., Any]) -> Captured:
             return Captured(walk.tensors)
         if walk.named <= names:
             return Captured(walk.tensors, key)
-        names = names | walk.named  # code that was met late names attributes of objects that were met early
+        names = names | walk.named  # Code found late may name attributes of objects found early.
         if len(_known_names) > 1024:
             _known_names.clear()
         _known_names[root] = names
@@ -109,7 +110,7 @@ class _Walk:
         self.tensors: list[Tensor] = []
         self._tensor_numbers: dict[int, int] = {}
         self._visited: dict[int, int] = {}
-        self._alive: list[Any] = []  # keeps ids taken
+        self._alive: list[Any] = []  # keeps ids unique
 
     def value(self, value: Any) -> Hashable:
         kind = type(value)
@@ -201,7 +202,7 @@ class _Walk:
         return module.__name__, self._named_in(inside)
 
     def _class(self, kind: type) -> Hashable:
-        """A class as a value: its attributes are read, and it may be called."""
+        """Return the key of a class used as a value: its attributes are read, and it may be called."""
         if kind in _pure_functions():
             return kind
         if type(kind) is not type or any(
@@ -248,7 +249,8 @@ class _Walk:
         return named, self.value(forward) if type(module) not in _CONTAINERS or type(module) is nn.Sequential else None
 
     def _protocols(self, value: Any) -> Hashable:
-        """The methods that Python calls by itself; those that return more than an attribute's name says are unknown."""
+        """Return the key of the methods that Python calls implicitly. Those that can return more than an attribute's
+        name tells are unknown."""
         kind, found = type(value), []
         fields = getattr(kind, "__dataclass_fields__", {})
         for name, item in sorted(_inherited(kind).items()):
@@ -259,7 +261,7 @@ class _Walk:
             if type(item) is not types.FunctionType:
                 raise _Unknown
             if fields and getattr(item, "__wrapped__", item).__code__.co_filename == "<string>":
-                continue  # written by dataclass, of the fields alone: __eq__, __repr__
+                continue  # generated by dataclass from the fields alone: __eq__, __repr__
             if name not in ("__call__", "__repr__", "__str__"):
                 raise _Unknown
             found.append((name, self.value(item)))
@@ -282,7 +284,7 @@ class _Walk:
 
 
 def _inherited(kind: type) -> dict[str, Any]:
-    """The attributes of a class and of its bases, as an instance finds them."""
+    """Return the attributes of a class and its bases, as an instance finds them."""
     found: dict[str, Any] = {}
     for base in reversed(kind.__mro__):
         if base is not object and base is not nn.Module:
@@ -296,7 +298,7 @@ def _is_dunder(name: str) -> bool:
 
 @functools.cache
 def _pure_functions() -> frozenset[Any]:
-    """Functions that return the same for the same arguments; the tracer finds random numbers by itself."""
+    """Return functions that return the same for the same arguments. The tracer detects random numbers itself."""
     homes = [
         torch._C._VariableFunctions,
         torch._C._nn,

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``x[...]`` inside a mod, in every form that torch takes: 0-d tensors, ints, lists, slices, None, ``...`` and
+"""``x[...]`` inside a mod, in every form that torch supports: 0-d tensors, ints, lists, slices, None, ``...`` and
 mixtures of them.
 
-torch itself would ask a 0-d index tensor for its number here. Ints and slices become views first; the other
+torch's own indexing would read the value of a 0-d index tensor. Here ints and slices become views first, and the other
 indices are tensors.
 """
 
@@ -19,7 +19,7 @@ from lowbit.score.program import UnknownOp
 
 
 def getitem(apply: Callable[..., Any], tensor: Tensor, index: Any) -> Any:
-    """Return ``tensor[index]``, made of the ATen ops that ``apply(name, *arguments)`` runs.
+    """Return ``tensor[index]``, composed of ATen ops that ``apply(name, *arguments)`` runs.
 
     Raises:
         UnknownOp: an index is a bool.
@@ -51,10 +51,10 @@ def getitem(apply: Callable[..., Any], tensor: Tensor, index: Any) -> Any:
 
 
 class GetitemAsAten(TorchFunctionMode):
-    """``x[...]`` by tensors as `getitem` makes it, so that torch.vmap can batch the indices.
+    """A mode that evaluates ``x[...]`` with tensor indices through `getitem`, so that torch.vmap can batch the indices.
 
-    torch's own mode for this (TransformGetItemToIndex) loses gradients: for ``x[..., h]`` or ``torch.gather`` it gave
-    wrong ones, for ``x[h].sum()`` an error (torch 2.13).
+    torch's own mode for this (TransformGetItemToIndex) loses gradients: in torch 2.13, those of ``x[..., h]`` or
+    ``torch.gather`` are wrong, and ``x[h].sum()`` raises an error.
     """
 
     def __torch_function__(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The base class of the mods in `lowbit.attention.masks` and `lowbit.attention.mods`, which can be drawn. Plain
+"""The base classes of the mods in `lowbit.attention.masks` and `lowbit.attention.mods`, which can be drawn. Plain
 functions work everywhere too."""
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ _SHADES = " ░▒▓█"
 
 
 class MaskMod:
-    """A mask_mod with a name and a picture, joined to others (also plain functions, on either side) by ``&``,
-    ``|`` and ``~``.
+    """A mask_mod with a name and a picture. ``&``, ``|`` and ``~`` combine it with others, also with plain functions on
+    either side.
 
     Args:
         function: (b, h, q_idx, kv_idx) -> bool: whether the query sees the key.
@@ -55,11 +55,11 @@ class MaskMod:
         return _dense(lambda q, k: self(_number(b), _number(h), q, k), q_len, kv_len)
 
     def text(self, q_len: int = 16, kv_len: int | None = None, *, b: int = 0, h: int = 0) -> str:
-        """Return a picture in characters: a line per query, a block where it sees the key."""
+        """Return a picture in characters: a line per query, with a block for each key it sees."""
         return _text(self.dense(q_len, kv_len, b=b, h=h).double())
 
     def plot(self, q_len: int = 64, kv_len: int | None = None, *, b: int = 0, h: int = 0, ax: Any = None) -> Any:
-        """Draw the mask with matplotlib and return the axes: queries down, keys across, dark where seen."""
+        """Draw the mask with matplotlib and return the axes: queries down, keys across, dark where visible."""
         return draw(self.dense(q_len, kv_len, b=b, h=h).double(), self.__name__, ax)
 
 
@@ -82,17 +82,17 @@ class ScoreMod:
         return self.__name__
 
     def dense(self, q_len: int, kv_len: int | None = None, *, score: float = 0.0, b: int = 0, h: int = 0) -> Tensor:
-        """Return the modified scores where each score is ``score``, float32 ``[q_len, kv_len]``."""
+        """Return what the mod makes of the score ``score`` at each position, float32 ``[q_len, kv_len]``."""
         return _dense(lambda q, k: self(_number(score), _number(b), _number(h), q, k), q_len, kv_len)
 
     def text(self, q_len: int = 16, kv_len: int | None = None, *, score: float = 0.0, b: int = 0, h: int = 0) -> str:
-        """Return a picture in characters: a line per query, darker where the score is higher."""
+        """Return a picture in characters: a line per query, darker for higher scores."""
         return _text(self.dense(q_len, kv_len, score=score, b=b, h=h))
 
     def plot(
         self, q_len: int = 64, kv_len: int | None = None, *, score: float = 0.0, b: int = 0, h: int = 0, ax: Any = None
     ) -> Any:
-        """Draw the scores with matplotlib and return the axes: queries down, keys across, darker where higher."""
+        """Draw the scores with matplotlib and return the axes: queries down, keys across, darker for higher scores."""
         return draw(self.dense(q_len, kv_len, score=score, b=b, h=h), self.__name__, ax)
 
 
@@ -120,11 +120,15 @@ def _text(values: Tensor) -> str:
 
 
 def draw(values: Tensor, title: str, ax: Any, lengths: tuple[int, int] | None = None, **options: Any) -> Any:
-    """Draw values ``[queries, keys]`` on matplotlib axes (None: of a new figure, large enough for all labels)
-    and return these.
+    """Draw values ``[queries, keys]`` on matplotlib axes and return these. If ``ax`` is None, a new figure is created,
+    large enough for all labels.
 
     Args:
-        lengths: queries and keys that the picture spans, if its rows and columns are blocks.
+        values: ``[queries, keys]``, or one value per block.
+        title: the title of the picture.
+        ax: the axes or None.
+        lengths: the numbers of queries and keys that the picture spans, if its rows and columns are blocks.
+        options: arguments of matplotlib.
     """
     if ax is None:
         try:

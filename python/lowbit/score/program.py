@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write a score program: the flat list of integers that the kernels run in place of a ``score_mod`` or ``mask_mod``.
+"""Score programs: the flat list of integers that the kernels run in place of a ``score_mod`` or ``mask_mod``.
 
 The ops, with their numbers and types, are those of csrc/score/ops.hpp (``_C.SCORE_OPS``). Layout of the list::
 
@@ -49,7 +49,7 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Captured:
-    """One captured tensor: its number, the type its elements are read as, and how many dimensions it has."""
+    """One captured tensor: its number, the type as which its elements are read, and its number of dimensions."""
 
     number: int
     type: str
@@ -57,7 +57,7 @@ class Captured:
 
 
 class ProgramBuilder:
-    """Collects the instructions of one program; equal instructions become one value."""
+    """Collects the instructions of one program. Equal instructions become one value."""
 
     def __init__(self) -> None:
         self._code: list[int] = []
@@ -65,15 +65,15 @@ class ProgramBuilder:
         self._captured: list[Captured] = []
 
     def captured(self, type: str, rank: int) -> Captured:
-        """Declare the next captured tensor: ``float`` (any float dtype), ``int`` (int32, int64) or ``bool``,
-        of ``rank`` dimensions."""
+        """Declare the next captured tensor: ``float`` (any float dtype), ``int`` (int32, int64) or ``bool``, with
+        ``rank`` dimensions."""
         if type not in TYPES:
             raise ValueError(f"captured: type must be one of {', '.join(TYPES)}, got {type!r}")
         self._captured.append(Captured(len(self._captured), type, rank))
         return self._captured[-1]
 
     def constant(self, value: float | int | bool) -> Value:
-        """Return a constant of the type of the Python value."""
+        """Return a constant with the type of the Python value."""
         if isinstance(value, bool):
             return self._emit("bool", _C.SCORE_OPS["bool_const"][0], int(value))
         if isinstance(value, int):
@@ -81,8 +81,8 @@ class ProgramBuilder:
         return self._emit("float", _C.SCORE_OPS["float_const"][0], struct.unpack("<q", struct.pack("<d", value))[0])
 
     def op(self, name: str, *operands: Value) -> Value:
-        """Apply an op, or its variant for the operands' types: ``add`` of ints is ``add_int``, ``where``
-        of bools ``where_bool``."""
+        """Apply an op, or its variant for the operands' types: ``add`` of ints is ``add_int``, ``where`` of bools is
+        ``where_bool``."""
         types = "".join(value.type[0] for value in operands)
         for variant in (name, f"{name}_int", f"{name}_bool"):
             opcode, signature = _C.SCORE_OPS.get(variant, (-1, ""))
@@ -92,11 +92,11 @@ class ProgramBuilder:
         raise TypeError(f"op: no score op {name} takes ({', '.join(value.type for value in operands)})")
 
     def convert(self, value: Value, type: str) -> Value:
-        """Return the value as ``type``: int from float rounds toward zero, bool is ``!= 0``."""
+        """Return the value as ``type``. Float to int rounds toward zero, bool is ``!= 0``."""
         return value if value.type == type else self.op(_CONVERSIONS[value.type, type], value)
 
     def gather(self, tensor: Captured, *indices: Value) -> Value:
-        """Return ``tensor[indices]``: one int per dimension, negative ones count from the end."""
+        """Return ``tensor[indices]``, with one int per dimension; negative ones count from the end."""
         if len(indices) != tensor.rank or any(index.type != "int" for index in indices):
             raise TypeError(
                 f"gather: a tensor of {tensor.rank} dimensions needs as many ints, got "
@@ -105,7 +105,7 @@ class ProgramBuilder:
         return self._emit(tensor.type, _C.SCORE_OPS["gather"][0], tensor.number, *(index.number for index in indices))
 
     def finish(self, output: Value) -> list[int]:
-        """Return the code: ``output`` is the modified score (float) or the mask (bool)."""
+        """Return the code. ``output`` is the modified score (float) or the mask (bool)."""
         tensors = [field for tensor in self._captured for field in (TYPES.index(tensor.type), tensor.rank)]
         return [VERSION, len(self._captured), *tensors, output.number, *self._code]
 

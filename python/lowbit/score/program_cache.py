@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The score program of a score_mod or mask_mod, kept: a new closure over other tensors is the same program.
+"""A cache of the score programs of mods: a new closure over other tensors has the same program.
 
-Tracing takes about a millisecond, looking up 5 to 30 microseconds. A program is kept under the code, the constants and
-the dtypes and ranks of the captured tensors (captured.py); under their shapes too if the mod depends on them.
+Looking up a program is much faster than tracing one. The key contains the code, the constants, and the dtypes and ranks
+of the captured tensors (captured.py), and also their shapes if the mod depends on them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ _SCORE, _MASK = "score_mod", "mask_mod"
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """The code, and how the tensors that it reads come from the captured ones. Empty code: the mod changes nothing."""
+    """The code, and how the tensors that it reads are computed from the captured ones. Empty code means that the mod
+    changes nothing."""
 
     code: list[int]
     steps: Steps
@@ -41,15 +42,15 @@ class Program:
 
 @dataclass(frozen=True, slots=True)
 class Reason:
-    """Why a mod has no program. Kept as text: an exception would keep its frames, and the tensors of the
-    call in them."""
+    """The reason why a mod has no program. It is stored as text, because an exception would keep its frames alive, and
+    the tensors of the call with them."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class BoundProgram:
-    """A program and its tensors, as an attention op takes them."""
+    """A program and its tensors, in the form that an attention op takes."""
 
     code: list[int]
     captured: list[Tensor]
@@ -57,15 +58,16 @@ class BoundProgram:
 
 _programs: dict[Any, Program | Reason] = {}
 traces = 0
-"""How many mods have been traced so far; the tests count it."""
+"""The number of mods traced so far, for tests."""
 
 
 def bind(op: str, mod: Callable[..., Any], *, mask: bool, dtype: torch.dtype = torch.float32) -> BoundProgram:
     """Return the program of a mod with the tensors that it captures now.
 
     Args:
-        op: name of the caller, for errors.
+        op: the name of the caller, for errors.
         mod: ``score_mod(score, b, h, q_idx, kv_idx)`` or, with ``mask``, ``mask_mod(b, h, q_idx, kv_idx)``.
+        mask: whether the mod is a mask_mod.
         dtype: float64 if the scores are.
 
     Raises:
@@ -97,7 +99,7 @@ def bind(op: str, mod: Callable[..., Any], *, mask: bool, dtype: torch.dtype = t
 
 
 def _surroundings() -> tuple[Any, ...]:
-    """The settings that decide the dtypes of a mod's results, besides its operands."""
+    """Return the global settings that affect the dtypes of a mod's results."""
     autocast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
     return torch.get_default_dtype(), autocast
 
@@ -123,7 +125,7 @@ def _trace(
     try:
         with (
             contextlib.nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
-        ):  # made by the mod itself
+        ):  # created by the mod itself
             made = tracer.run(mod, arguments)
         return _finish(op, argument, tracer, made)
     except UnknownOp as unknown:
@@ -173,7 +175,7 @@ _warned: set[str] = set()
 
 
 def warn_unknown(op: str, argument: str, unknown: UnknownOp) -> None:
-    """Say once per reason that a mod runs through torch."""
+    """Warn, once per reason, that a mod runs through torch."""
     if str(unknown) not in _warned:
         _warned.add(str(unknown))
         warnings.warn(
@@ -183,7 +185,7 @@ def warn_unknown(op: str, argument: str, unknown: UnknownOp) -> None:
 
 
 def positional_arguments(mod: Callable[..., Any]) -> int:
-    """How many arguments without a default the mod takes: 5 for a score_mod, 4 for a mask_mod."""
+    """Return the number of arguments without a default: 5 for a score_mod, 4 for a mask_mod."""
     if isinstance(mod, torch.nn.Module):
         mod = mod.forward
     if hasattr(mod, "__code__"):

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tensors that a mod gets while it is traced: no data, but a record of what they are made of. The tracer decides
-about ops on them."""
+"""The tensors that a mod gets while it is traced: they have no data, but record how they are computed. The tracer
+handles ops on them."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from lowbit.score.program import Value
 
 
 def mapped(change: Callable[[Any], Any], tree: Any) -> Any:
-    """The arguments of an op with each leaf changed; in a sixth of the time of torch's own tree_map, which is most
-    of a trace."""
+    """Return the arguments of an op with each leaf changed. It is much faster than torch's tree_map, which would take
+    most of the time of a trace."""
     kind = type(tree)
     if kind is tuple:
         return tuple([mapped(change, item) for item in tree])
@@ -28,7 +28,7 @@ def mapped(change: Callable[[Any], Any], tree: Any) -> Any:
 
 
 def proxies_of(tree: Any) -> list[Proxy]:
-    """The proxies among the arguments of an op."""
+    """Return the proxies among the arguments of an op."""
     kind = type(tree)
     if kind is Proxy:
         return [tree]
@@ -45,14 +45,14 @@ class RandomOp(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Outside:
-    """A value that depends on captured tensors alone: the number of the step that makes it."""
+    """A value that depends only on captured tensors: the number of the step that computes it."""
 
     step: int
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A captured tensor with some dimensions fixed: one value per fixed dimension, None for those that are left."""
+    """A captured tensor with some dimensions fixed: one value per fixed dimension, None for each remaining one."""
 
     tensor: Outside
     indices: tuple[Value | None, ...]
@@ -60,18 +60,19 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Inside:
-    """Values of the program: an int64 tensor in the shape of the proxy, that holds numbers of values."""
+    """Values of the program: an int64 tensor in the shape of the proxy, with the number of the value of each
+    element."""
 
     numbers: Tensor
 
 
 class Proxy(Tensor):
-    """A tensor without data, that knows what it is made of."""
+    """A tensor without data, which records how it is computed."""
 
     tracer: Any
     content: Outside | Part | Inside
     meta: Tensor
-    argument: bool  # an argument of the mod or a captured tensor: must not be written to
+    argument: bool  # an argument of the mod or a captured tensor, which must not be written to
 
     @staticmethod
     def __new__(cls, tracer: Any, content: Outside | Part | Inside, meta: Tensor, argument: bool = False) -> Proxy:
@@ -93,5 +94,5 @@ class Proxy(Tensor):
             return tracer.write(name, args, kwargs or {})
         return tracer.dispatch(name, func, args, kwargs or {})
 
-    def __repr__(self) -> str:  # printing a mod's values while it is traced
+    def __repr__(self) -> str:  # for mods that print values while they are traced
         return f"<{self.dtype} {list(self.shape)} of a score program>"

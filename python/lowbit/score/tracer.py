@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run a score_mod or mask_mod once on proxies, and write down its ops as a score program.
+"""Run a score_mod or mask_mod once on proxies, and record its ops as a score program.
 
-The mod is called with 0-d tensors that hold no number. Every op on one of them does one of three things:
+The mod is called with 0-d tensors that have no value. For every op on one of them, there are three cases:
 
-- it depends on captured tensors alone: it becomes a *step*, which torch runs before each call (and differentiates);
-- it depends on score, b, h, q or k: it becomes instructions of the program (aten_ops.py). A tensor of a few elements is
-  so many values;
-- neither is possible: `UnknownOp`, and the caller evaluates the mod through torch.
+- It depends only on captured tensors: it becomes a *step*, which torch runs before each call (and differentiates).
+- It depends on score, b, h, q or k: it becomes instructions of the program (aten_ops.py). A tensor of a few elements
+  becomes as many values.
+- Neither is possible: `UnknownOp` is raised, and the caller evaluates the mod through torch.
 
-The usual functions are caught where Python calls them (`__torch_function__`, FUNCTIONS in aten_ops.py); functions built
-of several ops, below, where torch dispatches them (`__torch_dispatch__`): the first use of that imports 800 modules of
-torch, 1.2 s. There is no symbolic shape and no Dynamo in this: a mod of ten ops is traced in about a millisecond.
+Common functions are intercepted where Python calls them (`__torch_function__`, FUNCTIONS in aten_ops.py). Functions
+composed of several ops are intercepted below, where torch dispatches them (`__torch_dispatch__`). The first use of that
+is slow, because it imports hundreds of torch modules. There are no symbolic shapes and no Dynamo, so tracing is fast.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from lowbit.score.indexing import getitem
 from lowbit.score.program import Captured, ProgramBuilder, UnknownOp, Value
 from lowbit.score.proxy import Inside, Outside, Part, Proxy, RandomOp, mapped, proxies_of
 
-MAX_ELEMENTS = 1024  # max elements of a tensor in a program (a row of a captured one): each has instructions
+MAX_ELEMENTS = 1024  # max elements of a tensor in a program (a row of a captured one): each has its own instructions
 _SHAPE_READERS = {
     torch.Tensor.size,
     torch.Tensor.numel,
@@ -47,7 +47,7 @@ _VALUE_READERS = {
     torch.Tensor.__format__,
     *(getattr(torch.Tensor, name).__get__ for name in ("requires_grad", "grad", "grad_fn", "is_leaf", "_version")),
 }  # fmt: skip
-"""Attributes that a proxy does not know of the tensor that it stands for."""
+"""Attributes whose value a proxy does not know, but the tensor it stands for does."""
 _NEVER_DRAW = frozenset(
     (
         "__get__",
@@ -68,8 +68,8 @@ _NEVER_DRAW = frozenset(
 
 @dataclass(slots=True)
 class Steps:
-    """The steps that torch runs before a call. Step i < leaves is captured tensor i; the others are constants, or
-    (func, args, kwargs)."""
+    """The steps that torch runs before a call. Steps below ``leaves`` are the captured tensors; the others are
+    constants or (func, args, kwargs)."""
 
     leaves: int
     steps: list[Tensor | tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = field(default_factory=list)
@@ -93,7 +93,7 @@ class Steps:
 
 @dataclass(frozen=True, slots=True)
 class Subgraph:
-    """A mod that torch.compile has taken apart: a graph that gets its captured tensors as further arguments."""
+    """A mod that torch.compile has turned into a graph, which gets its captured tensors as further arguments."""
 
     graph: Callable[..., Any]
     captured: tuple[Any, ...]
@@ -108,23 +108,24 @@ class Subgraph:
 
 
 class Tracer:
-    """One run of one mod."""
+    """One trace of one mod."""
 
     def __init__(self, captured: Sequence[Tensor]) -> None:
         self.program = ProgramBuilder()
         self.captured = captured
         self.steps = Steps(len(captured))
-        self.sources: list[int] = []  # per captured tensor of the program the step that makes it
-        self.reads_shapes = False  # the program holds for captured tensors of these shapes only
-        self.reads_values = False  # and of these values: it is not kept
+        self.sources: list[int] = []  # for each captured tensor of the program, the step that computes it
+        self.reads_shapes = False  # whether the program is valid only for these shapes of captured tensors
+        self.reads_values = False  # whether it is valid only for these values, and so not cached
         self.made: dict[
             int, Tensor
-        ] = {}  # real tensors that the mod made; others that it reads are neither captured nor its own
+        ] = {}  # real tensors that the mod created; any others are neither captured nor its own
         self._declared: dict[int, Captured] = {}
         self._values: list[Value] = []
         self._numbers: dict[int, int] = {}
         self._constants: dict[int, Outside] = {}
-        self._metas = {number: _empty(tensor) for number, tensor in enumerate(captured)}  # keyed by tensor or step
+        # The meta tensors, by number of captured tensor or step.
+        self._metas = {number: _empty(tensor) for number, tensor in enumerate(captured)}
         self.proxies = {id(tensor): Proxy(self, Outside(i), self._metas[i], True) for i, tensor in enumerate(captured)}
 
     def argument(self, name: str, dtype: torch.dtype) -> Proxy:
@@ -149,7 +150,7 @@ class Tracer:
         return number
 
     def numbers(self, operand: Any) -> Tensor:
-        """The values of an operand, as numbers in its shape."""
+        """Return the numbers of an operand's values, in its shape."""
         if not isinstance(operand, Tensor):
             return torch.tensor(self.number(self.program.constant(operand)), device="cpu")
         if isinstance(operand, Proxy) and isinstance(operand.content, Inside):
@@ -193,7 +194,7 @@ class Tracer:
         return Proxy(self, Outside(number), meta)
 
     def constant(self, tensor: Tensor) -> Outside:
-        """A real tensor that the mod made, or read in a way that captured.py does not see."""
+        """Return the step for a real tensor that the mod created, or read in a way that captured.py does not detect."""
         if id(tensor) not in self._constants:
             number = self.steps.add(tensor)
             self._metas[number] = _empty(tensor)
@@ -202,8 +203,8 @@ class Tracer:
         return self._constants[id(tensor)]
 
     def real(self, tensor: Tensor) -> Tensor | None:
-        """The tensor that a proxy stands for, if it is made of captured tensors alone: then the program holds for
-        their values only."""
+        """Return the tensor that a proxy stands for if it depends only on captured tensors, else None. The program is
+        then valid only for their values."""
         if not isinstance(tensor, Proxy):
             return tensor
         if not isinstance(tensor.content, Outside):
@@ -215,7 +216,7 @@ class Tracer:
         return self.real(leaf) if isinstance(leaf, Tensor) else leaf
 
     def own(self, made: Any) -> Any:
-        """Note the real tensors that a function gave to the mod."""
+        """Record the real tensors that a function returned to the mod."""
         if isinstance(made, Tensor):
             if not isinstance(made, Proxy):
                 self.made[id(made)] = made
@@ -225,8 +226,8 @@ class Tracer:
         return made
 
     def replace(self, leaf: Any) -> Any:
-        """The proxy of a captured tensor. One that captured.py did not list is not covered by the key: the program
-        is not kept."""
+        """Return the proxy of a captured tensor. If captured.py did not list the tensor, the key does not cover it and
+        the program is not cached."""
         if not isinstance(leaf, Tensor) or isinstance(leaf, Proxy):
             return leaf
         proxy = self.proxies.get(id(leaf))
@@ -237,7 +238,8 @@ class Tracer:
     # -- ops
 
     def dispatch(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """One op: ``func`` (for shape and dtype of its result, and as a step), meaning the ATen op ``name``."""
+        """Handle one op. ``func`` gives the shape and dtype of its result and is run as a step; ``name`` is the ATen op
+        that it stands for."""
         if name == "_local_scalar_dense":
             number = self.real(args[0])
             if number is None:
@@ -288,7 +290,7 @@ class Tracer:
         return [self.outside((_item, (whole, index), {}), item) for index, item in enumerate(meta)]
 
     def view(self, name: str, *args: Any) -> Any:
-        """A view or an index of a proxy, or of a tensor by a proxy."""
+        """Apply a view or an index op to a proxy, or to a tensor with proxy indices."""
         func = getattr(torch.ops.aten, name)
         return self.dispatch(name, func, args, {}) if proxies_of(args) else func(*args)
 
@@ -327,7 +329,7 @@ class Tracer:
 
 
 class DataDependent(Exception):
-    """The mod asks for the number behind one of its arguments."""
+    """The mod reads the value of one of its arguments."""
 
 
 class MutatedArgument(Exception):
@@ -335,7 +337,7 @@ class MutatedArgument(Exception):
 
 
 class _Capture(TorchFunctionMode):
-    """Puts the proxy in place of each captured tensor, and watches its reads."""
+    """Replaces each captured tensor by its proxy, and tracks its reads."""
 
     def __init__(self, tracer: Tracer) -> None:
         super().__init__()
@@ -375,7 +377,8 @@ class _Capture(TorchFunctionMode):
 
 @functools.cache
 def _may_draw(name: str) -> bool:
-    """Whether a function of this name can draw random numbers; one that is no op may be made of any."""
+    """Whether a function of this name may draw random numbers. A function that is not an ATen op may be composed of
+    any."""
     if name in _NEVER_DRAW:
         return False
     packet = getattr(torch.ops.aten, name, None)
@@ -389,8 +392,8 @@ def _is_mask(index: Any) -> bool:
 
 
 def _meta_of(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """The result of an op in shape and dtype. Its integers are ones, by which can be divided, and where those are
-    no indices zeros."""
+    """Return the result of an op in shape and dtype. Integer inputs are ones, so that division works, or zeros if ones
+    are out of range as indices."""
     try:
         return func(*_metas(args, False), **_metas(kwargs, False))
     except (IndexError, RuntimeError):
@@ -402,7 +405,8 @@ def _meta_of(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 
 def _metas(tree: Any, zeros: bool) -> Any:
-    """The arguments of an op as tensors that it can be asked for the shape and dtype of its result with."""
+    """Return the arguments of an op as tensors without data, from which the shape and dtype of its result can be
+    computed."""
     small = True
 
     def meta(leaf: Any) -> Any:
@@ -418,11 +422,11 @@ def _metas(tree: Any, zeros: bool) -> Any:
 
 
 def _empty(tensor: Tensor) -> Tensor:
-    """A tensor of this shape and dtype; a symbolic size (torch.compile, torch.export) counts as the number that it
-    is while tracing.
+    """Return a tensor of this shape and dtype. A symbolic size (torch.compile, torch.export) counts as its value at
+    tracing time.
 
-    A small one is real (ones: nothing divides by them in vain), as the first op on torch's meta device costs the
-    1.2 s as well.
+    A small tensor is a real one, because the first op on torch's meta device is slow too. It has ones, so that
+    divisions by it succeed.
     """
     sizes = [size if isinstance(size, int) else size.node.hint for size in tensor.shape]
     return torch.ones(sizes, dtype=tensor.dtype, device="cpu" if math.prod(sizes) <= MAX_ELEMENTS else "meta")

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How lists print: tables as text and HTML, and layers of one kind as one line."""
+"""Printing of lists: tables as text and HTML, in which layers of one kind share a line."""

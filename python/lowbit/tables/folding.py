@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layers of one kind as one line: ``model.layers.*.mlp.up_proj x 30``.
 
-Layers are of one kind if their names differ only in numbers. Those of a kind that are also alike in all cells share a
-line. Where a kind has others too, it says so: ``model.layers.*.mlp.up_proj x 28 of 30``.
+Layers are of one kind if their names differ only in numbers. Layers of one kind share a line if all their cells are
+equal. If other layers of the kind are not on the line, it says so: ``model.layers.*.mlp.up_proj x 28 of 30``.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from operator import attrgetter
 from typing import Any, TypeVar
 
 LEAST = 3
-"""So many layers that are alike share a line; of fewer each has its own."""
+"""The min number of equal layers that share a line. Fewer get a line each."""
 
 Row = TypeVar("Row")
 
@@ -21,12 +21,12 @@ Row = TypeVar("Row")
 def folded(
     rows: Iterable[Row], alike: Callable[[Row], Hashable], name: Callable[[Any], str] = attrgetter("layer")
 ) -> list[tuple[str, list[Row]]]:
-    """Return the lines of a table of layers: the begin of each, and its rows.
+    """Return the lines of a table of layers: the label of each, and its rows.
 
     Args:
         rows: one per layer.
-        alike: the values that rows of one kind must have in common to share a line.
-        name: the layer's name.
+        alike: the values that must be equal for rows of one kind to share a line.
+        name: returns the layer's name.
     """
     kinds: dict[str, dict[Hashable, list[Row]]] = {}
     for row in rows:
@@ -47,24 +47,25 @@ def _kind(name: str) -> str:
 
 
 def label(name: str) -> str:
-    """The name of a layer as tables show it."""
+    """Return the name of a layer in tables."""
     return name or "(the model)"
 
 
 def first_five(names: Sequence[str]) -> str:
-    """The first names of a list in an error, and how many there are more."""
+    """Return the first five names of a list for an error message, and how many more there are."""
     more = f" and {len(names) - 5} more" if len(names) > 5 else ""
     return (", ".join(names[:5]) or "none") + more
 
 
 def spread(values: Iterable[float], text: Callable[[float], str]) -> str:
-    """Values of several layers: the least and the largest, or the one; those that are not known (nan) are left out."""
+    """Return the min and max of several layers' values, or the one value if they are equal. Unknown values (nan) are
+    ignored."""
     known = [value for value in values if not math.isnan(value)]
     return " to ".join(dict.fromkeys(map(text, (min(known), max(known))))) if known else ""
 
 
 def decibels(values: Iterable[float]) -> str:
-    """Errors of several layers, in dB."""
+    """Return the errors of several layers in dB."""
     return spread(values, lambda value: "exact" if value == math.inf else f"{value:.1f}")
 
 
@@ -76,7 +77,7 @@ class LayerNames(list[str]):
 
 
 def told(names: Sequence[str]) -> str:
-    """The names as part of a sentence."""
+    """Return the names as part of a sentence."""
     return ", ".join(_lines(names))
 
 

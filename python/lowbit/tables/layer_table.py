@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The base of reports on the layers of a model: prints as a table in which layers of one kind share a line."""
+"""The base of reports on the layers of a model. It prints as a table in which layers of one kind share a line."""
 
 from __future__ import annotations
 
@@ -7,23 +7,24 @@ from collections.abc import Hashable, Sequence
 from typing import Any, ClassVar
 
 from lowbit.tables.folding import folded, label
+from lowbit.tables.layers import Layers
 from lowbit.tables.table import Table
 
 
 class LayerTable:
-    """Base of reports with ``rows``, one per layer."""
+    """The base of reports with ``rows``, one per layer."""
 
     rows: Sequence[Any]
     COLUMNS: ClassVar[tuple[str, ...]]
 
     @staticmethod
     def _alike(row: Any) -> Hashable:
-        """The values that rows of one kind must have in common to share a line."""
+        """Return the values that must be equal for rows of one kind to share a line."""
         raise NotImplementedError
 
     @staticmethod
     def _cells(rows: Any) -> tuple[str, ...]:
-        """The cells of a line behind the name, for rows that are alike."""
+        """Return the cells after the name in a line for equal rows."""
         raise NotImplementedError
 
     def _title(self) -> str:
@@ -33,9 +34,13 @@ class LayerTable:
         raise NotImplementedError
 
     @property
-    def layers(self) -> Table:
-        """Every layer with a line of its own; printed as a whole, layers of one kind have one line."""
-        return Table(self.COLUMNS, [(label(row.layer), *self._cells([row])) for row in self.rows])
+    def layers(self) -> Layers[Any]:
+        """The rows as a sequence, also by the name of the layer. It prints a line for each layer, where the report
+        itself has one line for layers of one kind. ``to_pandas()`` makes a DataFrame of it."""
+        return Layers(self.rows, lambda rows: Table(self.COLUMNS, [self._line(row) for row in rows]))
+
+    def _line(self, row: Any) -> tuple[str, ...]:
+        return label(row.layer), *self._cells([row])
 
     def __repr__(self) -> str:
         return repr(self._table())

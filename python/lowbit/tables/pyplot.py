@@ -10,7 +10,7 @@ def pyplot(asker: str) -> Any:
     """Return ``matplotlib.pyplot``.
 
     Raises:
-        ImportError: matplotlib is not installed; names the asker.
+        ImportError: matplotlib is not installed; the message names the caller.
     """
     try:
         import matplotlib.pyplot as plt

@@ -39,6 +39,7 @@ def text_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def html_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Render the same table as HTML, escaped."""
+
     def line(tag: str, cells: Sequence[str]) -> str:
         written = "".join(f"<{tag} style='text-align:left'>{html.escape(cell)}</{tag}>" for cell in cells)
         return f"<tr>{written}</tr>"
@@ -48,6 +49,6 @@ def html_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def _used(lines: Sequence[Sequence[str]]) -> list[list[str]]:
-    """The lines without the columns whose cells are empty in all lines but the first, if there are others."""
+    """Return the lines without the columns whose cells are empty in all lines but the first, if there are others."""
     used = [i for i in range(len(lines[0])) if len(lines) == 1 or any(line[i] for line in lines[1:])]
     return [[line[i] for i in used] for line in lines]

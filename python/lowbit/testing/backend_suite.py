@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The test kit for packages that add kernel rows: every row against float64, with lowbit's own error budgets."""
+"""The test kit for packages that add kernel rows: it compares every row with float64, using lowbit's own error
+budgets."""
 
 from __future__ import annotations
 
@@ -31,23 +32,26 @@ from lowbit.testing.cases import (
 from lowbit.testing.optim_problem import RULES, Problem
 
 TESTED = ("linear", "attention_forward", "attention_backward", "optim_step")
-"""Ops that the kit has cases of."""
+"""The ops for which the kit has cases."""
 ATTENTION_BUDGETS = {torch.float32: 1e-5, torch.bfloat16: 2.0**-6, torch.float16: 2.0**-9}
-"""Largest error of a result of attention, times its largest value."""
+"""The max error of an attention result, relative to its largest value."""
 
 
 def backend_suite(device: str = "cpu", by: str | None = None) -> type:
     """Return a class of pytest tests for the kernel rows of a device: linear in every format and shape that a row
-    takes, attention and its gradients, optimizer steps.
+    supports, attention and its gradients, and optimizer steps.
 
-    A row of another op (``lowbit.backends.OPS``) is tested for its name alone. A row that takes no case fails.
+    Only the name is tested for rows of other ops (``lowbit.backends.OPS``). A row that supports no case fails.
 
     Args:
-        device: type of the device, as `lowbit.kernels` names it.
-        by: only rows that this package added.
+        device: the type of device, as in `lowbit.kernels`.
+        by: a package, to test only the rows that it added.
+
+    Returns:
+        The class, to be assigned to a name that pytest collects.
 
     Raises:
-        ValueError: there are no such rows; the text has the report, which says why.
+        ValueError: there are no such rows; the message has the report, which says why.
 
     Example:
         >>> from lowbit.testing import backend_suite
@@ -56,7 +60,7 @@ def backend_suite(device: str = "cpu", by: str | None = None) -> type:
     rows = [row for row in _rows(device) if by is None or row["backend"] == by]
     if not rows:
         whose = f" of {by}" if by else ""
-        raise ValueError(f"backend_suite: device {device} has no rows{whose}\n{report()}")
+        raise ValueError(f"backend_suite: device must have kernel rows{whose}, got {device}\n{report()}")
 
     class Suite:
         def pytest_generate_tests(self, metafunc: Any) -> None:
@@ -89,13 +93,13 @@ def _rows(device: str) -> Iterator[dict[str, Any]]:
 
 @functools.cache
 def _linear_cases() -> list[LinearCase]:
-    """The cases of lowbit's own tests, and for each format and dtype some without anything behind the product."""
+    """Return the cases of lowbit's own tests, and for each format and dtype some without post-ops."""
     plain = itertools.product(((1, 16, 64), (5, 37, 100), (33, 64, 256)), DTYPES, format_cases())
     return linear_cases(rounds=1) + [LinearCase(*sizes, dtype, *format) for sizes, dtype, format in plain]
 
 
 def check_linear(row: str, device: str) -> None:
-    """Fail unless a row of ``linear`` is within budget of float64 in every case that it takes."""
+    """Fail unless a row of ``linear`` is within the error budget in every case that it supports."""
     reached = False
     for case in _linear_cases():
         if not serves(row, case, device):
@@ -106,14 +110,14 @@ def check_linear(row: str, device: str) -> None:
         try:
             y = run_linear(case, dataclasses.replace(data, **there), row)
         except NotImplementedError:
-            continue  # the ops behind the product decide too
+            continue  # the post-ops matter too
         assert_within(y.cpu(), data.wanted, data.allowed, f"{row} {case}")
         reached = True
     assert reached, f"no case reaches the row {row}"
 
 
 def check_attention(row: str, device: str) -> None:
-    """Fail unless a row of ``attention_forward`` or ``attention_backward`` is within budget of float64."""
+    """Fail unless a row of ``attention_forward`` or ``attention_backward`` is within the error budget."""
     op = "attention_backward" if row.startswith("attention_backward") else "attention_forward"
     cases = itertools.product(ATTENTION_BUDGETS, _ATTENTION_CASES)
     reached = [_attention_case(op, row, device, dtype, **case) for dtype, case in cases]
@@ -144,7 +148,7 @@ def _attention_case(
     masked: bool = False,
     sink: bool = False,
 ) -> bool:
-    """Run a case by the row and compare; False if the row does not take it."""
+    """Run a case with the row and compare it with float64. Return False if the row does not support it."""
     random = torch.Generator().manual_seed(length + kv_heads)
     shapes = (2, 4, length, 16), (2, kv_heads, kv_length, 16), (2, kv_heads, kv_length, 24)
     here = [torch.randn(shape, generator=random).to(dtype) for shape in shapes]
@@ -188,7 +192,8 @@ def _mask_mod(causal: bool, keep: Tensor | None) -> Any:
 
 
 def check_optim_step(row: str, device: str) -> None:
-    """Fail unless a row of ``optim_step`` is within budget of float64 for every rule and state format that it takes."""
+    """Fail unless a row of ``optim_step`` is within the error budget for every rule and state format that it
+    supports."""
     reached = False
     for name, format in itertools.product(RULES, STATE_FORMATS):
         problem = Problem(name, format, 256, (1, 17, 64, 1000), [("float32", "float32"), ("bfloat16", "bfloat16")])

@@ -26,12 +26,12 @@ DTYPES = ("float32", "bfloat16", "float16")
 ACTIVATIONS = ("none", "relu", "gelu", "gelu_tanh", "silu")
 POST_OPS = tuple(itertools.product((None, "float32", "dtype of x"), ACTIVATIONS, (False, True), (False, True)))
 ROUNDOFF = {"float32": 2.0**-24, "bfloat16": 2.0**-8, "float16": 2.0**-11}
-"""Largest relative error of rounding to the nearest value of a dtype."""
+"""The max relative error of rounding to a dtype."""
 
 
 @dataclass(frozen=True, slots=True)
 class LinearCase:
-    """One call of the op: shape, dtypes, format and post-op chain. The data follows from these alone."""
+    """One call of the op: shape, dtypes, format and post-op chain. They determine the data."""
 
     m: int
     n: int
@@ -64,24 +64,27 @@ class LinearCase:
 
 def budget(dtype: str, k: int, *, magnitude: Tensor, linear_result: Tensor, post: LinearCase | None = None,
            mul: Tensor | None = None, add: Tensor | None = None) -> Tensor:  # fmt: skip
-    """Largest allowed error of each element of a result, from the dtype and k alone.
+    """Return the max allowed error of each element of a result, derived from the dtype and k alone.
 
-    A float32 sum of k products, in any order and with any split of scales, is off by at most (k + 8) roundings
-    of 2**-24 each relative to ``magnitude`` = sum |x| |w| + |bias| (8: decoding the scales, the zero point,
-    adding the bias). There |w| of int4 and of an asymmetric weight is scale * (|code - o| + |zero point - o|): kernels
-    may count codes from o and take (zero point - o) * sum of x off the total (`lowbit.reference.linear.magnitude`).
-    The activations have slope <= 1.13; evaluating them adds 8 roundings of their argument. mul and add are one rounding
-    each; storing is one rounding of the result's dtype. Integer products are exact, so quantized activations (the
-    reference takes the same codes) need no term of their own.
+    A float32 sum of k products, in any order and with any split of scales, has an error of at most (k + 8) roundings of
+    2**-24 each, relative to ``magnitude`` = sum |x| |w| + |bias|. (The 8 are for decoding the scales, the zero point,
+    and adding the bias.) For int4 and asymmetric weights, |w| here is scale * (|code - o| + |zero point - o|), because
+    kernels may use codes relative to an offset o and subtract (zero point - o) * sum of x from the total
+    (`lowbit.reference.linear.magnitude`). The activations have slope <= 1.13, and evaluating them adds 8 roundings of
+    their argument. mul and add are one rounding each, and so is storing the result in its dtype. Integer products are
+    exact, so quantized activations need no term of their own: the reference uses the same codes.
 
     Args:
         dtype: the dtype of the result.
-        k: length of the sum.
+        k: the length of the sum.
         magnitude: float64 ``[m, n]``.
         linear_result: x @ w.T + bias in float64, before the post-ops.
         post: the case, for its activation.
-        mul: factor, float64.
-        add: term, float64.
+        mul: the factor, float64.
+        add: the term, float64.
+
+    Returns:
+        The errors, float64 ``[m, n]``.
     """
     u = ROUNDOFF["float32"]
     error, result = (k + 8) * u * magnitude, linear_result
@@ -99,7 +102,7 @@ def budget(dtype: str, k: int, *, magnitude: Tensor, linear_result: Tensor, post
 
 
 def format_cases() -> Iterator[tuple[str, int, str, str]]:
-    """Every (format, group_size, mapping, x_format) that the op takes."""
+    """Yield every (format, group_size, mapping, x_format) that the op supports."""
     for name in formats_of_kind("float"):
         yield name, 0, "symmetric", "float"
     group_sizes = (0, 32, 64, 128, 256)
@@ -107,20 +110,20 @@ def format_cases() -> Iterator[tuple[str, int, str, str]]:
         for name in formats_of_kind(kind):
             facts = _C.FORMAT_FACTS[name]
             sizes = group_sizes + (16,) * (facts["smallest_group"] == 16)
-            if facts["bits"] not in (4, 8):  # unpacked, and then int8 to every row
+            if facts["bits"] not in (4, 8):  # unpacked, and then int8 for every row
                 yield from itertools.product((name,), (0, 16, 32, 128), ("symmetric", "asymmetric"), facts["x_formats"])
             else:
                 yield from itertools.product((name,), sizes, mappings, facts["x_formats"])
 
 
 def formats_of_kind(kind: str) -> list[str]:
-    """The weight formats whose codec is of this kind: float, integer or lookup."""
+    """Return the weight formats of this kind: float, integer or lookup."""
     return [name for name, facts in _C.FORMAT_FACTS.items() if facts["kind"] == kind]
 
 
 def linear_cases(rounds: int = 2) -> list[LinearCase]:
-    """Each format ``rounds`` times, with shapes, dtypes and post-ops taken in turn: strides are coprime,
-    so pairs vary."""
+    """Return each format ``rounds`` times, with shapes, dtypes and post-ops in rotation. The strides are coprime, so
+    that their combinations vary."""
     cases = []
     for index, (format, group_size, mapping, x_format) in enumerate(itertools.chain(*[list(format_cases())] * rounds)):
         bias, activation, mul, add = POST_OPS[index * 7 % len(POST_OPS)]
@@ -140,16 +143,16 @@ def linear_cases(rounds: int = 2) -> list[LinearCase]:
                 add=add,
             )
         )
-    # Rows of tiles want many rows, float32 by float32 most.
+    # Rows with tiles require many rows of x, above all in float32 by float32.
     cases += [LinearCase(70, 37, 100, "float32", *format) for format in format_cases()]
-    # Rows of bfloat16 alone want many rows of it.
+    # Rows for bfloat16 alone require many rows of it.
     floats = [of for of in format_cases() if of[1] in (0, 64) and of[3] == "float"]
     cases += [LinearCase(70, 37, 100, "bfloat16", *of) for of in floats]
     return cases + _semi_sparse_cases()
 
 
 def _semi_sparse_cases() -> list[LinearCase]:
-    """2:4 weights, whose k is a multiple of 4."""
+    """Return cases of 2:4 weights, whose k is a multiple of 4."""
     sizes = ((1, 17, 36), (3, 33, 100), (5, 48, 260), (15, 7, 64), (16, 37, 100), (33, 130, 300), (70, 37, 100))
     formats = [
         (format, group_size, "symmetric", x_format)
@@ -163,39 +166,39 @@ def _semi_sparse_cases() -> list[LinearCase]:
 
 
 def dense_formats() -> list[str]:
-    """The weight formats that hold every weight, which GPUs have kernels for."""
+    """Return the weight formats without sparsity, which GPUs have kernels for."""
     return [name for name, facts in _C.FORMAT_FACTS.items() if facts["kind"] != "semi_sparse"]
 
 
 device = "cpu"
-"""Type of the device whose kernel rows are tested, as `lowbit.kernels` names it."""
+"""The type of the device whose kernel rows are tested, as in `lowbit.kernels`."""
 
 
 def rows(op: str = "linear") -> list[dict[str, object]]:
-    """The kernel rows of an op on `device`: ``{"name", "backend", "device", "available", "reason"}``."""
+    """Return the kernel rows of an op on `device`: ``{"name", "backend", "device", "available", "reason"}``."""
     return [dict(row) for row in _C.kernels(op) if row["device"] == device]
 
 
 def attention_dtypes(row: str) -> tuple[torch.dtype, ...]:
-    """The dtypes that a row of attention takes: one that multiplies float32 widens 16 bits to it."""
+    """Return the dtypes that a row of attention supports. A row for float32 converts 16-bit inputs to it."""
     dtype = row.split("_")[2]
     return tuple(getattr(torch, name) for name in (DTYPES if dtype == "float32" else (dtype,)))
 
 
 def fewest_scores(row: str) -> tuple[int, int]:
-    """From how many queries and keys on a row of attention takes a call."""
+    """Return the min numbers of queries and keys that a row of attention supports."""
     if not multiplies_parts(row):
         return 1, 1
     return (32, 256) if "_float16_" in row else (17, 32) if "_amx" in row else (33, 32)
 
 
 def multiplies_parts(row: str) -> bool:
-    """Whether a row multiplies bfloat16, or several parts of it, in tiles."""
+    """Whether a row multiplies bfloat16, or several bfloat16 parts, in tiles."""
     return "_amx" in row or "_avx512_bf16" in row
 
 
 def serves(row: str, case: LinearCase, on: str | None = None) -> bool:
-    """Whether the row of this name takes this call, on `device` if no type of device is named."""
+    """Whether the row of this name runs this call, by default on `device`."""
     n, k, format, group_size, asymmetric, x_format = case.op_args
     previous = _C.force_kernel(row)
     try:
@@ -226,7 +229,7 @@ def pack_weight(
 def empty_packed(
     n: int, k: int, format: str, group_size: int = 0, asymmetric: bool = False, layout: str = _C.LAYOUT
 ) -> Tensor:
-    """Zeros of the shape that a packed weight has."""
+    """Return zeros in the shape of a packed weight."""
     return torch.zeros(
         _C.packed_shape(_C.LAYOUTS[layout], n, k, _C.FORMATS[format], group_size, asymmetric), dtype=torch.uint8
     )
@@ -235,14 +238,14 @@ def empty_packed(
 def repack(
     packed: Tensor, layout: str, to: str, n: int, k: int, format: str, group_size: int = 0, asymmetric: bool = False
 ) -> Tensor:
-    """A packed weight in another layout, by the kernel."""
+    """Return a packed weight in another layout, converted by the kernel."""
     out = empty_packed(n, k, format, group_size, asymmetric, to)
     _C.repack(packed, _C.LAYOUTS[layout], out, _C.LAYOUTS[to], n, k, _C.FORMATS[format], group_size, asymmetric)
     return out
 
 
 def pack_codes(codes: Tensor, scale: Tensor, zero: Tensor | None, format: str, group_size: int = 0) -> Tensor:
-    """Plain codes ``[n, k]``, scales and zero points ``[n, groups]`` as a packed weight."""
+    """Return plain codes ``[n, k]``, scales and zero points ``[n, groups]`` as a packed weight."""
     rows = layout.row_major(QuantizedWeight.of(codes, scale, zero, format, group_size))
     return repack(rows, "row-major", _C.LAYOUT, *codes.shape, format, group_size, zero is not None)
 
@@ -250,7 +253,7 @@ def pack_codes(codes: Tensor, scale: Tensor, zero: Tensor | None, format: str, g
 def decode_weight(
     packed: Tensor, n: int, k: int, format: str, group_size: int, mapping: str
 ) -> QuantizedWeight | Tensor:
-    """Read a packed weight with the reference: a `QuantizedWeight`, or the float ``[n, k]``."""
+    """Read a packed weight with the reference; return a `QuantizedWeight`, or the float ``[n, k]``."""
     if _C.FORMAT_FACTS[format]["kind"] == "float":
         return layout.unpack_float(packed, n, k, format)
     return layout.unpack(packed, n, k, format, group_size, mapping == "asymmetric")
@@ -258,7 +261,7 @@ def decode_weight(
 
 @dataclass(frozen=True, slots=True)
 class LinearData:
-    """Inputs of a case, the float64 result, and the allowed error of each element."""
+    """The inputs of a case, the float64 result, and the allowed error of each element."""
 
     x: Tensor
     packed: Tensor
@@ -270,7 +273,7 @@ class LinearData:
 
 
 def make_data(case: LinearCase, x: Tensor | None = None, weight: Tensor | None = None) -> LinearData:
-    """Make the inputs of a case (or take x and the float weight) and evaluate the reference."""
+    """Create the inputs of a case, except for x and the float weight if given, and evaluate the reference."""
     with _one_thread():
         return _make_data(case, x, weight)
 
@@ -308,7 +311,8 @@ def _make_data(case: LinearCase, x: Tensor | None, weight: Tensor | None) -> Lin
 
 @contextlib.contextmanager
 def _one_thread() -> Iterator[None]:
-    """The reference works on small matrices: on a busy machine a second thread is waited for longer than it helps."""
+    """Use one thread in the block: the reference has small matrices, and on a busy machine a second thread costs more
+    than it gains."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -319,12 +323,12 @@ def _one_thread() -> Iterator[None]:
 
 @functools.lru_cache(maxsize=8192)
 def cached_data(case: LinearCase) -> LinearData:
-    """`make_data` once per case: every row meets the same inputs."""
+    """Call `make_data` once per case, so that all rows get the same inputs."""
     return make_data(case)
 
 
 def run_linear(case: LinearCase, data: LinearData, row: str | None = None) -> Tensor:
-    """Run the op on a case, by one row if named; fails if another row ran."""
+    """Run the op on a case, with one row if named. Fail if another row ran."""
     previous = _C.force_kernel(row)
     try:
         y = torch.ops.lowbit.linear(
@@ -338,7 +342,8 @@ def run_linear(case: LinearCase, data: LinearData, row: str | None = None) -> Te
 
 
 def assert_within(actual: Tensor, wanted: Tensor, allowed: Tensor, what: str = "") -> None:
-    """Fail unless every element is within its budget; names the worst one. Non-finite must meet non-finite."""
+    """Fail unless every element is within its budget, and report the worst one. Non-finite values must be in the same
+    places."""
     finite = wanted.isfinite() & (wanted.abs() <= torch.finfo(actual.dtype).max)
     if not torch.equal(actual.isfinite(), finite):
         raise AssertionError(
@@ -368,12 +373,12 @@ HYPER = {
     "dampening": 0.0,
     "nesterov": False,
 }
-"""Arguments of every rule of `_C.OptimStep`; a rule reads those that it knows."""
+"""The arguments of all rules of `_C.OptimStep`; a rule reads those that it has."""
 
 
 @dataclass(slots=True)
 class Moment:
-    """One moment of one parameter as an optimizer stores it: values or codes, and scales."""
+    """One moment of one parameter as an optimizer stores it: values, or codes and scales."""
 
     format: str
     signed: bool
@@ -398,25 +403,25 @@ class Moment:
 
     @classmethod
     def zeros(cls, shape: tuple[int, ...], format: str, signed: bool, block_size: int) -> Moment:
-        """The moment of a parameter of this shape before the first step."""
+        """Return the moment of a parameter of this shape before the first step."""
         return cls.of(torch.zeros(shape), format, signed, block_size)
 
     def codes(self) -> Tensor:
-        """One code an element, uint8 ``[numel]``."""
+        """Return one code per element, uint8 ``[numel]``."""
         flat = self.state.flatten()
         return optim_reference.unpack_nibbles(flat, self.numel) if self.format == "dynamic4" else flat
 
     def decode(self) -> Tensor:
-        """The stored values, float64 ``[numel]``."""
+        """Return the stored values, float64 ``[numel]``."""
         if self.scale is None:
             return self.state.double().flatten()
         return optim_reference.decode(self.codes(), self.scale, self.format, self.signed, self.block_size)
 
     def rounding(self, values: Tensor) -> Tensor:
-        """Largest error that storing these float64 values exactly may have: the distance to the nearest code, or half a
-        step of the dtype.
+        """Return the max error of storing these float64 values: the distance to the nearest code, or half a step of the
+        dtype.
 
-        Plus the error of float32: a value may be a few roundings away from the middle between two codes, and a
+        It includes the error of float32: a value may be a few roundings away from the middle between two codes, and a
         scale is rounded.
         """
         if self.scale is None:
@@ -434,7 +439,7 @@ class Moment:
 
 
 def moments_of(rule: str, hyper: Mapping[str, float]) -> dict[str, bool]:
-    """The moments that a rule keeps, in order: name -> can be negative."""
+    """Return the moments of a rule in order: name -> whether it can be negative."""
     moments = _C.OPTIM_RULES[rule]["moments"]
     return {name: signed for name, (signed, needs) in moments.items() if needs is None or hyper[needs]}
 
@@ -443,8 +448,8 @@ def run_optim(rule: str, params: list[Tensor], grads: list[Tensor], moments: lis
               hyper: Mapping[str, float], *, format: str, block_size: int = 256, row: str | None = None,
               grad_scale: Tensor | None = None,
               found_inf: Tensor | None = None, seed: int | None = None) -> None:  # fmt: skip
-    """Run `_C.OptimStep` in place; ``moments[i]`` holds moment i of every parameter. Fails if another row
-    than ``row`` ran."""
+    """Run `_C.OptimStep` in place; ``moments[i]`` has moment i of every parameter. Fail if a row other than ``row``
+    ran."""
     states = [[moment.state for moment in each] for each in moments]
     scales = [] if format in ("float32", "bfloat16") else [[moment.scale for moment in each] for each in moments]
     previous = _C.force_kernel(row)

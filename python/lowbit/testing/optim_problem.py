@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One step of an optimizer, in the middle of training, with its float64 result."""
+"""One step of an optimizer in the middle of training, with its float64 result."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def rule_of(name: str) -> str:
 
 
 class Problem:
-    """Parameters, gradients and moments in mid-training, as random as they come; `run` runs the op, `wanted` is the
-    float64 result, `check_against` compares."""
+    """Random parameters, gradients and moments in the middle of training. `run` runs the op, `wanted` returns the
+    float64 result, and `check_against` compares them."""
 
     def __init__(
         self,
@@ -76,7 +76,8 @@ class Problem:
         return [t.clone() for t in (*self.params, *moments, *self.steps)]
 
     def wanted(self) -> list[tuple[Tensor, Tensor, list[Tensor], list[Tensor]]]:
-        """Of each parameter: new value and its allowed error, new moments and the allowed error of computing each."""
+        """Return, for each parameter, its new value with the allowed error, and the new moments with the allowed error
+        of computing each."""
         u, results = ROUNDOFF["float32"], []
         for index, (param, grad) in enumerate(zip(self.params, self.grads, strict=True)):
             p, g = param.double(), grad.double()
@@ -89,18 +90,19 @@ class Problem:
             magnitudes = [total_g + old[0].abs()] if old else []
             magnitudes += [total_g**2 + sum(m.abs() for m in old[1:])] * len(old[1:])
             errors = [12 * u * magnitude for magnitude in magnitudes]
-            # an update is a product of at most 16 roundings; a moment in its numerator may cancel, so its error
-            # counts by itself
+            # An update is a product of at most 16 roundings. The moment in its numerator may cancel, so its error is
+            # added separately.
             if self.rule == "adamw":
                 variance = new[-1]
                 denominator = variance.sqrt() / math.sqrt(1 - self.hyper["beta2"] ** step) + self.hyper["eps"]
                 rate = self.hyper["lr"] / (1 - self.hyper["beta1"] ** step) / denominator
                 variance_error = max(errors[1:], key=lambda error: error.amax())
-                # sqrt halves the relative error of v; where g and v cancel nothing does, since both are positive
+                # sqrt halves the relative error of v. Only g and the first moment can cancel: the terms of v are
+                # positive.
                 error = rate * errors[0] + rate * new[0].abs() * (16 * u + variance_error / variance.clamp(min=1e-45))
             elif self.rule == "sgd":
                 error = self.hyper["lr"] * (16 * u * total_g + 2 * sum(errors))
-            else:  # the sign of an average within its rounding error of zero may be either
+            else:  # if the average is within its rounding error of zero, its sign may be either
                 average = self.hyper["beta1"] * old[0] + (1 - self.hyper["beta1"]) * g
                 error = torch.where(average.abs() <= errors[0], 2 * self.hyper["lr"], 2 * u * self.hyper["lr"])
             dtype = str(param.dtype).removeprefix("torch.")
@@ -120,7 +122,7 @@ class Problem:
 
 
 def largest_error(moment: Moment, error: Tensor) -> Tensor:
-    """The error of a block's elements that the error of its largest one, and so of the scale, causes."""
+    """Return the error of a block's elements that is caused by the error of the largest one, and so of the scale."""
     if moment.scale is None:
         return torch.zeros_like(error)
     worst = reference.blocks(error, moment.block_size).amax(1)

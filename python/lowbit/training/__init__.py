@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training for low precision and in it: QATConfig, int8 products, int8 and ternary weights through
-``quantize_``; float8 products, 2:4 sparsity."""
+"""Training for and in low precision: quantization-aware training, int8 products, int8 weights and ternary weights with
+``quantize_``; float8 products and 2:4 sparsity with functions of their own."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@
     y = fake_quantize(x) @ (scale * codes).T + bias
     scale = mean |weight|,   codes = round(weight / scale), from -1 to 1
 
-The gradient of the rounded weight, and of the rounded x, is that of the float one.
+Gradients are straight-through: those of the rounded weight and the rounded x are used for the float values.
 """
 
 from __future__ import annotations
@@ -32,17 +32,18 @@ _ZERO = 2  # the code of int2 that is 0
 
 @dataclass(frozen=True, slots=True)
 class BitNetTrainingConfig(TwoStepConfig):
-    """Train ternary weights: ``quantize_(model, BitNetTrainingConfig())``, and ``step="convert"`` behind it.
+    """Configuration for training ternary weights with int8 activations (BitNet b1.58, Ma et al., arXiv 2402.17764).
 
-    Float weights are rounded in every step: to -1, 0 or 1 times the mean size of the whole weight; activations to int8
-    with a scale for each row. "convert" gives `QuantLinear` of 2 bits with int8 activations: ``dequantize()`` is, bit
+    ``quantize_`` with ``step="prepare"`` prepares float layers for training. Their forward rounds each weight to -1, 0
+    or 1 times the mean magnitude of the whole weight, and activations to int8 with one scale per row. ``quantize_``
+    with ``step="convert"`` turns them into `QuantLinear` of 2 bits with int8 activations; ``dequantize()`` returns, bit
     for bit, the weight of the last forward.
 
     Args:
         step: "prepare" or "convert".
 
     Raises:
-        ValueError: step is another.
+        ValueError: step is neither.
 
     Example:
         >>> lowbit.quantize_(model, lowbit.training.BitNetTrainingConfig())
@@ -54,7 +55,7 @@ class BitNetTrainingConfig(TwoStepConfig):
         check_no_head(self, head)
         if self.step == "convert":
             return convert(model, str(self), BitNetLinear.base_config, filter_fn)
-        selected, skipped = select(model, _INT2, filter_fn, None, strict)
+        selected, skipped = select(model, _INT2, filter_fn, None, strict, packs=False)
         check_devices(type(self).__name__, selected)
         report = QuantizationReport(str(self), model_bytes_before=model_bytes(model))
         rows = {}
@@ -100,7 +101,7 @@ class _Ternary(torch.autograd.Function):
 
 
 def _ternary(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Return codes as floats [n, k] and the scale, which is nan where a weight is not finite, and so are the codes."""
+    """Return codes as floats ``[n, k]``, and the scale. If a weight is not finite, they are nan."""
     weight = weight.float()
     scale = weight.abs().mean()
     return (weight / torch.where(scale == 0, 1, scale)).round().clamp(-1, 1), scale

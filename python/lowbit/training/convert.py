@@ -18,10 +18,17 @@ from lowbit.training.layers import SCALE, FakeQuantized, restore_in_place
 
 
 def convert(model: nn.Module, title: str, base_config: str | None, filter_fn: Any) -> QuantizationReport:
-    """Quantize the layers that ``base_config`` prepared, or with None make all prepared ones float.
+    """Quantize the layers that were prepared with ``base_config``, or turn all prepared layers into float layers.
+
+    Args:
+        model: the model, which is changed in place.
+        title: the configuration as text, for the report.
+        base_config: the configuration as text; None turns layers back into float layers.
+        filter_fn: called with (module, qualified name); True selects a prepared layer. None selects all.
 
     Raises:
-        ValueError: no layer was prepared so, or a weight or scale is not finite; names it.
+        ValueError: no layer was prepared with this configuration, or a weight or scale is not finite (the message names
+            it).
     """
     prepared = [(name, module) for name, module in model.named_modules() if isinstance(module, FakeQuantized)]
     taken = [
@@ -32,7 +39,7 @@ def convert(model: nn.Module, title: str, base_config: str | None, filter_fn: An
     if not taken:
         there = ", ".join(sorted({module.base_config for _, module in prepared})) or "none"
         wanted = base_config or "training"
-        raise ValueError(f"quantize_: {title} must meet layers prepared for {wanted}, got layers of {there}")
+        raise ValueError(f"quantize_: {title} needs layers prepared for {wanted}, got layers prepared for {there}")
     for name, module in taken:
         for key in (*(weight.key for weight in weights_of(module)), SCALE):
             tensor = module._parameters[key]
@@ -62,7 +69,7 @@ def convert(model: nn.Module, title: str, base_config: str | None, filter_fn: An
 
 @torch.no_grad()
 def _convert_group(group: list[Selected]) -> list[ReportRow]:
-    """Pack the codes that the one weight of these layers has now, and hand them to all of them."""
+    """Pack the current codes of the weight that these layers share, and assign the result to all of them."""
     first: FakeQuantized = group[0].module
 
     def make(layout: str) -> Packed:

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""convert_to_float8_training: the linear layers of a model compute in float8 from the next step
-on, until end_float8_training."""
+"""convert_to_float8_training: switch the linear layers of a model to float8 products, until end_float8_training."""
 
 from __future__ import annotations
 
@@ -24,24 +23,25 @@ def convert_to_float8_training(
     module_filter_fn: Callable[[nn.Module, str], bool] | None = None,
     config: Float8LinearConfig | None = None,
 ) -> nn.Module:
-    """Let the linear layers of ``model`` multiply float8 numbers, forward and backward, in place.
+    """Make the linear layers of ``model`` multiply in float8, in forward and backward, in place.
 
-    Layers stay the objects that they are, with their float weights, names and state dict, so optimizers and
-    checkpoints of the model fit. Left as they are: adapters of peft, subclasses of nn.Linear, the layers of
-    nn.MultiheadAttention, and weights that are computed from others.
+    Layers keep their identity, float weights, names and state dict, so optimizers and checkpoints of the model remain
+    valid. peft adapters, subclasses of nn.Linear that compute anything else, the layers of nn.MultiheadAttention, and
+    weights that are computed from other parameters are not converted.
 
     Args:
         model: a module with nn.Linear layers of float32, bfloat16 or float16, of any size; or such a layer.
-        module_filter_fn: a function that is called with every nn.Linear and its name; True converts the layer.
-        config: a `Float8LinearConfig`, or torchao's own; None: the recipe "tensorwise".
+        module_filter_fn: called with (module, qualified name) of every nn.Linear; True converts the layer. None
+            converts all that can be converted.
+        config: a `Float8LinearConfig` of lowbit or torchao; None is the recipe "tensorwise".
 
     Returns:
         ``model``.
 
     Raises:
-        TypeError: an argument or a weight is of another type.
-        ValueError: a selected layer is quantized, is converted already or is trained otherwise, or cannot be converted,
-            or none was selected; nothing has changed then.
+        TypeError: an argument is of the wrong type, or the dtype of a weight is not one of the above.
+        ValueError: a selected layer is quantized, converted already, in another kind of training, or cannot be
+            converted; or no layer was selected. The model is not changed then.
 
     Example:
         >>> config = lowbit.training.Float8LinearConfig.from_recipe_name("rowwise")
@@ -81,10 +81,10 @@ def convert_to_float8_training(
 
 
 def end_float8_training(model: nn.Module) -> nn.Module:
-    """Make the layers that `convert_to_float8_training` converted nn.Linear again, in place, and return ``model``.
+    """Turn the layers that `convert_to_float8_training` converted back into nn.Linear, in place, and return ``model``.
 
     Raises:
-        ValueError: there is none.
+        ValueError: the model has no such layer.
     """
     layers = [module for module in model.modules() if isinstance(module, Float8Linear)]
     if not layers:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The casts of a linear layer in float8 training: torchao's configuration, by torchao's names.
+"""The casts of a linear layer in float8 training: torchao's configuration, with torchao's names.
 
 A linear layer has three products, each of two operands:
 
@@ -25,22 +25,22 @@ class ScalingType(enum.Enum):
     """Whether an operand is cast to float8."""
 
     DYNAMIC = "dynamic"
-    """With scales of its own range, new in each product."""
+    """The operand is cast, with scales that are computed from its range in each product."""
     DISABLED = "disabled"
-    """It stays as it is."""
+    """The operand is not cast."""
 
 
 class ScalingGranularity(enum.Enum):
-    """The part of an operand that shares one scale."""
+    """The part of an operand that shares a scale."""
 
     TENSORWISE = "tensorwise"
-    """The whole operand."""
+    """One scale for the whole operand."""
     AXISWISE = "axiswise"
-    """The numbers that one number of the product sums over."""
+    """One scale per row or column: for the values that are summed up in one element of the product."""
 
 
 class Float8LinearRecipeName(enum.Enum):
-    """Names of ready-made configurations."""
+    """Names of predefined configurations, for `Float8LinearConfig.from_recipe_name`."""
 
     TENSORWISE = "tensorwise"
     ROWWISE = "rowwise"
@@ -49,15 +49,17 @@ class Float8LinearRecipeName(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class CastConfig:
-    """How one operand is cast.
+    """How one operand of a product is cast.
 
     Args:
         scaling_type: ``DYNAMIC`` or ``DISABLED``.
         scaling_granularity: ``TENSORWISE`` or ``AXISWISE``.
-        target_dtype: torch.float8_e4m3fn or torch.float8_e5m2; None: e4m3fn, and e5m2 for the gradient of the output.
+        target_dtype: torch.float8_e4m3fn or torch.float8_e5m2. None is e5m2 for the gradient of the output, and e4m3fn
+            otherwise.
 
     Raises:
-        ValueError: target_dtype is another.
+        TypeError: scaling_type or scaling_granularity is not a member of its enum.
+        ValueError: target_dtype is not one of the above.
     """
 
     scaling_type: ScalingType = ScalingType.DYNAMIC
@@ -86,7 +88,7 @@ class Float8GemmConfig:
     """How one product is computed.
 
     Args:
-        use_fast_accum: accumulators of fewer bits, on CUDA; products on a CPU always sum in float32.
+        use_fast_accum: whether CUDA uses faster, less precise accumulators; on a CPU, sums are always float32.
     """
 
     use_fast_accum: bool = False
@@ -97,21 +99,27 @@ _CAST = CastConfig()
 
 @dataclass(frozen=True, slots=True)
 class Float8LinearConfig:
-    """Configure float8 training; the default is the recipe "tensorwise".
+    """Configuration of float8 training (torchao's). The default is the recipe "tensorwise".
 
     Args:
-        cast_config_input, cast_config_weight, cast_config_grad_output: casts of the operands of the first product
-            that has them.
+        cast_config_input, cast_config_weight, cast_config_grad_output: the cast of each operand in the first product
+            that uses it.
         cast_config_input_for_grad_weight, cast_config_weight_for_grad_input, cast_config_grad_output_for_grad_weight:
-            casts in the other; None: the same.
-        gemm_config_output, gemm_config_grad_input, gemm_config_grad_weight: the products.
-        enable_fsdp_float8_all_gather: False, the only one.
+            the cast of the same operand in its other product; None is the same cast.
+        gemm_config_output, gemm_config_grad_input, gemm_config_grad_weight: how the three products are computed.
+        enable_fsdp_float8_all_gather: must be False.
         pad_inner_dim: no effect; operands are padded where a GPU needs it.
-        emulate: multiply float8 numbers in float on CUDA too, as a CPU always does.
-        round_scales_to_power_of_2: scales are powers of two, the next below.
+        emulate: whether CUDA multiplies the float8 values in float, as a CPU always does.
+        round_scales_to_power_of_2: whether scales are rounded down to powers of two.
 
     Raises:
-        ValueError: one operand of a product is cast and the other is not, or an operand has two target_dtypes.
+        TypeError: a cast is not a `CastConfig`.
+        ValueError: only one operand of a product is cast, an operand has two different target_dtypes, or
+            enable_fsdp_float8_all_gather is not False.
+
+    Example:
+        >>> config = lowbit.training.Float8LinearConfig.from_recipe_name("rowwise")
+        >>> lowbit.training.convert_to_float8_training(model, config=config)
     """
 
     cast_config_input: CastConfig = _CAST
@@ -164,12 +172,12 @@ class Float8LinearConfig:
         """Return the configuration of a recipe.
 
         Args:
-            recipe_name: "tensorwise": one scale per tensor, gradients in e5m2. "rowwise": a scale per sum, powers of
-                two, all in e4m3. "rowwise_with_gw_hp": likewise, one scale for the weight in grad_input, and
-                grad_weight in the dtype of the model.
+            recipe_name: "tensorwise" has one scale per tensor, and gradients in e5m2. "rowwise" has one scale per row
+                or column, rounded to powers of two, and all operands in e4m3. "rowwise_with_gw_hp" is like "rowwise",
+                but has a single scale for the weight in grad_input, and computes grad_weight in the model's dtype.
 
         Raises:
-            ValueError: there is no such recipe.
+            ValueError: the recipe is unknown.
         """
         names = [name.value for name in Float8LinearRecipeName]
         recipe = recipe_name.value if isinstance(recipe_name, Float8LinearRecipeName) else recipe_name
@@ -203,10 +211,10 @@ class Float8LinearConfig:
 
 
 def float8_config_of(config: Any) -> Float8LinearConfig:
-    """Return a configuration, which may be torchao's own, as ours.
+    """Return a configuration of lowbit unchanged, and convert one of torchao.
 
     Raises:
-        TypeError: it is none.
+        TypeError: ``config`` is anything else.
     """
     if isinstance(config, Float8LinearConfig):
         return config

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Float8Linear: an nn.Linear whose three products are of float8 numbers. Its weight stays float, and is cast in every
-product; nothing of its size is kept for the backward pass."""
+"""Float8Linear: an nn.Linear whose three products are computed in float8. Its weight stays float and is cast in every
+product; no copy of it is saved for the backward pass."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from lowbit.training.float8_product import Operand, multiply, operand
 
 
 class Float8Linear(nn.Linear):
-    """An nn.Linear that computes in float8; names, parameters and state dict are those of the float layer."""
+    """An nn.Linear that multiplies in float8. Names, parameters and state dict are those of the float layer."""
 
     config: Float8LinearConfig
     end = "end_float8_training(model)"
     multiplies_weight = True
-    """Code that multiplies by ``weight`` itself computes what the layer does, but for the rounding of products."""
+    """Code that multiplies by ``weight`` directly gets the layer's result, except for rounding in the products."""
 
     @property
     def trained_as(self) -> str:
@@ -31,7 +31,7 @@ class Float8Linear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         device = input.device.type
-        if device != "meta" and torch.is_autocast_enabled(device):  # which meta does not know
+        if device != "meta" and torch.is_autocast_enabled(device):  # autocast does not support meta
             input = input.to(torch.get_autocast_dtype(device))
         elif input.dtype != self.weight.dtype:
             raise TypeError(f"Float8Linear: input must be {self.weight.dtype} as the weight, got {input.dtype}")
@@ -89,5 +89,5 @@ def _operand(x: Tensor, cast: CastConfig, dim: int, dtype: torch.dtype, config: 
 
 
 def _is_tensorwise(cast: CastConfig) -> bool:
-    """Whether the operand is the same in every product."""
+    """Return whether the operand has one scale, and is therefore the same in each product."""
     return cast.is_cast and cast.scaling_granularity is ScalingGranularity.TENSORWISE

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A linear layer that is trained with products in int8, each of them or not:
+"""A linear layer that is trained with int8 products. Each of the three products can be in int8, with scales:
 
-    output        y           = x @ weight.T + bias    int8 codes of rows of x and of rows of weight
-    grad_input    grad_x      = grad_y @ weight        of rows of grad_y and of columns of weight
-    grad_weight   grad_weight = grad_y.T @ x           of columns of grad_y and of x
+    output        y           = x @ weight.T + bias    per row of x and per row of weight
+    grad_input    grad_x      = grad_y @ weight        per row of grad_y and per column of weight
+    grad_weight   grad_weight = grad_y.T @ x           per column of grad_y and per column of x
 
 Parameters, names and state dict are those of the float layer.
 """
@@ -23,17 +23,17 @@ PRODUCTS = ("output", "grad_input", "grad_weight")
 
 
 class Int8MixedPrecisionLinear(nn.Linear):
-    """An nn.Linear, or a Conv1D of transformers, that multiplies in int8."""
+    """A trainable nn.Linear, or Conv1D of transformers, that multiplies in int8."""
 
     end = "Int8MixedPrecisionTrainingConfig(False, False, False)"
     trained_as = "int8 products"
     multiplies_weight = True
-    """Code that multiplies by ``weight`` itself computes what the layer does, but for the rounding of products."""
+    """Code that multiplies by ``weight`` directly gets the layer's result, except for rounding in the products."""
     int8_products: tuple[bool, bool, bool]
     """For each of `PRODUCTS`, whether it is in int8."""
     float_class: type[nn.Module]
     transposed: bool
-    """Whether the weight lies as [k, n], as that of a Conv1D does."""
+    """Whether the weight is stored as [k, n], as in a Conv1D."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         config = "Int8MixedPrecisionTrainingConfig()"
@@ -51,11 +51,11 @@ class Int8MixedPrecisionLinear(nn.Linear):
 
 
 def checked_input(layer: nn.Linear, x: Tensor) -> Tensor:
-    """Return x in the dtype of autocast, where that is on.
+    """Check the input of a layer, and cast it to the dtype of autocast if that is enabled.
 
     Raises:
-        TypeError: x has another dtype than the weight.
-        ValueError: another length.
+        TypeError: without autocast, the dtype of x is not that of the weight.
+        ValueError: the last dimension of x is not in_features.
     """
     device, name = x.device.type, type(layer).__name__
     if torch.is_autocast_enabled(device):
@@ -86,7 +86,7 @@ class _Linear(torch.autograd.Function):
         grad_x = grad_weight = grad_bias = None
         if for_x:
             grad_x = int8_product(grad, weight.T) if int8_input else grad @ weight.to(grad.dtype)
-        if for_weight and int8_weight:  # rounded to codes from both dtypes, summed in that of the weight
+        if for_weight and int8_weight:  # each operand is rounded from its own dtype; the result has that of the weight
             grad_weight = int8_product(grad.T.to(ctx.weight_dtype), x.T)
         elif for_weight:
             grad_weight = (grad.T @ x).to(ctx.weight_dtype)
@@ -96,7 +96,7 @@ class _Linear(torch.autograd.Function):
 
 
 def prepare_in_place(module: nn.Module, int8_products: tuple[bool, bool, bool]) -> None:
-    """Turn a float layer into the one that is trained; the object, its parameters and hooks stay the same."""
+    """Turn a float layer into an `Int8MixedPrecisionLinear` in place; its parameters and hooks stay the same."""
     (weight,) = weights_of(module)
     module.float_class, module.transposed = type(module), weight.transposed
     module.out_features, module.in_features = weight.n, weight.k
@@ -104,7 +104,7 @@ def prepare_in_place(module: nn.Module, int8_products: tuple[bool, bool, bool]) 
 
 
 def restore_in_place(module: Int8MixedPrecisionLinear) -> None:
-    """Turn it back into the float layer that it was."""
+    """Turn the layer back into its former float class, in place."""
     module.__class__ = module.float_class
     for name in ("float_class", "transposed", "int8_products"):
         del module.__dict__[name]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Int8MixedPrecisionTrainingConfig: training of float weights, with the products of linear layers in int8."""
+"""Int8MixedPrecisionTrainingConfig: training of float weights with int8 products in linear layers."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from lowbit.training.preparing import check_devices, check_no_head, in_order
 
 @dataclass(frozen=True, slots=True)
 class Int8MixedPrecisionTrainingConfig:
-    """Train with int8 products: ``quantize_(model, Int8MixedPrecisionTrainingConfig())``.
+    """Configuration for training float weights with int8 products.
 
     Weights stay float parameters with their names and state dict, so optimizers and checkpoints of the float model
-    fit. In every step each product rounds its two operands to int8, with one scale for each row, and sums codes
-    exactly. The gradient is that of a float layer. With all three False, layers that were trained so become float
-    layers again.
+    remain valid. Each int8 product rounds both operands to int8, with a scale per row, and sums the products of codes
+    exactly. Gradients are those of a float layer. If all arguments are False, ``quantize_`` turns such layers back into
+    float layers.
 
     Args:
-        output: the forward is in int8, x @ weight.T.
-        grad_input: the gradient of x is, grad_y @ weight.
-        grad_weight: the gradient of the weight is, grad_y.T @ x.
+        output: whether the forward, x @ weight.T, is in int8.
+        grad_input: whether the gradient of x, grad_y @ weight, is in int8.
+        grad_weight: whether the gradient of the weight, grad_y.T @ x, is in int8.
 
     Raises:
-        TypeError: an argument is no bool.
+        TypeError: an argument is not a bool.
 
     Example:
         >>> lowbit.quantize_(model, lowbit.training.Int8MixedPrecisionTrainingConfig(grad_weight=False))
@@ -63,7 +63,7 @@ class Int8MixedPrecisionTrainingConfig:
         return report
 
     def _prepare(self, model: nn.Module, filter_fn: Any, strict: bool) -> list[ReportRow]:
-        selected, skipped = select(model, Int8DynamicActivationInt8WeightConfig(), filter_fn, None, strict)
+        selected, skipped = select(model, Int8DynamicActivationInt8WeightConfig(), filter_fn, None, strict, packs=False)
         check_devices(type(self).__name__, selected)
         rows = {}
         for item in selected:

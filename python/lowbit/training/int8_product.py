@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""a @ b.T in int8: rows of a are rounded to codes of -127 to 127 and rows of b to -128 to 127, times one scale a row,
-and multiplied by the W8A8 rows of `linear`. b is packed as its weight, which takes no longer than a copy, whichever of
-b and b.T lies in order."""
+"""a @ b.T in int8: rows of a are rounded to codes from -127 to 127, and rows of b to codes from -128 to 127, with one
+scale per row; the W8A8 kernel rows of `linear` multiply them. b is packed as the weight of `linear`, which takes no
+longer than a copy, whether b or b.T is contiguous."""
 
 from __future__ import annotations
 
@@ -28,9 +28,11 @@ def _int8_product(a: Tensor, b: Tensor) -> Tensor:
 int8_product = torch.library.custom_op(
     "lowbit::int8_product", _int8_product, mutates_args=(), schema="(Tensor a, Tensor b) -> Tensor"
 )
-"""Return ``a @ b.T``, [m, n] in the dtype of a, of a [m, k] and b [n, k] on the CPU: float32, bfloat16 or float16, in
-any strides. A row that holds inf or nan makes its row or column of the result nan. One op of torch, opaque to
-torch.compile; it has no gradient."""
+"""Return ``a @ b.T`` ``[m, n]``, in the dtype of a, for a ``[m, k]`` and b ``[n, k]`` on the CPU.
+
+Both are float32, bfloat16 or float16, with any strides. If a row of a or b contains inf or nan, its row or column of
+the result is nan. This is a single torch op, opaque to torch.compile, and has no gradient.
+"""
 
 
 @int8_product.register_fake

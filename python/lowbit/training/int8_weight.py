@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A weight that is int8 codes and one scale a row, and that optimizers update as if it were float.
+"""A weight that consists of int8 codes and one scale per row, and that optimizers update as if it were float.
 
     weight[i, j] = codes[i, j] * scale[i],   codes -127..127 in int8 [n, k], scale float32 [n]
 
-An op that writes into it gets its values, changes them and hands them back, and they are rounded stochastically: up
-with the probability of the part that is cut off. So updates that are smaller than a step of a row count, in the mean.
+In-place ops change the decoded values, which are then rounded stochastically: up with a probability equal to the
+fraction that is cut off. So even updates smaller than the distance of two codes have an effect on average.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ _aten = torch.ops.aten
 
 
 class Int8Weight(torch.Tensor):
-    """Codes and scales that appear as one float tensor [n, k].
+    """A tensor subclass of int8 codes and scales that behaves like a float tensor ``[n, k]``.
 
-    In-place ops round stochastically, with torch's generator; all others give plain float tensors. A row with an inf or
-    nan becomes nan.
+    In-place ops round stochastically, with torch's generator; all other ops return plain float tensors. A row that
+    contains inf or nan becomes nan.
 
     Raises:
-        NotImplementedError: an op would return a view, or writes into several such tensors at once (``foreach`` and
-            ``fused`` of torch's optimizers).
+        NotImplementedError: an op would return a view, or writes to several such tensors at once (``foreach`` and
+            ``fused`` in torch's optimizers).
     """
 
     codes: Tensor
@@ -40,24 +40,24 @@ class Int8Weight(torch.Tensor):
 
     @classmethod
     def from_float(cls, weight: Tensor) -> Int8Weight:
-        """Round a weight [n, k] to the nearest codes, with scales of the ranges of its rows."""
+        """Round a weight ``[n, k]`` to the nearest codes, with scales from the ranges of its rows."""
         return cls(*_rounded(weight.detach(), torch.round), weight.dtype)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the codes and scales; torch would count floats."""
+        """The size of codes and scales in bytes; torch would count float values."""
         return self.codes.nbytes + self.scale.nbytes
 
     def dequantize(self) -> Tensor:
-        """Return the float values, computed in float32 and rounded once to the dtype."""
+        """Return the decoded values, computed in float32 and rounded once to the dtype."""
         return self.values().to(self.dtype)
 
     def values(self) -> Tensor:
-        """Return them in float32."""
+        """Return the decoded values in float32."""
         return self.codes * self.scale.unsqueeze(1)
 
     def store(self, values: Tensor) -> None:
-        """Replace the codes and scales by those of ``values`` [n, k], rounded stochastically."""
+        """Replace codes and scales by those of ``values`` ``[n, k]``, rounded stochastically."""
         codes, scale = _rounded(values, lambda x: (x + torch.rand_like(x)).floor())
         self.codes.copy_(codes)
         self.scale.copy_(scale)
@@ -94,18 +94,18 @@ class Int8Weight(torch.Tensor):
         others = [value for value in pytree.tree_leaves(written) if isinstance(value, cls) and value is not first]
         if others or _returns_view(func):
             raise NotImplementedError(
-                f"{func}: a weight in int8 has no views and is written alone: take weight.dequantize() to read it, and "
-                "foreach=False, fused=False of the optimizer"
+                f"{func}: an int8 weight must be read as weight.dequantize(), and written by itself, got a view of it "
+                "or several at once; pass foreach=False and fused=False to the optimizer"
             )
         plain, named = pytree.tree_map_only(cls, cls.dequantize, (args, kwargs))
         if not (written and isinstance(first, cls)):
             return func(*plain, **named)
-        first.store(func(first.values(), *plain[1:], **named))  # computed in float32: bfloat16 would lose small changes
+        first.store(func(first.values(), *plain[1:], **named))  # in float32; bfloat16 would lose small changes
         return first
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """Return the arguments that an op writes into."""
+    """Return the arguments that an op writes to."""
     arguments = func._schema.arguments
     given = {argument.name: value for argument, value in zip(arguments, args, strict=False)} | kwargs
     aliases = {argument.name: argument.alias_info for argument in arguments}
@@ -118,7 +118,7 @@ def _returns_view(func: Any) -> bool:
 
 
 def _rounded(weight: Tensor, rounding: Any) -> tuple[Tensor, Tensor]:
-    """Return codes [n, k] and scales [n]; 0 instead of scales that would be subnormal."""
+    """Return codes ``[n, k]`` and scales ``[n]``; subnormal scales become 0."""
     weight = weight.float()
     scale = weight.abs().amax(1) / 127
     scale = torch.where(scale < torch.finfo(scale.dtype).tiny, 0, scale)

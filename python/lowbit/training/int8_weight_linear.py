@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A linear layer whose weight is trained as int8 codes. Its state dict has plain tensors:
+"""A linear layer whose weight is trained as int8 codes. Its state dict consists of plain tensors:
 
 weight        int8 [n, k]
 weight_scale  float32 [n]
@@ -21,7 +21,7 @@ SCALE = "weight_scale"
 
 
 class Int8WeightLinear(nn.Linear):
-    """An nn.Linear whose weight is a parameter that holds an `Int8Weight`."""
+    """An nn.Linear whose weight parameter is an `Int8Weight`."""
 
     end = 'Int8WeightOnlyQuantizedTrainingConfig(step="convert")'
     trained_as = "an int8 weight"
@@ -64,7 +64,7 @@ class Int8WeightLinear(nn.Linear):
 
 
 class _Linear(torch.autograd.Function):
-    """x @ weight.T + bias, with float values of the weight that live as long as a product."""
+    """Autograd Function of x @ weight.T + bias. The decoded weight only exists during a product."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Int8WeightOnlyQuantizedTrainingConfig: training of linear layers whose weights are int8, without a float copy."""
+"""Int8WeightOnlyQuantizedTrainingConfig: training of linear layers with int8 weights, without a float copy."""
 
 from __future__ import annotations
 
@@ -29,18 +29,19 @@ _ZERO = 128  # zero point of the packed codes, which are unsigned
 
 @dataclass(frozen=True, slots=True)
 class Int8WeightOnlyQuantizedTrainingConfig(TwoStepConfig):
-    """Train int8 weights: ``quantize_(model, Int8WeightOnlyQuantizedTrainingConfig())``, then make the optimizer.
+    """Configuration for training int8 weights without a float copy.
 
-    The weight is int8 codes and one scale a row; there is no float copy. Forward and backward multiply by its values in
-    float, and its gradient is float. The values that an optimizer writes are rounded stochastically, with torch's
-    generator, so that updates smaller than a step of the codes count in the mean. ``step="convert"`` ends it: ordinary
-    `QuantLinear` of these codes.
+    Call ``quantize_`` with it before you create the optimizer. The weight consists of int8 codes and one scale per row.
+    Forward and backward multiply by the decoded float values, and the gradient is float. The values that an optimizer
+    writes are rounded stochastically, with torch's generator, so even updates smaller than the distance of two codes
+    have an effect on average. ``step="convert"`` ends the training, and turns the layers into `QuantLinear` with the
+    same codes.
 
     Args:
         step: "prepare" or "convert".
 
     Raises:
-        ValueError: step is another.
+        ValueError: step is neither.
 
     Example:
         >>> lowbit.quantize_(model, lowbit.training.Int8WeightOnlyQuantizedTrainingConfig())
@@ -62,10 +63,10 @@ class Int8WeightOnlyQuantizedTrainingConfig(TwoStepConfig):
 
 
 def _prepare(model: nn.Module, filter_fn: Any, strict: bool) -> list[ReportRow]:
-    selected, skipped = select(model, Int8WeightOnlyConfig(), filter_fn, None, strict)
+    selected, skipped = select(model, Int8WeightOnlyConfig(), filter_fn, None, strict, packs=False)
     for item in selected:
         _check(item)
-    weights: dict[int, nn.Parameter] = {}  # the new weight by the id of the float one, which layers may share
+    weights: dict[int, nn.Parameter] = {}  # new weights by the ids of float weights, which may be shared
     rows = {}
     for item in selected:
         module, weight = item.module, item.value
@@ -107,7 +108,7 @@ def _convert(model: nn.Module, filter_fn: Any) -> list[ReportRow]:
 
 
 def _convert_group(group: list[Selected]) -> list[ReportRow]:
-    """Hand the codes of the one weight of these layers to all of them, packed."""
+    """Pack the codes of the weight that these layers share, and assign the result to all of them."""
     weight: Int8Weight = group[0].value
 
     def make(layout: str) -> Packed:

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers that compute in float with the numbers that they will have when they are quantized.
+"""Layers for quantization-aware training: they compute in float with the values that quantization will give them.
 
     FakeQuantizedLinear     y = fake_quantize(x) @ fake_quantize(weight).T + bias
     FakeQuantizedEmbedding  y = fake_quantize(weight)[x]
 
-Names, parameters and state dict are those of the float layer. With learned scales there is a parameter
-``weight_scale [n, groups]`` beside them, and for an asymmetric weight a buffer ``weight_zero``.
+Names, parameters and state dict are those of the float layer. With learned scales, there is also a parameter
+``weight_scale [n, groups]``, and for an asymmetric weight a buffer ``weight_zero``.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ SCALE, ZERO = "weight_scale", "weight_zero"
 
 
 class FakeQuantized(nn.Module):
-    """The common part of both layers."""
+    """Base class of the fake-quantized layers."""
 
     end = 'QATConfig(config, step="convert")'
     spec: LinearSpec
     base_config: str
-    """The configuration that prepared the layer, as text; "convert" wants the same."""
+    """The configuration that prepared the layer, as text; "convert" requires the same one."""
     float_class: type[nn.Module]
     transposed: bool
-    """Whether the weight lies as [k, n], as that of a Conv1D does."""
+    """Whether the weight is stored as [k, n], as in a Conv1D."""
     weight_format: WeightFormat
     x_format: int
     weight: nn.Parameter
@@ -56,25 +56,26 @@ class FakeQuantized(nn.Module):
 
     @property
     def learns_scales(self) -> bool:
-        """Whether scales are parameters; else they are those of the range of each group, in every call."""
+        """Whether scales are parameters. Otherwise they are computed from the range of each group in every call."""
         return self._parameters[SCALE] is not None
 
     def matrix(self) -> Tensor:
-        """The float weight as ``[n, k]``."""
+        """Return the float weight as ``[n, k]``."""
         return self.weight.T if self.transposed else self.weight
 
     def scales(self) -> tuple[Tensor | None, Tensor | None]:
-        """Learned scales and the zero points beside them, float32 whatever the model is in; else None twice."""
+        """Return the learned scales and their zero points in float32, whatever the dtype of the model; None for each
+        that does not exist."""
         scale, zero = self.weight_scale, self.weight_zero
         return None if scale is None else scale.float(), None if zero is None else zero.float()
 
     def fake_quantized_weight(self) -> Tensor:
-        """Return the weight ``[n, k]`` that ``dequantize()`` of the converted layer has, bit for bit."""
+        """Return the weight ``[n, k]`` that ``dequantize()`` of the converted layer will return, bit for bit."""
         return fake_quantize_weight(self.matrix(), self.weight_format, *self.scales())
 
     def quantize(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return codes uint8 ``[n, k]``, scales and zero points float32 ``[n, groups]`` of the weight as it is now; the
-        zero point of a symmetric weight is None."""
+        """Return the codes uint8 ``[n, k]``, scales and zero points float32 ``[n, groups]`` of the current weight. For
+        a symmetric weight, the zero points are None."""
         codes, scale, zero = quantize_weight(self.matrix(), self.weight_format, *self.scales())
         return codes, scale, zero if self.spec.asymmetric else None
 
@@ -83,7 +84,7 @@ class FakeQuantized(nn.Module):
         return f"{super().extra_repr()}, {self.spec.name}{learned}"
 
     def state_dict_problem(self, state_dict: dict[str, Any], prefix: str) -> str | None:
-        """Say why the entries of ``state_dict`` under ``prefix`` cannot be this layer's, or return None."""
+        """Return the reason why the entries of ``state_dict`` under ``prefix`` do not fit this layer, or None."""
         (weight,) = weights_of(self)
         value = state_dict.get(f"{prefix}{weight.key}")
         if not isinstance(value, Tensor) or value.is_floating_point():
@@ -95,7 +96,7 @@ class FakeQuantized(nn.Module):
 
 
 class FakeQuantizedLinear(FakeQuantized, nn.Linear):
-    """An nn.Linear with the numbers of a `QuantLinear`."""
+    """An nn.Linear that computes with the values of a `QuantLinear`."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = in_autocast_dtype(x)
@@ -105,8 +106,8 @@ class FakeQuantizedLinear(FakeQuantized, nn.Linear):
 
 
 class FakeQuantizedEmbedding(FakeQuantized, nn.Embedding):
-    """An nn.Embedding with the numbers of a `QuantEmbedding`. Only the rows that are looked up are rounded, as a row
-    has scales of its own."""
+    """An nn.Embedding that computes with the values of a `QuantEmbedding`. Since each row has its own scales, only the
+    rows that are looked up are rounded."""
 
     def forward(self, input: Tensor) -> Tensor:
         look_up = self.padding_idx, None, self.norm_type, self.scale_grad_by_freq, self.sparse
@@ -117,11 +118,12 @@ class FakeQuantizedEmbedding(FakeQuantized, nn.Embedding):
             rows = fake_quantize_weight(flat, self.weight_format, scale, zero).view(rows.shape)
         if self.float_class is nn.Embedding:
             return rows
-        return rows * rows.new_full((), self.scalar_embed_scale)  # a table of Gemma
+        return rows * rows.new_full((), self.scalar_embed_scale)  # Gemma's embedding
 
 
 def in_autocast_dtype(x: Tensor) -> Tensor:
-    """Cast first, as the op `linear` in autocast: rounded before it, x would have other codes."""
+    """Cast x to the dtype of autocast if that is enabled. This must happen before rounding, as in the op `linear`,
+    since the codes would differ otherwise."""
     device = x.device.type
     return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
 
@@ -133,7 +135,7 @@ def prepare_in_place(
     scale: nn.Parameter | None = None,
     zero: Tensor | None = None,
 ) -> None:
-    """Turn a float layer into the one that is trained; the object, its parameters and hooks stay the same."""
+    """Turn a float layer into a fake-quantized layer in place; its parameters and hooks stay the same."""
     (weight,) = weights_of(module)
     module.float_class, module.transposed = type(module), weight.transposed
     if kind_of(module).multiplies:
@@ -148,7 +150,7 @@ def prepare_in_place(
 
 
 def restore_in_place(module: FakeQuantized) -> None:
-    """Turn it back into the float layer that it was."""
+    """Turn the layer back into its former float class, in place."""
     module.__class__ = module.float_class
     for name in ("float_class", "transposed", "spec", "base_config", "weight_format", "x_format"):
         del module.__dict__[name]

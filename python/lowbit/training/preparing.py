@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The common part of training's configurations: checks before anything changes, and the report afterwards."""
+"""What the configurations of training share: checks before anything changes, and the report afterwards."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def check_step(name: str, step: Any) -> None:
 
 @dataclass(frozen=True, slots=True)
 class TwoStepConfig:
-    """Base of the configurations with a ``step``, one of `STEPS`, and nothing else."""
+    """Base class of the configurations whose only option is ``step``, one of `STEPS`."""
 
     _: KW_ONLY
     step: str = "prepare"
@@ -38,23 +38,24 @@ class TwoStepConfig:
 
 
 def check_no_head(config: Any, head: Any) -> None:
-    """Raise ValueError if ``quantize_`` was given a format for the head, where all layers are trained alike."""
+    """Raise ValueError if ``quantize_`` was called with a format for the head, which this configuration does not
+    support."""
     if head not in (None, INT8):
         raise ValueError(f"quantize_: head must be left out with {config}, got {head}: filter_fn can leave it float")
 
 
 def weight_of(item: Selected) -> str:
-    """The weight of a layer, as errors name it."""
+    """Return the name of a layer's weight for error messages."""
     return f"weight of {item.name or 'the model itself'}"
 
 
 def check_devices(name: str, selected: Iterable[Selected], kernel: str | None = None) -> None:
-    """Raise ValueError for a weight where lowbit has no kernels, of every op or of ``kernel``."""
+    """Raise ValueError if a weight is on a device for which lowbit has no kernels, or none of the op ``kernel``."""
     for item in selected:
         devices.check(name, weight_of(item), item.module.weight.device, kernel=kernel, meta=True)
 
 
 def in_order(model: nn.Module, rows: dict[str, ReportRow], skipped: Iterable[Any]) -> list[ReportRow]:
-    """The rows of layers that changed and of those that stay float, in the order of ``model``."""
+    """Return the report rows of changed and skipped layers, in the order of ``model``."""
     left = (ReportRow.skipped(item.name, item.module, item.reason) for item in skipped)
     return in_model_order(model, [*rows.values(), *left])

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""QATConfig: quantization-aware training through quantize_, in two steps.
+"""QATConfig: quantization-aware training with quantize_, in two steps.
 
-"prepare" lets layers compute with the numbers that quantizing would give them, and training goes on; "convert" packs
-the codes of the last weights. Both take them from the op `fake_quantize`, so that nothing changes on the way.
+After "prepare", layers compute with the values that quantization would give them, and are trained. "convert" packs the
+codes of the final weights. Both use the op `fake_quantize`, so the conversion does not change the values.
 """
 
 from __future__ import annotations
@@ -31,27 +31,26 @@ from lowbit.training.preparing import check_devices, check_step, in_order
 
 @dataclass(frozen=True, slots=True)
 class QATConfig:
-    """Train a model for a format: ``quantize_(model, QATConfig(config))``, training, ``quantize_(model,
-    QATConfig(config, step="convert"))``.
+    """Configuration for quantization-aware training.
 
-    Prepared layers compute in float with the weights and activations that the quantized ones will have. The gradient
-    passes through the rounding, but for weights whose code was clipped. "convert" gives ordinary `QuantLinear` and
-    `QuantEmbedding`: ``dequantize()`` is, bit for bit, the weight of the last forward, and kernels round activations to
-    the same codes.
-
-    Scales are those of the range of each group in every step, where ``base_config`` does not say how they are chosen.
+    ``quantize_`` with ``step="prepare"`` prepares float layers for training: they compute in float with the weights and
+    activations that the quantized layers will have. The gradient passes through the rounding, except for weights whose
+    code was clipped. ``quantize_`` with ``step="convert"`` turns them into `QuantLinear` and `QuantEmbedding`:
+    ``dequantize()`` returns, bit for bit, the weight of the last forward, and kernels round activations to the same
+    codes. Unless scales are learned, they are computed from the range of each group in every step.
 
     Args:
-        base_config: any configuration with codes (also torchao's); those of float weights, ``algorithm`` and, but with
-            learned scales, ``scale="search"`` have none that a step of training can follow. None, for "convert" alone:
-            layers become float again.
+        base_config: a configuration of lowbit or torchao, or its text. Float and 2:4 sparse formats and ``algorithm``
+            are not supported, and ``scale="search"`` only with learned scales. None, only with "convert", turns layers
+            back into float layers.
         step: "prepare" or "convert".
-        learned_scales: scales are parameters, ``weight_scale``, that begin as ``base_config`` chooses them and are
-            trained with the weights (LSQ); zero points stay as they were. Only "prepare" looks at it.
+        learned_scales: whether scales are parameters, ``weight_scale``, that start as ``base_config`` chooses them and
+            are trained with the weights (LSQ, Esser et al., arXiv 1902.08153). Zero points do not change. It only
+            affects "prepare".
 
     Raises:
-        TypeError: base_config is no configuration.
-        ValueError: step is another, or base_config has no rule for training; names it.
+        TypeError: base_config is not a configuration.
+        ValueError: step is neither, or base_config is not supported; the message says why.
 
     Example:
         >>> config = lowbit.int8_dynamic_activation_int4_weight(group_size=32)
@@ -84,10 +83,10 @@ class QATConfig:
 
 
 def trained_spec(config: FormatConfig, dtype: torch.dtype, learned_scales: bool) -> LinearSpec:
-    """Return the spec that a layer of a weight of ``dtype`` is trained for.
+    """Return the spec that a layer is trained for, whose weight has this dtype.
 
     Raises:
-        ValueError: the configuration has no rule that every step can follow.
+        ValueError: the configuration is not supported in training.
     """
     spec = config.spec(dtype)
     if spec.is_float:
@@ -97,7 +96,7 @@ def trained_spec(config: FormatConfig, dtype: torch.dtype, learned_scales: bool)
     if spec.format == SEMI_SPARSE:
         raise ValueError(
             f"QATConfig: base_config must not prune, got {config}: train with "
-            "lowbit.training.swap_linear_with_semi_sparse_linear, and pruned=True behind it"
+            "lowbit.training.swap_linear_with_semi_sparse_linear, and quantize with pruned=True afterwards"
         )
     if spec.algorithm is not None:
         raise ValueError(
@@ -120,7 +119,7 @@ def _prepare(model: nn.Module, qat: QATConfig, filter_fn: Any, strict: bool, hea
     selected, skipped = select(model, config, filter_fn, None, strict, kinds=(LINEAR, EMBEDDING), head=of_head)
     check_devices("QATConfig", selected, kernel="fake_quantize")
     report = QuantizationReport(str(qat), model_bytes_before=model_bytes(model))
-    scales: dict[int, tuple[nn.Parameter | None, Tensor | None]] = {}  # by the id of the weight, which layers may share
+    scales: dict[int, tuple[nn.Parameter | None, Tensor | None]] = {}  # by the ids of weights, which may be shared
     rows = {}
     for item in selected:
         key = id(item.value)
@@ -139,7 +138,7 @@ def _prepare(model: nn.Module, qat: QATConfig, filter_fn: Any, strict: bool, hea
 
 
 def _first_scales(item: Selected) -> tuple[nn.Parameter, Tensor | None]:
-    """Scales as the configuration chooses them, and zero points of an asymmetric weight."""
+    """Return the scales that the configuration chooses, and the zero points of an asymmetric weight or None."""
     weight, spec = item.weight.matrix(item.value), item.spec
     _, scale, zero = QuantLinear.from_packed(pack_weight(weight, spec)[0], *weight.shape, spec).unpack()
     return nn.Parameter(scale.clone(memory_format=torch.contiguous_format)), zero if spec.asymmetric else None

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training with 2:4 sparsity, by torchao's names: layers that prune in every step what they multiply.
+"""Training with 2:4 sparsity, with torchao's names: layers that prune their weight or input in every step.
 
-Of each tile of 4 x 4 numbers half are kept, two in each row and two in each column: of the 90 ways to do that, the one
-with the least squared error. So the matrix is 2:4 and its transpose is too, as forward and backward multiply them. The
-gradient passes through the pruning (straight-through): a number that is 0 now may come back.
+In each tile of 4 x 4 values half are kept, two in each row and two in each column. There are 90 ways to do so, of which
+the one with the smallest squared error is used. So both the matrix, which the forward multiplies, and its transpose,
+for the backward, are 2:4. The gradient is straight-through, so a value that was pruned may come back.
 """
 
 from __future__ import annotations
@@ -22,24 +22,25 @@ from lowbit.quant.load_check import guard
 from lowbit.quant.select import reason_to_skip
 from lowbit.training.int8_linear import checked_input
 
-_TILES_AT_ONCE = 1 << 14  # 90 sums for each tile: 6 MB
+_TILES_AT_ONCE = 1 << 14  # tiles per batch, whose 90 float32 sums each take 6 MB
 _END = "swap_semi_sparse_linear_with_linear"
 
 
 @functools.lru_cache(maxsize=1)
 def _patterns() -> Tensor:
-    """The 4 x 4 masks with two ones in each row and column, float32 ``[90, 16]``."""
+    """Return the 4 x 4 masks with two ones in each row and column, float32 ``[90, 16]``."""
     rows = [[float(i in two) for i in range(4)] for two in itertools.combinations(range(4), 2)]
     masks = torch.tensor(list(itertools.product(rows, repeat=4)), dtype=torch.float32, device="cpu")
     return masks[(masks.sum(1) == 2).all(1)].flatten(1)
 
 
 def semi_sparse_mask(matrix: Tensor) -> Tensor:
-    """Return the mask that is 2:4 along both dimensions and leaves the least squares of each 4 x 4 tile out.
+    """Return the mask that is 2:4 along both dimensions and keeps the max sum of squares in each 4 x 4 tile.
+
+    Squares are summed in float32, after dividing each tile by its max. Tiles at the border are padded with zeros.
 
     Args:
-        matrix: ``[n, k]``, any float dtype, finite; of tiles that reach beyond it the rest counts as 0. Squares
-            are summed in float32, of numbers over the largest of their tile.
+        matrix: ``[n, k]``, any float dtype, finite.
 
     Returns:
         bool ``[n, k]``.
@@ -54,15 +55,15 @@ def semi_sparse_mask(matrix: Tensor) -> Tensor:
 
 
 def _best(tiles: Tensor, patterns: Tensor) -> Tensor:
-    """The pattern of each tile ``[count, 16]`` that keeps most of it."""
+    """Return for each tile ``[count, 16]`` the pattern that keeps the max sum of squares."""
     largest = tiles.amax(1, keepdim=True)
     kept = (tiles / torch.where(largest > 0, largest, 1)).square() @ patterns.T
-    return patterns.bool()[kept.max(1).indices]  # takes half the time of argmax
+    return patterns.bool()[kept.max(1).indices]  # max is faster than argmax
 
 
 def semi_sparse(matrix: Tensor) -> Tensor:
-    """Return ``matrix`` with 0 in place of what `semi_sparse_mask` leaves out, but for inf and nan, which stay. Its
-    gradient is that of the result."""
+    """Return ``matrix`` with 0 wherever `semi_sparse_mask` is False, except for inf and nan, which are kept. The
+    gradient is straight-through."""
     return _SemiSparse.apply(matrix)
 
 
@@ -93,8 +94,8 @@ class SemiSparseLinear(nn.Linear):
 
 
 class SemiSparseActivationLinear(SemiSparseLinear):
-    """An nn.Linear whose input ``[..., k]`` is pruned to 2:4 as a matrix of rows, in tiles of four rows and four
-    features; its weight stays dense."""
+    """An nn.Linear whose input ``[..., k]`` is pruned to 2:4, in tiles of four rows and four features. Its weight stays
+    dense."""
 
     trained_as = "2:4 activations"
 
@@ -104,19 +105,19 @@ class SemiSparseActivationLinear(SemiSparseLinear):
 
 
 def swap_linear_with_semi_sparse_linear(model: nn.Module, config: Mapping[str, type[SemiSparseLinear]]) -> nn.Module:
-    """Let layers of ``model`` prune to 2:4 what they multiply, from the next step on, and return ``model``.
+    """Turn nn.Linear layers of ``model`` into layers that prune their weight or input to 2:4, and return ``model``.
 
-    Layers keep their identity, parameters and hooks, so optimizers and state dicts of the float model fit.
+    Layers keep their identity, parameters and hooks, so optimizers and state dicts of the float model remain valid.
 
     Args:
-        model: any module; changed in place.
-        config: qualified names of nn.Linear, each with `SemiSparseLinear` (its weight is pruned) or
-            `SemiSparseActivationLinear` (its input is).
+        model: any module; it is changed in place.
+        config: a mapping from qualified names of nn.Linear layers to `SemiSparseLinear`, which prunes the weight, or
+            `SemiSparseActivationLinear`, which prunes the input.
 
     Raises:
-        TypeError: config is no mapping to these classes, or a weight is not float32, bfloat16 or float16.
-        ValueError: config is empty, a name is that of no nn.Linear, something else reads its weight, or its
-            in_features or out_features are no multiple of 4; names it.
+        TypeError: config is not a mapping to these classes, or a weight is not float32, bfloat16 or float16.
+        ValueError: config is empty; a name is not that of an nn.Linear; other code reads its weight; or in_features or
+            out_features is not a multiple of 4. The message names the layer.
 
     Example:
         >>> config = {"0": lowbit.training.SemiSparseLinear}
@@ -160,13 +161,13 @@ def _check_layer(function: str, name: str, module: nn.Module | None) -> None:
 
 @torch.no_grad()
 def swap_semi_sparse_linear_with_linear(model: nn.Module) -> nn.Module:
-    """Make every layer of `swap_linear_with_semi_sparse_linear` an nn.Linear again, in place, and return ``model``.
+    """Turn the layers of `swap_linear_with_semi_sparse_linear` back into nn.Linear, in place, and return ``model``.
 
-    Weights that were pruned in every step are pruned for good, so that the model computes what it did. Of
-    `SemiSparseActivationLinear` the input is dense from then on.
+    The weight of a `SemiSparseLinear` is pruned permanently, so the layer still computes the same. The input of a
+    `SemiSparseActivationLinear` is no longer pruned.
 
     Raises:
-        ValueError: there is none.
+        ValueError: the model has no such layer.
     """
     layers = [module for module in model.modules() if isinstance(module, SemiSparseLinear)]
     if not layers:

@@ -192,7 +192,7 @@ def test_bad_input_is_refused_by_name() -> None:
     optimizer = CPUOffloadOptimizer(there.parameters(), lowbit.optim.AdamW8bit)
     for given in ({"offloaded": [], "on-device": {}}, [], None):
         with pytest.raises(
-            ValueError, match=r"CPUOffloadOptimizer.load_state_dict: state_dict must have a list param_groups"
+            ValueError, match=r"CPUOffloadOptimizer.load_state_dict: state_dict must be a dict with a list param_groups"
         ):
             optimizer.load_state_dict(given)
     with pytest.raises(TypeError, match="CPUOffloadOptimizer: must not be pickled or copied"):

@@ -91,6 +91,13 @@ def test_compiled_and_exported_programs_run() -> None:
     assert torch.equal(torch.export.export(layer, (x,)).module()(x), layer(x))
 
 
+def test_inductor_says_what_it_lacks() -> None:
+    """And compiles for the CPU as before."""
+    with pytest.raises(RuntimeError, match="Inductor has no code generator for lowbit_sim; backend='aot_eager' compiles for it"):
+        torch.compile(lambda x: x.relu() + 1)(torch.ones(4, device=DEVICE))
+    assert torch.equal(torch.compile(lambda x: x.relu() + 1)(torch.ones(4)), torch.full((4,), 2.0))
+
+
 def test_the_current_device_is_where_tensors_go() -> None:
     with torch.device("lowbit_sim"), torch.lowbit_sim.device(1):
         assert torch.empty(2).device == torch.device(OTHER)

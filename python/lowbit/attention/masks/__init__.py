@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ready-made masks for `flex_attention` and `create_block_mask`; ``masks.causal.plot()`` draws one, ``&``, ``|`` and
-``~`` join them."""
+"""Ready-made masks for `flex_attention` and `create_block_mask`. ``&``, ``|`` and ``~`` combine masks, and
+``masks.causal.plot()`` draws one."""
 
 from lowbit.attention.masks.block_diffusion import block_diffusion
 from lowbit.attention.masks.causal import causal

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training mask of block diffusion language models (BD3-LM, arXiv 2503.09573): the noised sequence, then
+"""The training mask of block diffusion language models (BD3-LM, arXiv 2503.09573), over the noised sequence followed by
 the clean one."""
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from lowbit.score.mod import MaskMod
 
 
 def block_diffusion(length: int, block_size: int) -> MaskMod:
-    """Return the mask over ``2 * length`` tokens: 0..length - 1 noised, the rest clean.
+    """Return the mask over ``2 * length`` tokens: 0..length - 1 are noised, the rest clean.
 
-    A noised token sees the noised tokens of its own block and the clean tokens of earlier blocks; a clean token sees
-    the clean tokens of its own and of earlier blocks.
+    A noised token sees the noised tokens of its own block and the clean tokens of earlier blocks. A clean token sees
+    the clean tokens of its own block and of earlier ones.
 
     Raises:
-        ValueError: length or block_size below 1.
+        ValueError: length or block_size is below 1.
     """
     if length < 1 or block_size < 1:
         raise ValueError(

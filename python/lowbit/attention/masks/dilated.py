@@ -9,10 +9,10 @@ from lowbit.score.mod import MaskMod
 
 
 def dilated(window: int, dilation: int) -> MaskMod:
-    """Return the mask ``|q - k| <= window`` and ``q - k`` a multiple of ``dilation``.
+    """Return the mask ``|q - k| <= window`` with ``q - k`` a multiple of ``dilation``.
 
     Raises:
-        ValueError: window below 0 or dilation below 1.
+        ValueError: window is below 0 or dilation below 1.
     """
     if window < 0 or dilation < 1:
         raise ValueError(

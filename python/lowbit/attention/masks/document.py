@@ -16,16 +16,16 @@ def document_ids(cu_seqlens: Tensor) -> Tensor:
 
 
 def document(ids: Tensor, inner: MaskFunction | None = None) -> MaskMod:
-    """Return the mask ``ids[q] == ids[k]``, and ``inner`` within each document.
+    """Return the mask ``ids[q] == ids[k]``, combined with ``inner`` within each document.
 
     Args:
-        ids: integer ``[L]``, the document of each token, or ``[B, L]``, one row per batch entry; tokens of a
-            document stand together.
-        inner: a mask_mod that gets positions counted from the start of the document, `masks.causal` for one;
-            None for all.
+        ids: integer ``[L]``, the document of each token, or ``[B, L]``, one row per batch entry; the tokens of a
+            document must be contiguous.
+        inner: a mask_mod, such as `masks.causal`, that gets positions relative to the start of the document; None for
+            no further mask.
 
     Raises:
-        ValueError: ids that are neither ``[L]`` nor ``[B, L]``.
+        ValueError: ids is neither ``[L]`` nor ``[B, L]``.
     """
     if ids.dim() not in (1, 2):
         raise ValueError(f"document: ids must have shape [L] or [B, L], got {list(ids.shape)}")
@@ -46,7 +46,7 @@ def document(ids: Tensor, inner: MaskFunction | None = None) -> MaskMod:
 
 
 def _starts(ids: Tensor) -> Tensor:
-    """The position of the first token of each token's document, int32 of the shape of ids."""
+    """Return the position of the first token of each token's document, int32 in the shape of ids."""
     index = torch.arange(ids.shape[-1], dtype=torch.int32, device=ids.device).expand(ids.shape)
     if not ids.numel():
         return index

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A window around each query, and tokens that see all tokens and are seen by all (Longformer, BigBird)."""
+"""A window around each query, and global tokens that see all tokens and are seen by all (Longformer, BigBird)."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from lowbit.score.mod import MaskMod
 
 
 def global_window(window: int, is_global: Tensor) -> MaskMod:
-    """Return the mask ``|q - k| <= window``, or one of the two is global.
+    """Return the mask ``|q - k| <= window``, or query or key is global.
 
     Args:
-        window: keys to each side.
+        window: the number of keys to each side.
         is_global: bool ``[L]``.
 
     Raises:
-        ValueError: window below 0, or is_global not bool ``[L]``.
+        ValueError: window is below 0, or is_global is not bool ``[L]``.
     """
     if window < 0:
         raise ValueError(f"global_window: window must be at least 0, got window={window}")

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Neighborhood attention over an image (arXiv 2204.07143): each pixel sees the window around it, moved inside
-at the edges."""
+"""Neighborhood attention over an image (arXiv 2204.07143): each pixel sees the window around it, which is shifted
+inside at the edges."""
 
 from __future__ import annotations
 
@@ -10,14 +10,16 @@ from lowbit.score.mod import MaskMod
 
 
 def natten(height: int, width: int, kernel_height: int, kernel_width: int | None = None) -> MaskMod:
-    """Return the mask over ``height * width`` pixels, row by row.
+    """Return the mask over ``height * width`` pixels in row-major order.
 
     Args:
-        kernel_height: rows of the window, odd and at most ``height``.
-        kernel_width: columns of the window, odd and at most ``width``; default: kernel_height.
+        height: the rows of the image.
+        width: the columns of the image.
+        kernel_height: the rows of the window, odd and at most ``height``.
+        kernel_width: the columns of the window, odd and at most ``width``; by default kernel_height.
 
     Raises:
-        ValueError: a kernel that is even or larger than the image.
+        ValueError: a kernel size is even or larger than the image.
     """
     kernel_width = kernel_height if kernel_width is None else kernel_width
     for name, kernel, size in (("kernel_height", kernel_height, height), ("kernel_width", kernel_width, width)):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every query sees the prefix, the rest is causal (T5, UniLM)."""
+"""Every query sees the prefix, and the rest is causal (T5, UniLM)."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ def prefix_lm(prefix: int | Tensor) -> MaskMod:
     """Return the mask ``k < prefix`` or causal.
 
     Args:
-        prefix: length of the prefix, one for all or an integer tensor ``[B]``.
+        prefix: the length of the prefix: one for all, or an integer tensor ``[B]``.
 
     Raises:
-        ValueError: a negative prefix, or a tensor that is not ``[B]``.
+        ValueError: prefix is negative, or a tensor that is not ``[B]``.
     """
     if isinstance(prefix, Tensor) and prefix.dim() != 1:
         raise ValueError(f"prefix_lm: prefix must be an int or a tensor [B], got shape {list(prefix.shape)}")

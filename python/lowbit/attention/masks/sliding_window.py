@@ -11,10 +11,10 @@ from lowbit.score.mod import MaskMod
 def sliding_window(window: int) -> MaskMod:
     """Return the mask ``0 <= q - k < window``: ``window`` keys, the query's own and the ``window - 1`` before it.
 
-    The number is that of transformers' ``sliding_window``, of Mistral's and of the quantized cache's ``window``.
+    The number counts as in transformers' ``sliding_window``, in Mistral, and in the quantized cache's ``window``.
 
     Raises:
-        ValueError: window below 1.
+        ValueError: window is below 1.
     """
     if window < 1:
         raise ValueError(f"sliding_window: window must be at least 1 (a query sees itself), got window={window}")

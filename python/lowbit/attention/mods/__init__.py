@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ready-made score mods for `flex_attention`; ``mods.alibi(8).plot(h=0)`` draws what one adds."""
+"""Ready-made score mods for `flex_attention`. ``mods.alibi(8).plot(h=0)`` draws what a mod adds."""
 
 from lowbit.attention.mods.alibi import alibi
 from lowbit.attention.mods.learned_bias import learned_bias

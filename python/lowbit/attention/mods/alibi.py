@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention with linear biases (arXiv 2108.12409): a slope per head over the distance."""
+"""Attention with linear biases (arXiv 2108.12409): each head adds the distance times its slope."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from lowbit.score.mod import ScoreMod
 def alibi(heads: int) -> ScoreMod:
     """Return the mod ``score + (k - q) * slope[h]`` with the paper's slopes.
 
-    For a power of two they are ``2 ** (-8 (h + 1) / heads)``. For another number the first heads take the slopes
-    of the power of two below, and the rest every other slope of the power of two above, as in the authors' code,
-    BLOOM and MPT.
+    If ``heads`` is a power of two, they are ``2 ** (-8 (h + 1) / heads)``. Otherwise the first heads take the slopes of
+    the power of two below, and the rest every other slope of the power of two above, as in the authors' code, BLOOM and
+    MPT.
 
     Raises:
-        ValueError: heads below 1.
+        ValueError: heads is below 1.
     """
     if heads < 1:
         raise ValueError(f"alibi: heads must be at least 1, got heads={heads}")
@@ -25,7 +25,7 @@ def alibi(heads: int) -> ScoreMod:
     per_head, per_other = 8.0 / whole, 4.0 / whole
 
     def mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        head = h.to(torch.float32)  # whatever torch's default dtype is
+        head = h.to(torch.float32)  # independent of torch's default dtype
         exponent = (head + 1) * per_head
         if whole != heads:
             exponent = torch.where(h < whole, exponent, (2 * (head - whole) + 1) * per_other)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A bias for each score, learned: the gradient reaches it on the CPU too (AlphaFold's pair bias, Swin)."""
+"""A learned bias for each score, with a gradient (AlphaFold's pair bias, Swin)."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ def learned_bias(bias: Tensor) -> ScoreMod:
     """Return the mod that adds ``bias``.
 
     Args:
-        bias: ``[L, S]``, ``[H, L, S]`` or ``[B, H, L, S]``; may require grad.
+        bias: ``[L, S]``, ``[H, L, S]`` or ``[B, H, L, S]``; it may require grad.
 
     Raises:
-        ValueError: another number of dimensions.
+        ValueError: bias has another number of dimensions.
     """
     if bias.dim() not in (2, 3, 4):
         raise ValueError(f"learned_bias: bias must be [L, S], [H, L, S] or [B, H, L, S], got {list(bias.shape)}")

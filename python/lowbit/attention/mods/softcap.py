@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Soft cap on the scores (Gemma 2, Grok)."""
+"""Softcap on the scores (Gemma 2, Grok)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def softcap(cap: float) -> ScoreMod:
     """Return the mod ``cap * tanh(score / cap)``.
 
     Raises:
-        ValueError: cap not above 0.
+        ValueError: cap is not above 0.
     """
     if not cap > 0:
         raise ValueError(f"softcap: cap must be above 0, got cap={cap}")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GGUF: a model and its tokenizer from one file of llama.cpp, with its codes packed unchanged."""
+"""GGUF: load a model and its tokenizer from one llama.cpp file, keeping its codes unchanged, and write such files."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """GGUF's block types as codes, scales and zero points: ``w = scale * (code - zero)``.
 
-A type is read into the format that has its codes. Some numbers are stored differently: scales that are products (``d``
-times 6 bits of a K type) are rounded to float16 times a power of two of the row, and a minimum becomes a float16 zero
-point, ``-minimum / scale``. So each weight is within 2^-11 of |w| + |minimum| of the type's own value; `exact` types
-have neither. Levels of IQ4 are whole numbers and are held as int8, exactly, in twice the bytes.
+Each type is read into the format that has its codes. Some numbers are stored in another form. A scale that is a product
+(``d`` times 6 bits in K types) is rounded to a float16 fraction of the row's power of two. A minimum becomes a float16
+zero point, ``-minimum / scale``. So each weight is within 2^-11 of |w| + |minimum| of its value in GGUF; types without
+products and minimums are exact. The levels of IQ4 are integers; they are stored exactly, as int8, in twice the bytes.
 """
 
 from __future__ import annotations
@@ -21,35 +21,37 @@ from lowbit.quant.codes import CodedWeight, split_scale
 
 _IQ4 = torch.tensor([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], dtype=torch.int16)
 _FAR = 65504.0
-"""The largest float16. A group whose zero point is further away is held as its minimum alone, code 1 of scale
-``minimum``: its codes add less than 2^-11 of it."""
+"""The largest float16. A group whose zero point would be larger is stored as its minimum alone: all codes are 1 and the
+scale is the minimum. Its codes contribute less than 2^-11 of the minimum."""
 
 
 @dataclass(slots=True)
 class Groups:
-    """The numbers of blocks ``[n, blocks, bytes]``: ``w = scale * code + minimum``."""
+    """The numbers in blocks ``[n, blocks, bytes]``: ``w = scale * code + minimum``."""
 
     codes: Tensor
-    """uint8, ``[n, blocks, weights of a block]``."""
+    """uint8 ``[n, blocks, weights per block]``."""
     scale: Tensor
-    """float32, ``[n, blocks, groups of a block]``."""
+    """float32 ``[n, blocks, groups per block]``."""
     minimum: Tensor | None = None
-    """As scale; None: ``w = scale * (code - zero of the symmetric format)``."""
+    """float32 like ``scale``, or None if ``w = scale * (code - zero)`` with the zero of the symmetric format."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlockType:
-    """How one type is held."""
+    """How one GGUF block type is stored in lowbit."""
 
     format: str
     group_size: int
     read: Callable[[Tensor], Groups]
     scales: str = "float16"
-    """"float16" as they are, powers of two ("power"), or products of two numbers of the block ("product")."""
+    """The kind of scales: "float16" numbers, kept as they are; powers of two ("power"); or products of two numbers of
+    the block ("product")."""
     asymmetric: bool = False
 
     def spec(self, activations: str) -> LinearSpec:
-        """The weight, and "int8_group" or "float" activations; levels are multiplied by floats alone."""
+        """Return the weight format with "int8_group" or "float" activations. Formats with levels take float activations
+        only."""
         if _C.FORMAT_FACTS[self.format]["kind"] != "integer":
             activations = "float"
         mapping = "asymmetric" if self.asymmetric else "symmetric"
@@ -57,10 +59,10 @@ class BlockType:
 
 
 def pack_blocks(blocks: Tensor, type: BlockType, layout: str = _C.LAYOUT) -> Tensor:
-    """Return the packed weight of blocks ``[n, blocks, bytes]`` uint8.
+    """Return the packed weight of blocks, uint8 ``[n, blocks, bytes]``.
 
     Raises:
-        ValueError: a scale or a minimum is inf or nan.
+        ValueError: a scale or a minimum is inf or nan, or the scales of a row differ by more than 2^24.
     """
     read = type.read(blocks)
     for name, values in (("scale", read.scale), ("minimum", read.minimum)):
@@ -81,7 +83,8 @@ def pack_blocks(blocks: Tensor, type: BlockType, layout: str = _C.LAYOUT) -> Ten
 
 
 def _stored(codes: Tensor, scale: Tensor, type: BlockType) -> CodedWeight:
-    """Scales as they are kept: float16 numbers as they are, the smallest too, others beside the largest of the row."""
+    """Return the codes with scales in their stored form. float16 scales are kept exactly, subnormals included; others
+    become fractions of the row's largest."""
     as_it_is = type.scales == "float16"
     parts = (torch.ones(len(scale)), scale.half()) if as_it_is else split_scale(scale, type.group_size)
     return CodedWeight(type.spec("float"), codes, *parts, None)
@@ -91,12 +94,12 @@ def _stored(codes: Tensor, scale: Tensor, type: BlockType) -> CodedWeight:
 
 
 def _halves(blocks: Tensor, at: int) -> Tensor:
-    """The float16 at this byte of each block, as float32 ``[n, blocks, 1]``."""
+    """Return the float16 at byte ``at`` of each block, as float32 ``[n, blocks, 1]``."""
     return blocks[..., at : at + 2].contiguous().view(torch.float16).float()
 
 
 def _shifted(values: Tensor, shifts: tuple[int, ...], count: int, mask: int) -> Tensor:
-    """The bits from each of ``shifts`` on, of ``count`` bytes at a time: ``[n, blocks, ..., shifts, count]``."""
+    """Return the bits at each of ``shifts``, for groups of ``count`` bytes: ``[n, blocks, ..., shifts, count]``."""
     steps = torch.tensor(shifts, dtype=torch.uint8)[:, None]
     return values.unflatten(-1, (-1, 1, count)) >> steps & mask
 
@@ -106,7 +109,7 @@ def _nibbles(values: Tensor, count: int) -> Tensor:
 
 
 def _fifth_bits(blocks: Tensor, at: int) -> Tensor:
-    """32 bits of 4 bytes, as ``[n, blocks, 32]``."""
+    """Return the 32 bits in 4 bytes, as ``[n, blocks, 32]``."""
     return (
         blocks[..., at : at + 4, None]
         .expand(-1, -1, -1, 8)
@@ -151,7 +154,7 @@ def _q3_k(blocks: Tensor) -> Groups:
 
 
 def _six_bits(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """The 8 scales and 8 minimums of a Q4_K or Q5_K block, in 12 bytes."""
+    """Return the 8 scales and 8 minimums of a Q4_K or Q5_K block, stored in 12 bytes."""
     first, second, both = (blocks[..., at : at + 4] for at in (4, 8, 12))
     scale = torch.cat([first & 63, both & 15 | first >> 2 & 48], dim=-1)
     minimum = torch.cat([second & 63, both >> 4 | second >> 2 & 48], dim=-1)

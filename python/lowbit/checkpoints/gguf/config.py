@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The transformers configuration for the metadata of a GGUF file, whose keys are all either read or known."""
+"""The transformers configuration for the metadata of a GGUF file. Every key must be read, or be known to have no
+effect."""
 
 from __future__ import annotations
 
@@ -7,36 +8,34 @@ from typing import Any
 
 from transformers import AutoConfig, PreTrainedConfig
 
-from lowbit.checkpoints.gguf.architectures import ARCHITECTURES, SIZES, Architecture
+from lowbit.checkpoints.gguf.architectures import SIZES, Architecture
+from lowbit.checkpoints.gguf.expert_keys import expert_attributes
 from lowbit.checkpoints.gguf.file import GgufFile
 from lowbit.checkpoints.gguf.metadata import Metadata
+from lowbit.checkpoints.gguf.mixtures import architecture_of
 from lowbit.checkpoints.gguf.rope import rope_parameters
 from lowbit.checkpoints.gguf.special_tokens import special_tokens
 
 _TOKENIZER = ("model", "pre", "scores", "token_type", "add_bos_token", "add_eos_token", "add_space_prefix")
-"""Keys that `load_tokenizer` reads, besides the arrays of texts and the numbers of special words."""
+"""Keys that `load_tokenizer` reads, besides the string arrays and the ids of special tokens."""
 _TEXTS = ("tokenizer.ggml.tokens", "tokenizer.ggml.merges", "tokenizer.chat_template")
 
 
 def config_of(file: GgufFile) -> PreTrainedConfig:
-    """Return the configuration of the model in a file; errors are those of `attributes_of`."""
+    """Return the configuration of the model in a file. Raises the errors of `attributes_of`."""
     model_type, attributes = attributes_of(file)
     return AutoConfig.for_model(model_type, **attributes)
 
 
 def attributes_of(file: GgufFile) -> tuple[str, dict[str, Any]]:
-    """Return the ``model_type`` of transformers, and the attributes of its configuration that the file says.
+    """Return the ``model_type`` of transformers, and the attributes of its configuration that the file sets.
 
     Raises:
-        ValueError: the architecture is none of `ARCHITECTURES`, a key is missing or has a value that transformers'
-            model cannot have, or a key is neither read nor known to be without effect; names the file and the key.
+        ValueError: lowbit does not read the architecture, a key is missing, a value is not supported by the
+            transformers model, or a key is neither read nor known to have no effect. The message names the file and the
+            key.
     """
-    architecture = ARCHITECTURES.get(file.architecture)
-    if architecture is None:
-        raise ValueError(
-            f"{file.paths[0]}: general.architecture must be one of {', '.join(ARCHITECTURES)}, "
-            f"got {file.architecture!r}"
-        )
+    architecture = architecture_of(file)
     table = file.tensors.get("token_embd.weight")
     if table is None:
         raise ValueError(f"{file.paths[0]}: a model must have a tensor token_embd.weight, got none")
@@ -50,8 +49,11 @@ def attributes_of(file: GgufFile) -> tuple[str, dict[str, Any]]:
         values |= architecture.more(keys, values)
     values |= special_tokens(keys, table.shape[0])
     keys.only("attention.causal", True, reason="the model continues texts")
-    keys.only("expert_count", 0, reason="mixtures of experts are not read")
-    keys.only("expert_used_count", 0, reason="mixtures of experts are not read")
+    if architecture.experts is not None:
+        values |= expert_attributes(keys, values, architecture.experts)
+    else:
+        for key in ("expert_count", "expert_used_count"):
+            keys.only(key, 0, reason="the model has no experts")
     keys.only("tokenizer.ggml.add_sep_token", False, reason="the model continues texts")
     keys.read.update({f"tokenizer.ggml.{key}" for key in _TOKENIZER}, _TEXTS)
     keys.refuse_unread()
@@ -59,7 +61,7 @@ def attributes_of(file: GgufFile) -> tuple[str, dict[str, Any]]:
 
 
 def _heads(keys: Metadata, architecture: Architecture) -> dict[str, Any]:
-    """The attributes of attention."""
+    """Return the attributes of attention."""
     heads, width = keys.count("attention.head_count"), keys.count("embedding_length")
     groups = keys.count("attention.head_count_kv", heads)
     if heads % groups:

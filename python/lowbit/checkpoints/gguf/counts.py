@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""check_counts: the numbers of a file's header against its tensors, before a model is made of them. A flipped bit in
-the number of layers would create layers forever, or silently make a smaller model."""
+"""check_counts: compare the sizes in a file's header with its tensors, before a model is created from them.
+
+A flipped bit in the number of layers would create layers without end, or silently create a smaller model.
+"""
 
 from __future__ import annotations
 
@@ -15,29 +17,40 @@ _SIZES = {
     "context_length": ("position_embd.weight", 0),
     "feed_forward_length": ("blk.0.ffn_down.weight", 1),
 }
-"""Keys that are a size of a tensor, if the file has it."""
+"""Keys that give the size of a tensor, if the file has that tensor."""
+_EXPERTS = {
+    "expert_count": ("ffn_gate_inp.weight", 2, 0),
+    "expert_feed_forward_length": ("ffn_down_exps.weight", 3, 2),
+    "expert_shared_feed_forward_length": ("ffn_down_shexp.weight", 2, 1),
+}
+"""Keys that give the size of a tensor in the first layer that has it, with its number of dimensions."""
 _HEADS = {"attention.head_count": "blk.0.attn_q.weight", "attention.head_count_kv": "blk.0.attn_k.weight"}
 
 
 def check_counts(
     path: Path, architecture: str, metadata: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
 ) -> None:
-    """Refuse a file whose numbers of layers, features or heads are not those of its tensors.
+    """Check that the numbers of layers, features and heads in the metadata are those of the tensors.
 
     Args:
         path: the path of the file, for errors.
-        architecture: the prefix of its keys.
-        metadata: values by key; one that is not there is not compared.
+        architecture: the prefix of the keys.
+        metadata: values by key; missing keys are not checked.
         shapes: the shapes of the tensors by name, rows first.
 
     Raises:
-        ValueError: names the file and the key.
+        ValueError: a number differs. The message names the file and the key.
     """
     layers = {int(found[1]) for name in shapes if (found := _LAYER.fullmatch(name))}
     wanted = {"block_count": (max(layers, default=-1) + 1, "layers have tensors")}
     for key, (name, dimension) in _SIZES.items():
         if len(shapes.get(name, ())) == 2:
             wanted[key] = shapes[name][dimension], f"{name} has"
+    for key, (end, dimensions, dimension) in _EXPERTS.items():
+        found = ((name, shape) for name, shape in shapes.items() if is_in_layer(name, end))
+        name, shape = next(found, ("", ()))
+        if len(shape) == dimensions:
+            wanted[key] = shape[dimension], f"{name} has"
     for key, (number, reason) in wanted.items():
         got = metadata.get(f"{architecture}.{key}", number)
         is_given_by_layer = isinstance(got, list) and key != "block_count"
@@ -46,15 +59,20 @@ def check_counts(
     _check_heads(path, architecture, metadata, shapes)
 
 
+def is_in_layer(name: str, end: str) -> bool:
+    """Whether a tensor of this name belongs to a layer, where it is named ``end``."""
+    return name.startswith("blk.") and name.endswith(f".{end}")
+
+
 def _check_heads(
     path: Path, architecture: str, metadata: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
 ) -> None:
-    """Heads of queries have as many columns as heads of keys."""
+    """Check that heads of queries have as many columns as heads of keys."""
     columns = {}
     queries = metadata.get(f"{architecture}.attention.head_count")
     for key, name in _HEADS.items():
         got = metadata.get(f"{architecture}.{key}", queries)
-        if got is None or isinstance(got, list):  # one for each layer
+        if got is None or isinstance(got, list):  # a list has one number per layer
             return
         if type(got) is not int or got < 1:
             raise ValueError(f"{path}: {architecture}.{key} must be a number from 1 on, got {got!r:.80}")

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The header of a GGUF file, checked as a whole before a weight is read: metadata, and the position of each tensor.
+"""The header of a GGUF file: metadata and the position of each tensor, fully checked before any weight is read.
 
-The ``gguf`` package's reader makes a numpy view of every word of a vocabulary (3 to 6 s for 49,152 words on two cores);
-here the words are decoded when they are asked for, and the claims of a damaged file are compared with its size first.
+The ``gguf`` package's reader creates a numpy view of every word of a vocabulary, which takes seconds. Here the words
+are decoded on demand, and the sizes claimed by a damaged file are first compared with the size of the file.
 """
 
 from __future__ import annotations
@@ -35,38 +35,39 @@ _NUMBERS = {
     GGUFValueType.FLOAT64: "d",
 }
 _FIRST, _MOST = 1 << 20, 1 << 29
-"""Bytes of a file in which the header is looked for, at first and at most."""
+"""The number of bytes in which the header is looked for: first, and at most."""
 _SPLIT = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 
 
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
-    """One tensor of a file, whose bytes are read when they are asked for."""
+    """One tensor of a file. Its bytes are read on demand."""
 
     name: str
     type: str
-    """As the ``gguf`` package names it: "F32", "Q4_0" ..."""
+    """The type's name in the ``gguf`` package: "F32", "Q4_0" ..."""
     shape: tuple[int, ...]
-    """As torch has it: rows first."""
+    """The shape as in torch: rows first."""
     file: OpenFile | None = None
-    """None: of a tensor that is yet to be written."""
+    """The open file, or None for a tensor that is yet to be written."""
     begin: int = 0
     nbytes: int = 0
 
     @property
     def data(self) -> bytearray:
-        """All of its bytes."""
-        return self.rows(0, self.shape[0])
+        """All bytes of the tensor."""
+        return self.file.read(self.begin, self.nbytes)
 
     def rows(self, begin: int, end: int) -> bytearray:
-        """The bytes of rows ``begin`` to ``end``; errors are those of `OpenFile.read`."""
-        size = self.nbytes // self.shape[0]
+        """Return the bytes of rows ``begin`` to ``end``; those of several matrices are counted through. Raises the
+        errors of `OpenFile.read`."""
+        size = self.nbytes // prod(self.shape[:-1])
         return self.file.read(self.begin + begin * size, (end - begin) * size)
 
 
 @dataclass(frozen=True, slots=True)
 class Texts:
-    """An array of texts in a header, such as the words of a tokenizer: decoded when they are asked for."""
+    """An array of strings in a header, such as the words of a tokenizer. It is decoded on demand."""
 
     data: memoryview
     count: int
@@ -81,13 +82,13 @@ class Texts:
 
 @dataclass(slots=True)
 class GgufFile:
-    """A GGUF file, or all files of one that was split."""
+    """A GGUF file, or all files of a split one."""
 
     paths: list[Path]
     metadata: dict[str, Any]
-    """Values by key, but for arrays of texts."""
+    """Values by key, except for string arrays."""
     texts: dict[str, Texts]
-    """Arrays of texts by key."""
+    """String arrays by key."""
     kinds: dict[str, GGUFValueType]
     """The type of each value in ``metadata``."""
     tensors: dict[str, GgufTensor]
@@ -98,39 +99,41 @@ class GgufFile:
         return self.metadata["general.architecture"]
 
     def value(self, key: str, default: Any = None) -> Any:
-        """The value of a key that is no array of texts.
+        """Return the value of a key, which must not be a string array.
 
         Raises:
-            ValueError: it is one; names the file and the key.
+            ValueError: it is a string array. The message names the file and the key.
         """
         if key in self.texts:
-            raise ValueError(f"{self.paths[0]}: {key} must be no array of texts, got one of {self.texts[key].count}")
+            raise ValueError(
+                f"{self.paths[0]}: {key} must not be an array of strings, got one of {self.texts[key].count} strings"
+            )
         return self.metadata.get(key, default)
 
     def array_of_texts(self, key: str) -> Texts | tuple[str, ...]:
-        """The texts of a key, none where the file does not have it.
+        """Return the string array of a key; it is empty if the file does not have the key.
 
         Raises:
-            ValueError: its value is something else; names the file and the key.
+            ValueError: the value is something else. The message names the file and the key.
         """
         if key in self.metadata:
-            raise ValueError(f"{self.paths[0]}: {key} must be an array of texts, got {self.metadata[key]!r:.80}")
+            raise ValueError(f"{self.paths[0]}: {key} must be an array of strings, got {self.metadata[key]!r:.80}")
         return self.texts.get(key, ())
 
     def check_unchanged(self) -> None:
-        """Raise ValueError if a part was written since it was opened."""
+        """Raise ValueError if a part was written to since it was opened."""
         for file in self.files:
             file.check_unchanged()
 
     @classmethod
     def open(cls, path: str | Path) -> GgufFile:
-        """Read the header of a file, and of its other parts where it is one of several.
+        """Read the header of a file, and those of the other parts if it was split.
 
         Raises:
-            FileNotFoundError: the file is not there, or a part of it is not.
-            ValueError: it is no GGUF file of this byte order and version, it is cut, it holds a type of tensor that
-                the ``gguf`` package does not know, or its numbers of layers, features or heads are not those of its
-                tensors; names the file, and the tensor or the key.
+            FileNotFoundError: the file or one of its parts does not exist.
+            ValueError: it is not a GGUF file of this byte order and version, it is truncated, it has a type of tensor
+                that the ``gguf`` package does not know, or the numbers of layers, features or heads are not those of
+                its tensors. The message names the file, and the tensor or the key.
         """
         path = Path(path)
         whole = _read(path)
@@ -149,18 +152,19 @@ class GgufFile:
         if wanted != len(whole.tensors):
             raise ValueError(f"{path}: all parts must hold {wanted} tensors together, got {len(whole.tensors)}")
         whole.value(f"{whole.architecture}.block_count")
-        others = dict.fromkeys(whole.texts, [])  # like lists of a number per layer: compared when read
+        # String arrays count as lists with a value per layer, which are checked when they are read.
+        others = dict.fromkeys(whole.texts, [])
         shapes = {tensor.name: tensor.shape for tensor in whole.tensors.values()}
         check_counts(path, whole.architecture, others | whole.metadata, shapes)
         return whole
 
 
 class _Longer(Exception):
-    """The header goes on behind the bytes that were read."""
+    """The header is longer than the bytes that were read."""
 
 
 class _Header:
-    """Steps through the bytes of a header, and says where a file ends too early."""
+    """A cursor over the bytes of a header. It raises an error that names the file if the file ends too early."""
 
     def __init__(self, file: OpenFile, data: memoryview) -> None:
         self.path, self.size, self.data, self.at = file.path, file.size, data, 0
@@ -186,7 +190,7 @@ class _Header:
         return bytes(self.take(self.number("Q"))).decode("utf-8", "replace")
 
     def texts(self, count: int) -> Texts:
-        """Step over texts: a tokenizer has 100,000 of them, which took 1.6 s by `text`."""
+        """Skip an array of strings. `text` would be slow for the 100,000 words of a tokenizer."""
         data, at, length_at = self.data, self.at, struct.Struct("<Q").unpack_from
         for _ in range(count):
             if at + 8 > len(data):
@@ -196,7 +200,7 @@ class _Header:
         return Texts(self.take(at - self.at), count)
 
     def value(self, kind: GGUFValueType) -> Any:
-        """A value of this kind; `Texts` for an array of texts."""
+        """Return a value of this kind; `Texts` for a string array."""
         if kind is GGUFValueType.STRING:
             return self.text()
         if kind is not GGUFValueType.ARRAY:
@@ -221,7 +225,7 @@ class _Header:
 def _read(path: Path) -> GgufFile:
     file, length = OpenFile(path), _FIRST
     if file.size < 24:
-        raise ValueError(f"{path}: a GGUF file has at least 24 bytes, got {file.size}")
+        raise ValueError(f"{path}: a GGUF file must have at least 24 bytes, got {file.size}")
     while True:
         header = _Header(file, memoryview(file.read(0, min(length, file.size))))
         try:
@@ -236,7 +240,7 @@ def _parsed(file: OpenFile, header: _Header) -> GgufFile:
     path = file.path
     magic, version = bytes(header.take(4)), header.number("I")
     if magic != b"GGUF":
-        raise ValueError(f"{path}: a GGUF file begins with b'GGUF', got {magic!r}")
+        raise ValueError(f"{path}: a GGUF file must begin with b'GGUF', got {magic!r}")
     if version not in (2, 3):
         order = ", of a file in the other byte order" if version & 0xFFFF == 0 else ""
         raise ValueError(f"{path}: the version must be 2 or 3, got {version}{order}")
@@ -259,7 +263,7 @@ def _parsed(file: OpenFile, header: _Header) -> GgufFile:
     tensors: dict[str, GgufTensor] = {}
     for name, shape, number, offset in infos:
         tensor = tensors[name] = _tensor(file, begin + offset, name, shape, number)
-        if tensor.begin != place:  # llama.cpp refuses it too
+        if tensor.begin != place:  # an error in llama.cpp too
             raise ValueError(
                 f"{path}: tensor {name} must begin behind the one before, at byte {place}, got {tensor.begin}"
             )
@@ -296,16 +300,20 @@ def _tensor(file: OpenFile, begin: int, name: str, shape: tuple[int, ...], numbe
 
 
 def _other_parts(path: Path, count: int) -> Iterator[Path]:
-    """The other files of one that was split into ``count``."""
+    """Return the paths of the other parts of a file split into ``count``."""
     if count <= 1:
         return
     named = _SPLIT.fullmatch(path.name)
     if named is None or int(named[3]) != count:
-        raise ValueError(f"{path}: a part of {count} must be named NAME-00001-of-{count:05}.gguf")
+        raise ValueError(
+            f"{path}: a file that is one of {count} parts must be named like NAME-00001-of-{count:05}.gguf"
+        )
     for number in range(1, count + 1):
         other = path.with_name(f"{named[1]}-{number:05}-of-{count:05}.gguf")
         if other == path:
             continue
         if not other.exists():
-            raise FileNotFoundError(f"{path}: one of {count} files, and {other.name} must lie beside it")
+            raise FileNotFoundError(
+                f"{path}: {other.name}, another of its {count} parts, must lie beside it, and is missing"
+            )
         yield other

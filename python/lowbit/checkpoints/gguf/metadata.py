@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The keys of a GGUF file, taken by name. A file is refused for a key that was not taken and is not known to be without
-effect: such a key may change the numbers."""
+"""The metadata of a GGUF file, read by key.
+
+A file with a key that is neither read nor known to have no effect is refused, because such a key may change the
+results.
+"""
 
 from __future__ import annotations
 
@@ -27,31 +30,33 @@ WITHOUT_EFFECT = {
     r"(fim_(pre|suf|mid)|prefix|suffix|middle|seperator|cls|mask)_token_id",
     "is of other tokenizers": r"tokenizer\.ggml\.(token_type_count|remove_extra_whitespaces|precompiled_charsmap)",
 }
-"""Patterns of keys that change nothing, by the reason; ARCH is the architecture."""
+"""Patterns of keys that have no effect, by the reason. ARCH stands for the architecture."""
 BY_LAYER = (
     "attention.head_count",
     "attention.head_count_kv",
     "feed_forward_length",
     "attention.sliding_window_pattern",
 )
-"""Keys of the architecture that may have a value for each layer, as llama.cpp has it."""
+"""Keys of the architecture that may have one value per layer, as in llama.cpp."""
 _REQUIRED = object()
 
 
 class Metadata:
-    """The metadata of a file; each method notes that its key was read.
+    """The metadata of a file. Each method records that its key was read.
 
-    Keys of the architecture are named without it: ``count("block_count")`` is ``llama.block_count`` of a Llama.
+    Keys of the architecture are given without their prefix: for a Llama, ``count("block_count")`` reads
+    ``llama.block_count``.
 
     Raises:
-        ValueError: a key is not there and has no default, or its value has no meaning; names the file and the key.
+        ValueError: a key is missing and has no default, or its value is invalid. The message names the file and the
+            key.
     """
 
     def __init__(self, file: GgufFile) -> None:
         self.file, self.read = file, set[str]()
 
     def value(self, key: str, default: Any = _REQUIRED) -> Any:
-        """The value as it is; of a list with a number for each layer, all of which are the same, that number."""
+        """Return the value. If it is a list with the same number for each layer, return that number."""
         name, key = key, key if key.startswith("tokenizer.") else f"{self.file.architecture}.{key}"
         self.read.add(key)
         value = self.file.value(key, default)
@@ -78,6 +83,10 @@ class Metadata:
             self.refuse(key, "a number above 0", value)
         return value if value is default else float(value)
 
+    def positive_or_none(self, key: str) -> float | None:
+        """Return the value, or None if it is missing or 0."""
+        return self.positive(key) if self.value(key, 0.0) != 0 else None
+
     def flag(self, key: str, default: bool) -> bool:
         value = self.value(key, default)
         if type(value) is not bool:
@@ -85,7 +94,7 @@ class Metadata:
         return value
 
     def only(self, key: str, *values: Any, reason: str) -> None:
-        """The one or more values of a key that change nothing; where it is not there it has one of them."""
+        """Check that a key, if present, has one of ``values``, which all have no effect."""
         value = self.value(key, values[0])
         if value not in values:
             self.refuse(key, " or ".join(map(repr, values)), value, reason)
@@ -95,7 +104,7 @@ class Metadata:
         raise ValueError(f"{self.file.paths[0]}: {key} must be {wanted}{reason and f' ({reason})'}, got {got!r:.80}")
 
     def refuse_unread(self) -> None:
-        """Raise ValueError where a key was not read and is not in `WITHOUT_EFFECT`."""
+        """Raise ValueError if a key was not read and is not in `WITHOUT_EFFECT`."""
         patterns = "|".join(WITHOUT_EFFECT.values()).replace("ARCH", re.escape(self.file.architecture))
         known = re.compile(f"(?:{patterns})")
         keys = self.file.metadata.keys() | self.file.texts.keys()

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""OpenFile: a file whose bytes are read by offset. A mapped file that is truncated would end the process."""
+"""OpenFile: a file whose bytes are read by offset. It is not mapped, because truncating a mapped file would crash the
+process."""
 
 from __future__ import annotations
 
@@ -9,10 +10,10 @@ from pathlib import Path
 
 
 class OpenFile:
-    """A file, open until nothing refers to it: another one may take its name meanwhile.
+    """A file that stays open while it is referenced, even if another file takes its name.
 
     Raises:
-        OSError: it is not there, or cannot be read.
+        OSError: it does not exist or cannot be read.
     """
 
     def __init__(self, path: Path) -> None:
@@ -24,7 +25,7 @@ class OpenFile:
 
     @property
     def size(self) -> int:
-        """Bytes of the file when it was opened."""
+        """The size of the file in bytes when it was opened."""
         return self._state[0]
 
     def read(self, begin: int, count: int) -> bytearray:
@@ -45,7 +46,7 @@ class OpenFile:
         return data
 
     def check_unchanged(self) -> None:
-        """Raise ValueError if the file was written since it was opened."""
+        """Raise ValueError if the file was written to since it was opened."""
         if self._now() != self._state:
             raise ValueError(f"{self.path}: the file must stay as it is while it is read, and was written meanwhile")
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The rotary embedding of a GGUF file as transformers' ``rope_parameters``.
 
-Of head columns i and i + d / 2 the angle at position p is p / (divisor_i * base^(2 i / d)). A file gives the divisors
-as one factor (linear), as a ramp between 1 and a factor (yarn), or as tensors: ``rope_freqs.weight`` of Llama 3, and
-``rope_factors_short.weight`` and ``rope_factors_long.weight`` (longrope), the latter beyond the context of the
-training. transformers takes any divisors as longrope.
+At position p, columns i and i + d / 2 of a head are rotated by the angle p / (divisor_i * base^(2 i / d)). A file gives
+the divisors as one factor (linear), as a ramp between 1 and a factor (yarn), or as tensors: ``rope_freqs.weight`` for
+Llama 3, ``rope_factors_short.weight`` and ``rope_factors_long.weight`` for longrope, the latter beyond the context
+length of training. transformers takes arbitrary divisors as longrope.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ import numpy as np
 from lowbit.checkpoints.gguf.architectures import FREQUENCIES, LONG, SHORT, Architecture
 from lowbit.checkpoints.gguf.metadata import Metadata
 
-_BASE = 10000.0  # where a file has none, as in llama.cpp
+_BASE = 10000.0  # the default of llama.cpp
 
 
 def rope_parameters(keys: Metadata, architecture: Architecture, head_dim: int) -> dict[str, Any]:
     """Return ``rope_parameters`` of the layers with full attention.
 
     Raises:
-        ValueError: the file asks for an embedding that transformers' model of this architecture does not have.
+        ValueError: the file has a rotary embedding that transformers' model of this architecture does not support.
     """
     rotated = keys.count("rope.dimension_count", head_dim)
     if rotated > head_dim or rotated % 2 or (rotated != head_dim and not architecture.partial_rotary):
@@ -67,7 +67,7 @@ def _scaled(keys: Metadata, architecture: Architecture, rotated: int) -> dict[st
 
 
 def _factor(keys: Metadata) -> float:
-    """The divisor of all frequencies. 0 says 1, and ``rope.scale_linear`` is an older name."""
+    """Return the divisor of all frequencies. 0 means 1, and ``rope.scale_linear`` is an older name."""
     factors = [keys.value(f"rope.{key}", 0.0) or 1.0 for key in ("scaling.factor", "scale_linear")]
     factor = factors[0] if factors[0] != 1 else factors[1]
     if type(factor) not in (int, float) or not 0 < factor < math.inf:
@@ -76,7 +76,7 @@ def _factor(keys: Metadata) -> float:
 
 
 def _yarn(keys: Metadata, factor: float, attention: float) -> dict[str, Any]:
-    """The magnitude of YaRN, which is 1 + 0.1 ln(factor) where the file does not say it, and where its ramp is."""
+    """Return YaRN's magnitude, by default 1 + 0.1 ln(factor), and the limits of its ramp."""
     keys.only("rope.scaling.yarn_ext_factor", 1.0, -1.0, reason="transformers has no such mixture")
     keys.only("rope.scaling.yarn_log_multiplier", 0.0, reason="transformers' models of this architecture have none")
     magnitude = keys.positive("rope.scaling.yarn_attn_factor", max(1.0, 1 + 0.1 * math.log(factor)))
@@ -88,9 +88,12 @@ def _yarn(keys: Metadata, factor: float, attention: float) -> dict[str, Any]:
 
 
 def _llama3(divisors: list[float], base: float) -> dict[str, Any] | None:
-    """The divisors of Llama 3.1 to 3.3 by the name that transformers has for them, which computes them once and not in
-    every call; None for others. Waves longer than the context of the training are divided by the factor, those of
-    less than a quarter of it are not, and between them 1 / divisor grows with the number of waves in the context."""
+    """Return parameters of type "llama3" if the divisors are those of Llama 3.1 to 3.3, else None. transformers
+    computes this type once, not in every call.
+
+    Wavelengths longer than the training context are divided by the factor, those shorter than a quarter of it are
+    unchanged, and between them 1 / divisor is linear in the number of wavelengths in the context.
+    """
     factor, context = max(divisors), 8192
     waves = context / (2 * np.pi * base ** (np.arange(len(divisors)) / len(divisors)))
     ramp = np.clip((waves - 1) / 3, 0, 1)
@@ -130,6 +133,6 @@ def _divisors(keys: Metadata, name: str, rotated: int) -> list[float]:
 
 
 def _fraction(rotated: int, head_dim: int) -> float:
-    """The fraction of which transformers takes ``int(head_dim * fraction)``."""
+    """Return the fraction for which ``int(head_dim * fraction)`` in transformers is ``rotated``."""
     fraction = rotated / head_dim
     return fraction if int(head_dim * fraction) == rotated else math.nextafter(fraction, 1)

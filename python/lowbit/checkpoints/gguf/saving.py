@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""save: a packed model as a GGUF file that llama.cpp reads, where a type of block holds its codes exactly."""
+"""save: write a packed model as a GGUF file that llama.cpp reads, using block types that hold its codes exactly."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import gguf
@@ -13,12 +14,14 @@ from gguf import GGMLQuantizationType
 from torch import Tensor, nn
 
 from lowbit.checkpoints.gguf.file import GgufFile, GgufTensor
+from lowbit.checkpoints.gguf.mixtures import is_of_further_layer
 from lowbit.checkpoints.gguf.weights import StateReader
 from lowbit.documents.whole_file import replaced_file
 from lowbit.formats.spec import StoredWeight
 from lowbit.quant.codes import CodedWeight
 from lowbit.quant.kinds import is_packed, kind_of, layout_name, weight_named
 from lowbit.quant.layout import numbers_of
+from lowbit.quant.permuted_linear import PermutedLinear
 from lowbit.tables.folding import first_five
 
 _BLOCK = 32
@@ -28,28 +31,31 @@ _FLOATS = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
 
 def save(model: nn.Module, path: str | Path, like: str | Path) -> None:
-    """Write the weights of ``model`` into a GGUF file.
+    """Write the weights of ``model`` to a GGUF file.
 
-    Symmetric int4, int5 and int8 in groups of 32 become Q4_0, Q5_0 and Q8_0, MXFP4 weights MXFP4, and floats F32, F16
-    or BF16, all of them exactly. Asymmetric int4 and int5 become Q4_1 and Q5_1, which `load_gguf` reads as the same
-    codes, scales and zero points; their minimums are zero points times scales, rounded to float16. Rounding of
-    activations is no part of a file.
+    Symmetric int4, int5 and int8 in groups of 32 become Q4_0, Q5_0 and Q8_0, MXFP4 weights become MXFP4, and floats
+    F32, F16 or BF16. All of these are exact. Asymmetric int4 and int5 become Q4_1 and Q5_1: their minimum is zero point
+    times scale, rounded to float16, and `load_gguf` reads the same codes, scales and zero points back. The file does
+    not store whether activations are rounded.
 
     Args:
-        model: a model of transformers.
+        model: a transformers model.
         path: the file to write.
-        like: a GGUF file of the same architecture and tokenizer, such as the one that the model was read from: its
-            metadata and the names of its tensors are taken. A head that is tied there may be one of its own here.
+        like: a GGUF file of the same architecture and tokenizer, such as the one that the model was loaded from. It
+            provides the metadata and the names of the tensors. If its head is tied to the embedding, the model's may
+            still be separate.
 
     Raises:
-        ValueError: no type holds the codes of a layer, or a parameter has no name in such a file; names it.
-            Nothing is written.
+        ValueError: no block type holds the codes of a layer, or a parameter has no name in GGUF. The message names it,
+            and nothing is written.
 
     Example:
         >>> model, tokenizer = lowbit.load_gguf("model.gguf")
         >>> lowbit.checkpoints.gguf.save(model, "copy.gguf", like="model.gguf")
     """
     source = GgufFile.open(like)
+    if further := [name for name in source.tensors if is_of_further_layer(source, name)]:
+        raise ValueError(f"save: like must have no layers that predict further tokens, got {first_five(further)}")
     reader = StateReader(source, model, "float")
     known = [tensor for tensor in source.tensors.values() if tensor.name in reader.names]
     tensors = {tensor.name: _encode(reader, tensor) for tensor in [*known, *_others(reader, known)]}
@@ -76,57 +82,77 @@ def _write(path: Path, source: GgufFile, tensors: Mapping[str, tuple[np.ndarray,
 
 
 def _others(reader: StateReader, known: list[GgufTensor]) -> list[GgufTensor]:
-    """The parameters that the other file does not have, such as a head that was untied, by their names in a file."""
+    """Return the parameters that the other file does not have, such as a head that was untied, with their names in
+    GGUF."""
     held = set()
     for tensor in known:
         path, _, key = reader.names[tensor.name].rpartition(".")
         held |= {f"{other}.{key}" for other in reader.tied.get(path, (path,))}
-    names = {parameter: name for name, parameter in reader.names.items()}
     missing = [parameter for parameter in reader.parameters if parameter not in held]
-    if unnamed := [parameter for parameter in missing if parameter not in names]:
-        raise ValueError(f"save: a file such as like must hold every parameter, has no name for {first_five(unnamed)}")
+    if unnamed := [parameter for parameter in missing if parameter not in reader.tensors_of]:
+        raise ValueError(
+            f"save: like must name a tensor for every parameter of the model, got none for {first_five(unnamed)}"
+        )
     others = []
     for parameter in missing:
-        found = weight_named(reader.model, parameter)
-        shape = tuple(reader.parameters[parameter].shape) if found is None else found[2].shape
-        others.append(GgufTensor(names[parameter], "", shape))
+        found, names = weight_named(reader.model, parameter), reader.tensors_of[parameter]
+        shape = [*reader.parameters[parameter].shape] if found is None else [*found[2].shape]
+        shape[-2 if found else -1] //= len(names)
+        others += [GgufTensor(name, "", tuple(shape)) for name in names]
     return others
 
 
 def _encode(reader: StateReader, tensor: GgufTensor) -> tuple[np.ndarray, str]:
-    """The bytes or floats of a tensor, and their type."""
+    """Return the bytes or floats of a tensor, and their type."""
     name = reader.names[tensor.name]
     value = reader.parameters[name].detach()
     found = weight_named(reader.model, name)
     if found is None:
-        return _floats(reader, tensor, value, None)
+        return _never_packed(reader, tensor, value), "F32"
     path, module, weight = found
-    rows = reader.rows(tensor)
-    if is_packed(module) and module.spec.is_float:
-        value = kind_of(module).dequantize(module, weight, getattr(torch, module.spec.format))
-    if not is_packed(module) or module.spec.is_float:
-        return _floats(reader, tensor, weight.matrix(value), rows)
+    if isinstance(module, PermutedLinear):
+        raise ValueError(
+            f"save: no GGUF type holds {path}: it reads its inputs in another order (act order of GPTQ), and a block "
+            "has neighbours"
+        )
+    rows, kind = reader.rows(tensor), kind_of(module)
+    spec = kind.spec_of(module, weight) if is_packed(module) else None
+    if spec is not None and spec.is_float:
+        value = kind.dequantize(module, weight, getattr(torch, spec.format))
+    if spec is None or spec.is_float:
+        matrix = _part(reader, tensor, weight.matrix(value)).contiguous()
+        matrix = matrix.float() if len(tensor.shape) == 1 else matrix
+        values = _in_order(matrix, rows).view(tensor.shape)
+        of_numpy = values.view(torch.uint8) if values.dtype is torch.bfloat16 else values
+        return of_numpy.numpy(), _FLOATS[values.dtype]
     try:
-        blocks, type = _blocks(value, numbers_of(module._buffers[layout_name(weight.key)]))
+        blocks, type = _blocks_of_all(value, numbers_of(module._buffers[layout_name(weight.key)]))
     except ValueError as error:
         raise ValueError(f"save: no GGUF type holds {path}: {error}") from None
-    return _in_order(blocks, rows).numpy(), type
+    blocks = _in_order(_part(reader, tensor, blocks), rows)
+    return blocks.reshape(*tensor.shape[:-1], -1).numpy(), type
 
 
-def _floats(reader: StateReader, tensor: GgufTensor, value: Tensor, rows: Tensor | None) -> tuple[np.ndarray, str]:
-    dtype = value.dtype if value.dim() > 1 else torch.float32  # norms and biases are float32 in every file
-    if value.dim() == 1:  # transformers subtracts 1 from the norms of some architectures
-        value = value.float() - torch.from_numpy(
-            reader.processor.process(weights=np.zeros(tensor.shape, np.float32), name=tensor.name).weights
-        )
-    value = _in_order(value.to(dtype).contiguous(), rows)
-    if dtype is torch.bfloat16:
-        return value.view(torch.uint8).numpy(), "BF16"
-    return value.numpy(), _FLOATS[dtype]
+def _part(reader: StateReader, tensor: GgufTensor, matrix: Tensor) -> Tensor:
+    """Return the rows of a matrix, or of each of several, that a tensor holds."""
+    names = reader.tensors_of[reader.names[tensor.name]]
+    return matrix.chunk(len(names), dim=-2)[names.index(tensor.name)]
+
+
+def _never_packed(reader: StateReader, tensor: GgufTensor, value: Tensor) -> np.ndarray:
+    """Return a norm, a bias or the weight of a router; these are float32 in every file."""
+    name = reader.names[tensor.name]
+    if len(names := reader.tensors_of[name]) > 1:
+        axis = reader.axis(name)
+        value = value.unflatten(-1, (-1, len(names)) if axis == -1 else (len(names), -1))
+        value = value.select(axis, names.index(tensor.name))
+    # transformers subtracts 1 from the norms of some architectures.
+    shift = reader.processor.process(weights=np.zeros(tensor.shape, np.float32), name=tensor.name).weights
+    return (value.float() - torch.from_numpy(shift)).contiguous().numpy()
 
 
 def _in_order(model_rows: Tensor, rows: Tensor | None) -> Tensor:
-    """Rows as the file has them: row ``rows[i]`` of the file is row i of the model."""
+    """Return the rows in the order of the file: row ``rows[i]`` of the file is row i of the model."""
     if rows is None:
         return model_rows
     file_rows = torch.empty_like(model_rows)
@@ -134,11 +160,21 @@ def _in_order(model_rows: Tensor, rows: Tensor | None) -> Tensor:
     return file_rows
 
 
+def _blocks_of_all(packed: Tensor, stored: StoredWeight) -> tuple[Tensor, str]:
+    """Return the blocks of a matrix ``[n, bytes]`` or of several ``[experts, n, bytes]``, and their type."""
+    if stored.experts is None:
+        return _blocks(packed, stored)
+    parts = [_blocks(matrix, replace(stored, experts=None)) for matrix in packed]
+    return torch.stack([blocks for blocks, _ in parts]), parts[0][1]
+
+
 def _blocks(packed: Tensor, stored: StoredWeight) -> tuple[Tensor, str]:
     spec = stored.spec
     type = (_ASYMMETRIC_TYPES if spec.asymmetric else _TYPES).get(spec.format)
     if type is None or spec.group_size != _BLOCK:
-        raise ValueError(f"{spec.name} is not int4, int5, symmetric int8 or MXFP4 in groups of {_BLOCK}")
+        raise ValueError(
+            f"the format must be int4, int5, symmetric int8 or MXFP4 in groups of {_BLOCK}, got {spec.name}"
+        )
     if stored.k % _BLOCK:
         raise ValueError(f"k must be a multiple of {_BLOCK}, got k={stored.k}")
     weight = CodedWeight.unpack(packed, stored)
@@ -159,12 +195,13 @@ def _blocks(packed: Tensor, stored: StoredWeight) -> tuple[Tensor, str]:
 def _halves(weight: CodedWeight) -> Tensor:
     halves = weight.scale.half()
     if not torch.equal(halves.float(), weight.scale):
-        raise ValueError("its scales are no float16")
+        raise ValueError("scales must be float16 numbers, got others")
     return halves[:, :, None].view(torch.uint8)
 
 
 def _minimums(weight: CodedWeight) -> Tensor:
-    """float16 numbers that are read as the zero points: the nearest to their value, or its neighbours."""
+    """Return float16 minimums that are read back as the same zero points: the rounded products, or a neighbour of
+    each."""
     scale, zero = weight.scale, weight.zero
     nearest = (-scale * zero.float()).half()
     found, chosen = zero == 0, torch.where(zero == 0, 0, nearest)
@@ -173,12 +210,14 @@ def _minimums(weight: CodedWeight) -> Tensor:
         fits = ~found & ((-minimum.float() / scale).half() == zero)
         found, chosen = found | fits, torch.where(fits, minimum, chosen)
     if not found.all():
-        raise ValueError(f"{int((~found).sum())} of its zero points times their scales are no float16")
+        raise ValueError(
+            f"zero points times their scales must be float16 numbers, got {int((~found).sum())} that are not"
+        )
     return chosen[:, :, None].view(torch.uint8)
 
 
 def _exponents(weight: CodedWeight) -> Tensor:
     fraction, exponent = torch.frexp(weight.scale)
     if not ((fraction == 0.5) | (weight.scale == 0)).all():
-        raise ValueError("its scales are no powers of two")
+        raise ValueError("scales must be powers of two, got others")
     return torch.where(weight.scale == 0, 0, exponent + 126).clamp(min=0).byte()[:, :, None]

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cuts of byte-level tokenizers, by ``tokenizer.ggml.pre``: expressions, and the rules of llama.cpp that come with
-them (src/llama-vocab.cpp)."""
+"""The pre-tokenization of byte-level tokenizers, by ``tokenizer.ggml.pre``: regular expressions and rules, as in
+llama.cpp (src/llama-vocab.cpp)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-_ENDINGS = "(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])"  # endings of English words
+_ENDINGS = "(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])"  # English contractions
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _QWEN2 = _ENDINGS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}" + _REST
@@ -40,14 +40,15 @@ _DEEPSEEK3 = (
 
 @dataclass(frozen=True, slots=True)
 class Splitting:
-    """The cuts of one kind of tokenizer."""
+    """The pre-tokenization of one kind of tokenizer."""
 
     expressions: tuple[str, ...]
-    """Each cuts the pieces that the one before it left; what it does not match is a piece too."""
+    """Regular expressions, applied in turn to the pieces left by the one before. Text between two matches is a piece
+    too."""
     whole_words: bool = False
-    """Whether a piece that is a word of the vocabulary is that word, whatever its merges say."""
+    """Whether a piece that is in the vocabulary becomes that token, whatever the merges say."""
     begins: bool = False
-    """Whether a text begins with BOS where the file does not say it."""
+    """Whether a text begins with BOS if the file does not say so."""
 
 
 _KINDS = {
@@ -69,4 +70,4 @@ _KINDS = {
     "default": Splitting((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")),
 }
 SPLITTINGS = {name: splitting for names, splitting in _KINDS.items() for name in names.split()}
-"""By ``tokenizer.ggml.pre``; "default" is that of a file which has none."""
+"""Pre-tokenizations by ``tokenizer.ggml.pre``; "default" is used for files without this key."""

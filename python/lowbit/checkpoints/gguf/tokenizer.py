@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tokenizer of a GGUF file, as llama.cpp cuts a text: byte-level BPE ("gpt2"), or SentencePiece's BPE ("llama").
+"""The tokenizer of a GGUF file, with llama.cpp's results: byte-level BPE ("gpt2") or SentencePiece's BPE ("llama").
 
-Byte-level: a text is cut by expressions (splitting.py), and the bytes of each piece are merged in the order of the
-file's merges. SentencePiece: spaces become U+2581, one is put before each text that follows no word (a text behind a
-special word too), and the two neighbours whose union is the word of the highest score are merged first; a letter that
-is no word becomes its bytes. Both are BPE of the package ``tokenizers``; transformers' own tables lose the first space
-of SentencePiece's texts, and merge words that llama.cpp keeps.
+Byte-level: regular expressions split the text (splitting.py), and the bytes of each piece are merged in the order of
+the file's merges. SentencePiece: spaces become U+2581, and one is added before each text that follows no token (and
+after a special token). Of all neighbours, the two whose union is the token with the highest score are merged first; a
+letter that is no token becomes its bytes. Both are BPE in the ``tokenizers`` package. transformers' own conversion is
+not used, because it loses the first space of SentencePiece texts and merges tokens that llama.cpp keeps apart.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def load_tokenizer(file: GgufFile) -> Any:
     """Return the tokenizer of a file.
 
     Raises:
-        ValueError: the file has none, or of a kind that is not read; names the key.
+        ValueError: the file has no tokenizer, or one of an unsupported kind. The message names the key.
     """
     keys = Metadata(file)
     words = list(file.array_of_texts("tokenizer.ggml.tokens"))
@@ -62,7 +62,7 @@ def load_tokenizer(file: GgufFile) -> Any:
 
 
 def _flag(keys: Metadata, role: str, default: bool, number: int | None) -> bool:
-    """Whether a text has this word around it."""
+    """Return whether this token is added to a text."""
     added = keys.flag(f"tokenizer.ggml.add_{role}_token", default)
     if added and number is None:
         keys.refuse(f"tokenizer.ggml.{role}_token_id", f"there, since add_{role}_token is true", None)
@@ -76,7 +76,7 @@ def _byte_level(keys: Metadata, words: Sequence[str]) -> tuple[Tokenizer, bool]:
         keys.refuse("tokenizer.ggml.pre", f"one of {', '.join(SPLITTINGS)}", name)
     merges = []
     for merge in keys.file.array_of_texts("tokenizer.ggml.merges"):
-        at = merge.find(" ", 1)  # the first part may begin with one
+        at = merge.find(" ", 1)  # The first part may begin with a space.
         merges.append((merge[:at], merge[at + 1 :]))
     tokenizer = _bpe(keys, words, merges, ignore_merges=splitting.whole_words)
     cuts = [pre_tokenizers.Split(Regex(expression), behavior="isolated") for expression in splitting.expressions]
@@ -108,12 +108,12 @@ def _bpe(keys: Metadata, words: Sequence[str], merges: list[tuple[str, str]], **
     vocabulary = {word: number for number, word in enumerate(words)}
     try:
         return Tokenizer(models.BPE(vocabulary, merges, **options))
-    except Exception as error:  # tokenizers raises it and has no class of its own for it
+    except Exception as error:  # tokenizers raises plain Exception
         raise ValueError(f"{keys.file.paths[0]}: tokenizer.ggml.merges must be pairs of words, got {error}") from None
 
 
 def _merges(words: Sequence[str], scores: Sequence[float]) -> list[tuple[str, str]]:
-    """All pairs of words that are a word, that of the highest score first."""
+    """Return all pairs of tokens whose union is a token, by descending score of the union."""
     known = set(words)
     ranked = []
     for word, score in zip(words, scores, strict=False):
@@ -125,7 +125,7 @@ def _merges(words: Sequence[str], scores: Sequence[float]) -> list[tuple[str, st
 
 
 def _add_words(tokenizer: Tokenizer, keys: Metadata, words: Sequence[str]) -> None:
-    """Words that are found in a text before it is cut: those for control, and those that a user defined."""
+    """Add the tokens that are recognized before a text is split: control tokens and user-defined ones."""
     types = keys.file.value("tokenizer.ggml.token_type", [TokenType.NORMAL] * len(words))
     special = TokenType.CONTROL, TokenType.UNKNOWN
     strips = "phi-3" in (name := str(keys.file.value("general.name", "")).lower()) or "phi3" in name

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tensors of a GGUF file as the state dict of a model of transformers, each weight packed as it is read.
+"""The tensors of a GGUF file as the state dict of a transformers model. Each weight is packed as it is read.
 
-Names, and the changes that llama.cpp's converter made to weights, are those of transformers' own tables. The order of a
-packed weight's rows is found by asking the same table for the numbers of the rows.
+transformers' own tables provide the names and the changes that llama.cpp's converter made to weights. The row order of
+a packed weight is found by passing row numbers through the same table.
 """
 
 from __future__ import annotations
@@ -11,105 +11,130 @@ import numpy as np
 import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from torch import Tensor, nn
-from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
+from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor
 
-from lowbit.checkpoints.gguf.architectures import ARCHITECTURES
+from lowbit import _C
 from lowbit.checkpoints.gguf.blocks import BLOCK_TYPES, FLOAT_TYPES, pack_blocks
 from lowbit.checkpoints.gguf.file import GgufFile, GgufTensor
+from lowbit.checkpoints.gguf.mixtures import architecture_of, is_of_further_layer
+from lowbit.checkpoints.gguf.tensor_names import tensor_names
 from lowbit.checkpoints.tied_modules import tied_modules
 from lowbit.formats.spec import LinearSpec
-from lowbit.quant.kinds import layout_name, layout_of_all, weight_named
+from lowbit.quant.kinds import layout_name, layout_of_all, weight_named, weights_of
 from lowbit.quant.packing import pack_weight
 from lowbit.tables.folding import first_five
 
 ACTIVATIONS = {"int8": "int8_group", "float": "float"}
 _PANEL = 16
-"""Rows that every layout holds behind one another: steps of as many are packed as the whole is."""
+"""The number of rows that are contiguous in every layout. A weight is packed in multiples of it, with the same result
+as in one call."""
 _AT_A_TIME = 1 << 20  # weights
 
 
 class StateReader:
-    """Reads the state dict of ``model`` out of a file.
+    """A reader of the state dict of ``model`` from a GGUF file.
 
     Args:
-        model: a model on the meta device, made from the configuration in the file.
-        activations: "int8" rounds those of layers whose codes are integers, "float" none.
+        file: the file.
+        model: a model on the meta device, created from the configuration in the file.
+        activations: "int8" rounds the activations of layers with integer codes, "float" those of none.
 
     Raises:
-        ValueError: a tensor has no place in the model, or a type or a shape that its layer does not take, a parameter
-            of the model is not in the file, or transformers does not say where the tensors of this architecture belong.
+        ValueError: a tensor has no counterpart in the model, or a type or shape that its layer does not support; a
+            parameter of the model is not in the file; or transformers has no names for the tensors of this
+            architecture.
     """
 
     def __init__(self, file: GgufFile, model: nn.Module, activations: str) -> None:
         self.file, self.model, self.activations = file, model, activations
-        config = model.config.get_text_config()
-        self.processor = TENSOR_PROCESSORS.get(file.architecture, TensorProcessor)(config=config.to_dict())
-        try:
-            self.names = get_gguf_hf_weights_map(_Names(model), self.processor)
-        except NotImplementedError as error:
-            raise ValueError(f"gguf: transformers cannot name the tensors of {file.architecture}: {error}") from error
-        self.of_configuration = ARCHITECTURES[file.architecture].rope_tensors
+        config, architecture = model.config.get_text_config(), architecture_of(file)
+        undoes = architecture.tensors
+        if undoes is None:
+            undoes = TENSOR_PROCESSORS.get(file.architecture) if architecture.experts is None else None
+        self.processor = (undoes or TensorProcessor)(config=config.to_dict())
+        self.of_configuration = architecture.rope_tensors
         self.tied = tied_modules(model)
         self.parameters = dict(model.named_parameters(remove_duplicate=False))
+        names = tensor_names(file, model, architecture, self.processor)
+        stored = model.state_dict(keep_vars=True)
+        self.buffers = {name: stored[name] for name in names.keys() & stored.keys() - self.parameters.keys()}
+        self.parameters |= self.buffers
+        self.tensors_of = {name: tensors for name, tensors in names.items() if name in self.parameters}
+        """The names of the tensors of each parameter, in the order of their rows."""
+        self.names = {tensor: name for name, tensors in self.tensors_of.items() for tensor in tensors}
+        """The parameter of each tensor."""
 
     def read(self) -> dict[str, Tensor]:
-        """Return packed weights with the numbers beside them, and all other parameters as floats."""
+        """Return packed weights with their layout numbers, and all other parameters as floats."""
         state: dict[str, Tensor] = {}
         unread = []
         for tensor in self.file.tensors.values():
             name = self.names.get(tensor.name)
-            if name not in self.parameters:
-                if tensor.name not in self.of_configuration:
+            if name is None:
+                if tensor.name not in self.of_configuration and not is_of_further_layer(self.file, tensor.name):
                     unread.append(tensor.name)
                 continue
+            if name in state:  # another tensor of this parameter came before
+                continue
+            tensors = [self.file.tensors.get(part) for part in self.tensors_of[name]]
             try:
-                state |= self._read(tensor, name)
+                if None in tensors:
+                    lacking = self.tensors_of[name][tensors.index(None)]
+                    raise ValueError(f"the file must hold {lacking} too, got none")
+                state |= self._read(tensors, name)
             except ValueError as error:
                 raise ValueError(f"gguf: tensor {tensor.name} ({tensor.type}) cannot be {name}: {error}") from None
         self.file.check_unchanged()
         of = type(self.model).__name__
         if missing := sorted(self.parameters.keys() - state.keys()):
-            raise ValueError(f"gguf: the file must hold every parameter of {of}, misses {first_five(missing)}")
+            raise ValueError(f"gguf: the file must hold every parameter of {of}, got none for {first_five(missing)}")
         if unread:
-            raise ValueError(f"gguf: every tensor must have a place in {of} of transformers, got {first_five(unread)}")
+            raise ValueError(
+                f"gguf: every tensor must belong to a parameter of {of} of transformers, got {first_five(unread)}"
+            )
         return state
 
-    def _read(self, tensor: GgufTensor, name: str) -> dict[str, Tensor]:
+    def _read(self, tensors: list[GgufTensor], name: str) -> dict[str, Tensor]:
         path, _, key = name.rpartition(".")
         shared = self.tied.get(path, (path,))
         names = [f"{other}.{key}" for other in shared]
         found = weight_named(self.model, name)
-        if found is None and tensor.type not in FLOAT_TYPES:
+        if found is None and any(tensor.type not in FLOAT_TYPES for tensor in tensors):
             got = type(self.model.get_submodule(path)).__name__
-            raise ValueError(f"packed weights belong to linear layers and embeddings, got a {got}")
+            raise ValueError(f"packed weights belong to linear layers, experts and embeddings, got a {got}")
         if found is None:
-            return dict.fromkeys(names, self._floats(tensor, tuple(self.parameters[name].shape)))
+            return dict.fromkeys(names, self._floats(tensors, name))
         weight = found[2]
-        if tensor.shape != weight.shape:
-            raise ValueError(f"the shape must be {list(weight.shape)}, got {list(tensor.shape)}")
+        *front, n, k = weight.shape
+        for tensor in tensors:
+            wanted = (*front, n // len(tensors), k)
+            if tensor.shape != wanted and (1, *tensor.shape) != wanted:  # a matrix of one row may be a vector
+                raise ValueError(f"the shape of {tensor.name} must be {list(wanted)}, got {list(tensor.shape)}")
+            if tensor.type != tensors[0].type:
+                raise ValueError(f"{tensor.name} must have the same type, got {tensor.type}")
         layout = layout_of_all(map(self.model.get_submodule, shared))
-        packed, spec = self._packed(tensor, self.rows(tensor), layout)
+        packed, spec = self._packed(tensors, weight.shape, layout)
         numbers = weight.stored(spec, layout).numbers
         state = dict.fromkeys(names, packed)
         return state | {layout_name(other): torch.tensor(numbers, dtype=torch.int64) for other in names}
 
-    def _packed(self, tensor: GgufTensor, rows: Tensor | None, layout: str) -> tuple[Tensor, LinearSpec]:
-        """The packed weight, made a few rows at a time: an unpacked block type takes several times its bytes, and a
-        table of words may be half of the file."""
-        (n, k), spec = tensor.shape, self._spec(tensor)
-        moved = None if rows is None else torch.frombuffer(tensor.data, dtype=torch.uint8).view(n, -1)
-        packed = torch.empty(spec.shape(n, k, layout), dtype=torch.uint8, device="cpu")
+    def _packed(self, tensors: list[GgufTensor], shape: tuple[int, ...], layout: str) -> tuple[Tensor, LinearSpec]:
+        """Return the packed weight. It is packed a few rows at a time, because unpacked blocks take several times as
+        many bytes, and an embedding may be half of the file."""
+        (*front, n, k), type = shape, tensors[0].type
+        spec, rows = self._spec(tensors[0]), self.rows(tensors[0])
+        moved = None if rows is None else _bytes_of(tensors[0].data, n)
+        packed = torch.empty(*front, *spec.shape(n, k, layout), dtype=torch.uint8, device="cpu")
         step = max(_PANEL, _AT_A_TIME // k // _PANEL * _PANEL)
-        at = 0
-        for begin in range(0, n, step):
-            if moved is None:
-                read = tensor.rows(begin, min(begin + step, n))
-                of_step = torch.frombuffer(read, dtype=torch.uint8).view(-1, tensor.nbytes // n)
-            else:
-                of_step = moved[rows[begin : begin + step]]
-            part = _pack(of_step, tensor.type, spec, layout)
-            packed[at : at + len(part)] = part
-            at += len(part)
+        for matrix, to in enumerate(packed if front else [packed]):
+            at = 0
+            for begin in range(0, n, step):
+                end = min(begin + step, n)
+                of_step = _rows(tensors, matrix, n, begin, end) if moved is None else moved[rows[begin:end]]
+                with _C.OnCallerIfCrowded():  # dozens of small ops of torch
+                    part = _pack(of_step, type, spec, layout)
+                    to[at : at + len(part)] = part
+                at += len(part)
         return packed, spec
 
     def _spec(self, tensor: GgufTensor) -> LinearSpec:
@@ -120,41 +145,57 @@ class StateReader:
         return BLOCK_TYPES[tensor.type].spec(ACTIVATIONS[self.activations])
 
     def rows(self, tensor: GgufTensor) -> Tensor | None:
-        """The row of the file that stands at each row of the model; None where all stay where they are."""
+        """Return the row of the file for each row of the model, or None if the order is the same, as in experts and
+        vectors."""
+        if len(tensor.shape) != 2:
+            return None
         numbers = np.broadcast_to(np.arange(tensor.shape[0], dtype=np.int32)[:, None], tensor.shape)
         moved = self.processor.process(weights=numbers, name=tensor.name).weights
-        if moved is numbers or np.array_equal(moved.T, numbers):  # turned for a Conv1D, of which we hold the matrix
+        if moved is numbers or np.array_equal(moved.T, numbers):  # the transpose for a Conv1D is ignored
             return None
         rows = moved[:, 0]
         if moved.shape != numbers.shape or not (moved == rows[:, None]).all():
             raise ValueError(f"{type(self.processor).__name__} of transformers moves more than whole rows")
         return torch.from_numpy(rows.astype(np.int64))
 
-    def _floats(self, tensor: GgufTensor, shape: tuple[int, ...]) -> Tensor:
-        values = torch.frombuffer(tensor.data, dtype=FLOAT_TYPES[tensor.type]).view(tensor.shape).float()
-        made = torch.from_numpy(self.processor.process(weights=values.numpy(), name=tensor.name).weights)
+    def _floats(self, tensors: list[GgufTensor], name: str) -> Tensor:
+        """Return the values of a parameter that is never packed. Those of several tensors, the biases of gate and up,
+        follow each other or alternate, as the rows of their weight do."""
+        shape, parts = tuple(self.parameters[name].shape), []
+        for tensor in tensors:
+            values = torch.frombuffer(tensor.data, dtype=FLOAT_TYPES[tensor.type]).view(tensor.shape).float()
+            parts.append(torch.from_numpy(self.processor.process(weights=values.numpy(), name=tensor.name).weights))
+        if len({part.shape for part in parts}) > 1:
+            raise ValueError(f"{tensors[1].name} must have shape {list(parts[0].shape)}, got {list(parts[1].shape)}")
+        made = parts[0] if len(parts) == 1 else torch.stack(parts, self.axis(name)).flatten(-2)
         if tuple(made.shape) != shape:
             raise ValueError(f"the shape must be {list(shape)}, got {list(made.shape)}")
-        return made.to(self.model.dtype)
+        return made.to(self.parameters[name].dtype if name in self.buffers else self.model.dtype)
+
+    def axis(self, name: str) -> int:
+        """Return the axis along which the biases ``[E, I]`` of gate and up are stacked."""
+        path, _, key = name.rpartition(".")
+        weights = weights_of(self.model.get_submodule(path))
+        return -1 if any(weight.interleaved for weight in weights if weight.bias == key) else -2
 
 
 def _pack(rows: Tensor, type: str, spec: LinearSpec, layout: str) -> Tensor:
-    """The packed weight of rows of a tensor of this type, ``[n, bytes]``."""
+    """Return the packed weight of rows of a tensor of this type, ``[n, bytes]``."""
     if type in FLOAT_TYPES:
         return pack_weight(rows.view(FLOAT_TYPES[type]), spec, layout=layout)[0].data
     size = GGML_QUANT_SIZES[GGMLQuantizationType[type]][1]
     return pack_blocks(rows.view(len(rows), -1, size), BLOCK_TYPES[type], layout=layout)
 
 
-class _Names:
-    """A model as the table of names sees it. The table asks every module inside too, and is made anew for each (16 s
-    for 30 layers): here there are only the model and its base, whose names some files use."""
+def _bytes_of(data: bytearray, rows: int) -> Tensor:
+    return torch.frombuffer(data, dtype=torch.uint8).view(rows, -1)
 
-    def __init__(self, model: nn.Module, has_base: bool = True) -> None:
-        self.config, self.state_dict = model.config, model.state_dict
-        prefix = getattr(model, "base_model_prefix", "")
-        base = getattr(model, prefix, None) if has_base and prefix else None
-        self.children = [] if base is None else [(prefix, _Names(base, has_base=False))]
 
-    def named_children(self) -> list[tuple[str, _Names]]:
-        return self.children
+def _rows(tensors: list[GgufTensor], matrix: int, n: int, begin: int, end: int) -> Tensor:
+    """Return the bytes of rows ``begin`` to ``end`` of a matrix of n rows, of which each tensor has as many."""
+    each, parts = n // len(tensors), []
+    for number, tensor in enumerate(tensors):
+        first, last = max(begin - number * each, 0), min(end - number * each, each)
+        if first < last:
+            parts.append(_bytes_of(tensor.rows(matrix * each + first, matrix * each + last), last - first))
+    return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a device of ours becomes one of torch's: the mechanism that the simulated device and Level Zero share.
+"""The mechanism that adds a device of lowbit to torch, shared by the simulated device and Level Zero.
 
-torch has one key for a device that is not its own (PrivateUse1), so a process has at most one. Ops of torch
-run by their CPU kernels over the device's memory, ops of lowbit by rows of the device.
+torch has one dispatch key for external devices (PrivateUse1), so a process has at most one. torch's ops run their CPU
+kernels on the device's memory; lowbit's ops run kernel rows of the device.
 """
 
 from __future__ import annotations

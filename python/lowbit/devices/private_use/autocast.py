@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Autocast: matrix products and attention in the low dtype, sums of many terms in float32, other ops unchanged."""
+"""Autocast: matrix products and attention in the low dtype, long sums in float32, other ops unchanged."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _FLOAT32 = (
 
 
 def register(library: torch.library.Library) -> None:
-    """Give ``library`` (of `aten`) the kernels of AutocastPrivateUse1."""
+    """Register the kernels of AutocastPrivateUse1 in ``library`` (for `aten`)."""
     for names, low in ((_LOW, True), (_FLOAT32, False)):
         for name in names:
             base, _, overload = name.partition(".")

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The device of ours that torch has in this process, in one place."""
+"""The device that lowbit has added to torch in this process."""
 
 from __future__ import annotations
 
 name = ""
-"""As torch shows it; empty until `registration.register`, which is called once."""
+"""Its name in torch. It is empty until `registration.register`, which is called at most once."""

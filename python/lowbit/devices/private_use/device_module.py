@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`torch.<device>`: the functions that torch asks a device's module for."""
+"""`torch.<device>`: the functions that torch expects in a device's module."""
 
 from __future__ import annotations
 
@@ -9,16 +9,23 @@ import torch
 from torch import Tensor
 
 from lowbit import _C
-from lowbit.devices.private_use import claimed, memory
+from lowbit.devices.private_use import claimed, inductor, memory
 
 
 class DeviceModule:
-    """Functions that torch and programs call by these names on every device (`torch.cuda` has them too).
+    """The functions that torch and programs call on every device, with the names that they have in `torch.cuda`.
 
-    Random numbers are the CPU's, from its generator: the device has none.
+    Random numbers come from the CPU's generator; the device has none.
     """
 
     Stream, Event = torch.Stream, torch.Event
+    PythonWrapperCodegen = CppWrapperCodegen = WrapperFxCodegen = inductor.NoCodegen
+
+    @property
+    def Scheduling(self) -> type:  # noqa: N802
+        """Inductor asks for this when it is first used."""
+        inductor.register(claimed.name)
+        return inductor.NoCodegen
 
     def is_available(self) -> bool:
         return True
@@ -48,7 +55,7 @@ class DeviceModule:
         return self.name_of(_index(device))
 
     def name_of(self, index: int) -> str:
-        """Return the name of a device; each kind of device defines it."""
+        """Return the name of a device. Each kind of device defines it."""
         raise NotImplementedError
 
     def synchronize(self, device: Any = None) -> None:
@@ -63,7 +70,7 @@ class DeviceModule:
     def manual_seed(self, seed: int) -> None:
         torch.default_generator.manual_seed(seed)
 
-    def manual_seed_all(self, seed: int) -> None:  # called by torch.manual_seed, which has seeded the CPU's generator
+    def manual_seed_all(self, seed: int) -> None:  # torch.manual_seed calls it after seeding the CPU
         pass
 
     def get_rng_state(self, device: Any = None) -> Tensor:
@@ -89,7 +96,7 @@ class DeviceModule:
         pass
 
     class device:
-        """Make a device the current one for a while."""
+        """A context manager that makes a device the current one."""
 
         def __init__(self, device: Any) -> None:
             self.index = _index(device)
@@ -102,7 +109,7 @@ class DeviceModule:
             torch.accelerator.set_device_index(self.before)
 
     class device_of(device):
-        """The same, by a tensor."""
+        """The same with the device of a tensor."""
 
         def __init__(self, tensor: Tensor) -> None:
             super().__init__(tensor.device if tensor.device.type == claimed.name else None)

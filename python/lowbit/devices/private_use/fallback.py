@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every torch op that has no kernel of its own here: run by the CPU's kernel, in one run, on the device's own memory.
+"""The fallback for torch ops without a kernel of their own here: run the CPU kernel, in one launch, on the device's
+memory.
 
-Inputs become CPU tensors at the same address (nothing is copied), so writes in place reach the device tensor. Results
-are new device tensors, or the device tensor whose memory they are. An `out=` tensor may be resized by the op: it is a
-copy, taken over afterwards.
+Inputs become CPU tensors at the same address (nothing is copied), so in-place writes reach the device tensor. Results
+become new device tensors, or a view of the device tensor whose memory they use. An `out=` tensor may be resized by the
+op, so it is copied, and the result is copied back.
 """
 
 from __future__ import annotations
@@ -25,12 +26,13 @@ _HOST_INDICES = {
     "aten::_unsafe_index",
     "aten::_unsafe_index_put",
 }
-"""Ops that take CPU tensors beside the device's, as on every device: indices."""
+"""Ops that accept CPU tensors as indices together with device tensors, as on every device."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Schema:
-    """The part of an op's schema that a call needs: the arguments that are `out=`, those that name a device."""
+    """The parts of an op's schema that a call needs, such as the arguments that are `out=` tensors and the one that
+    names a device."""
 
     outs: frozenset[str]
     tensors: frozenset[str]
@@ -53,7 +55,7 @@ def _schema_of(op: Any) -> _Schema:
 
 @dataclass(slots=True)
 class _Call:
-    """The tensors of one call: the host tensor of each device tensor, and back."""
+    """The tensors of one call: the mapping between device tensors and host tensors."""
 
     op: Any
     schema: _Schema
@@ -115,7 +117,7 @@ class _Call:
 
 
 def fallback(op: Any, *args: Any, **options: Any) -> Any:
-    """Run ``op`` by its CPU kernel; the kernel of every key-less op of the device."""
+    """Run ``op`` by its CPU kernel. This is the kernel of all ops that have none for the device."""
     schema = _schema_of(op)
     tensors = _tensors_in((*args, *options.values()))
     ours = [tensor for tensor in tensors if tensor.device.type == claimed.name]
@@ -134,7 +136,7 @@ def fallback(op: Any, *args: Any, **options: Any) -> Any:
 
 
 def _as_tensor(value: Any, name: str, schema: _Schema) -> Any:
-    """A number where the schema has a tensor: the dispatcher hands those over that stood for a number in Python."""
+    """Return a tensor for a number if the schema has a tensor there: the dispatcher passes such numbers unchanged."""
     if name not in schema.tensors or not isinstance(value, int | float | complex):
         return value
     return torch.tensor(value)
@@ -151,7 +153,8 @@ def _tensors_in(values: Any) -> list[Tensor]:
 
 
 def _check_one_device(op: Any, schema: _Schema, tensors: list[Tensor], ours: list[Tensor]) -> None:
-    """A single number may come from the CPU, and indices; all else must be on one device, as on torch's own devices."""
+    """Raise an error unless all tensors are on one device, as on torch's own devices. 0-d tensors and indices may be on
+    the CPU."""
     first = ours[0].device if ours else None
     for tensor in tensors:
         foreign = (
@@ -180,7 +183,7 @@ def _resizable_copy(tensor: Tensor) -> Tensor:
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Whether no element is there twice and none lies between two others."""
+    """Whether the tensor has neither overlapping elements nor gaps."""
     if tensor.numel() == 0:
         return True
     expected = 1

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Device memory as tensors: each is a block of the C++ core, which torch gets as a DLPack capsule of device type 12."""
+"""Device memory as tensors. Each is a block allocated by the C++ core, passed to torch as a DLPack capsule of device
+type 12."""
 
 from __future__ import annotations
 
@@ -23,11 +24,11 @@ _KINDS = {  # DLPack's type code
     6: (torch.bool,),
 }
 CODES = {dtype: (code, 8 * dtype.itemsize) for code, dtypes in _KINDS.items() for dtype in dtypes}
-"""DLPack's code and bits of a dtype; torch has others (float8), which are made as bytes first."""
+"""DLPack's code and bits of a dtype. torch has other dtypes (float8), whose tensors are created as bytes first."""
 
 
 def index_of(device: torch.device | None) -> int:
-    """Return the number of a device; the current one where it has none."""
+    """Return the index of a device, or of the current device if it has none."""
     return torch.accelerator.current_device_index() if device is None or device.index is None else device.index
 
 
@@ -70,7 +71,7 @@ def empty(
 
 
 def dense_strides(size: Sequence[int], memory_format: torch.memory_format | None = None) -> list[int]:
-    """Return the strides of a dense tensor; for channels_last, dimension 1 is the innermost."""
+    """Return the strides of a dense tensor. For channels_last, dimension 1 is the innermost."""
     order = list(range(len(size)))
     if memory_format in (torch.channels_last, torch.channels_last_3d):
         order = [0, *order[2:], 1]
@@ -82,7 +83,8 @@ def dense_strides(size: Sequence[int], memory_format: torch.memory_format | None
 
 
 def on_host(tensor: Tensor) -> Tensor:
-    """Return a CPU tensor over the same memory, for use inside ``run()``: same storage, strides, lazy conj and neg."""
+    """Return a CPU tensor on the same memory, with the same storage, strides and lazy conj and neg bits. Use it only
+    inside ``run()``."""
     dtype, storage = tensor.dtype, tensor.untyped_storage()
     code, bits = CODES.get(dtype, CODES[torch.uint8])
     whole = _from_dlpack(_C.private_use.host_view(storage.data_ptr(), [storage.nbytes() * 8 // bits], [1], code, bits))
@@ -96,8 +98,8 @@ def on_host(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def run(*devices: torch.device) -> Any:
-    """Open the memory of those of ``devices`` that are ours: one launch, on the current stream. Device memory is
-    touched in here only."""
+    """Open the memory of those of ``devices`` that are lowbit's, as one launch on the current stream. Device memory may
+    be accessed only inside."""
     indices = sorted({index_of(device) for device in devices if device.type == claimed.name})
     opened = [_C.private_use.Run(index, torch.accelerator.current_stream(index).stream_id) for index in indices]
     try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ops that torch does not leave to the fallback: it decomposes them, or has another name for them there."""
+"""Ops that torch does not pass to the fallback, because it decomposes them or calls them by another name."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ aten = torch.ops.aten
 
 
 def register(library: torch.library.Library) -> None:
-    """Give ``library`` (of `aten`) the kernels."""
+    """Register the kernels in ``library`` (for `aten`)."""
     for key in ("PrivateUse1", "AutogradPrivateUse1"):
         library.impl("scaled_dot_product_attention", _attention, key)
     library.impl("native_layer_norm", partial(fallback, aten.native_layer_norm.default), "PrivateUse1")
@@ -23,7 +23,7 @@ def register(library: torch.library.Library) -> None:
 
 
 def _attention(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False) -> Any:
-    """Attention by plain ops: torch asks a C++ table, which Python cannot fill, for the fused ones."""
+    """Compute attention by plain ops: torch finds fused ones in a C++ table, which Python cannot fill."""
     return aten._scaled_dot_product_attention_math(
         q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
     )[0]

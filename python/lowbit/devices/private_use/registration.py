@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Register the device with torch: memory, allocator, guard, name, module, kernels, fallback, lowbit's own ops."""
+"""The registration of the device with torch: memory, allocator, guard, name, module, kernels, fallback, and lowbit's
+own ops."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 
 import torch
 from torch.utils import backend_registration
 
-from lowbit.devices.private_use import autocast, claimed, overridden, shim
+from lowbit.devices.private_use import autocast, backward_threads, claimed, inductor, overridden, shim
 from lowbit.devices.private_use.device_module import DeviceModule
 from lowbit.devices.private_use.fallback import fallback
 from lowbit.devices.private_use.tensors import KERNELS
@@ -16,25 +18,28 @@ from lowbit.ops.registration import keep, register_key
 
 
 def register(name: str, module: DeviceModule, start: Callable[[], None], asked_by: str) -> None:
-    """Register everything; once per process.
+    """Register the device, once per process.
 
     Args:
         name: the name of the device.
         module: becomes ``torch.<name>``.
-        start: lets the C++ core have the device, whose memory is `_C.private_use` from then on.
-        asked_by: the function that errors name.
+        start: starts the device in the C++ core, where `_C.private_use` is its memory from then on.
+        asked_by: the name of the caller, for errors.
 
     Raises:
-        RuntimeError: another device has the place, a backward() has run, or there is no C++ compiler.
+        RuntimeError: another device uses the slot, a backward() has run, or there is no C++ compiler.
     """
     _check_free(name, asked_by)
-    library = shim.built(asked_by)  # first: it may fail for want of a compiler, and then nothing has changed
+    library = shim.built(asked_by)  # first, because it fails without a compiler, and then nothing has changed
     start()
     claimed.name = name
     shim.register(library)
     backend_registration._setup_privateuseone_for_python_backend(name, module)
+    if "torch._inductor.codegen.common" in sys.modules:  # it may have asked for devices already
+        inductor.register(name)
     _register_kernels()
     register_key("PrivateUse1")
+    backward_threads.wait_at_exit()
     _check_autograd(asked_by)
 
 
@@ -50,7 +55,7 @@ def _register_kernels() -> None:
     aten = keep(torch.library.Library("aten", "IMPL"))
     for op, kernel in KERNELS.items():
         aten.impl(op.name().removeprefix("aten::"), kernel, "PrivateUse1")
-    for key in ("Conjugate", "Negative"):  # a lazy bit goes into the copy, where the host tensor carries it on
+    for key in ("Conjugate", "Negative"):  # the copy's host tensors keep lazy bits
         aten.impl("_copy_from", torch.library.fallthrough_kernel, key)
     overridden.register(aten)
     everything = keep(torch.library.Library("_", "IMPL"))
@@ -60,9 +65,9 @@ def _register_kernels() -> None:
 
 
 def _check_autograd(asked_by: str) -> None:
-    """The engine makes its threads, one per device, at the first backward() of a process, and never again."""
-    x = torch.ones(1, device=claimed.name, requires_grad=True)
+    """Raise an error if a backward() has run: the engine creates its threads, one per device, at the first backward()
+    of a process, and never again."""
     try:
-        (2 * x).sum().backward()
+        torch.ones(1, device=claimed.name, requires_grad=True).sum().backward()
     except RuntimeError as error:
         raise RuntimeError(f"{asked_by}: must come before the first backward() of the process") from error

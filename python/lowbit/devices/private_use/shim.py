@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Build shim.cpp for the torch that is loaded, once, and hand it the functions of the device.
+"""Build shim.cpp for the loaded version of torch, once, and pass it the functions of the device.
 
-The built file is kept in the user's cache folder (LOWBIT_CACHE, XDG_CACHE_HOME, ~/.cache), named by torch's version and
-the source: another torch, or another lowbit, builds its own. It takes some seconds; afterwards it is loaded in no time.
+The library is kept in the user's cache folder (LOWBIT_CACHE, XDG_CACHE_HOME, ~/.cache) under a name with torch's
+version and a hash of the source, so another version of torch or lowbit builds its own. The build takes some seconds.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _TORCH = Path(torch.__file__).parent
 
 
 def register(library: ctypes.CDLL) -> None:
-    """Register allocator and device guard of PrivateUse1 for the device that `_C.private_use` has."""
+    """Register the allocator and device guard of PrivateUse1 for the device in `_C.private_use`."""
     addresses = _C.private_use.functions()
     library.lowbit_register_device(
         (ctypes.c_void_p * len(addresses))(*addresses), _C.private_use.device_count(), claimed.name.encode()
@@ -33,10 +33,10 @@ def register(library: ctypes.CDLL) -> None:
 
 
 def built(asked_by: str) -> ctypes.CDLL:
-    """Return shim.cpp, built now if it was not before; nothing is registered.
+    """Return the library of shim.cpp, building it if necessary. Nothing is registered.
 
     Raises:
-        RuntimeError: no C++ compiler was found (CXX, c++, g++, clang++), or it failed (the text has its output).
+        RuntimeError: no C++ compiler was found (CXX, c++, g++, clang++), or it failed; the message has its output.
     """
     source = _SOURCE.read_bytes()
     name = hashlib.sha256(source + torch.__version__.encode() + str(_TORCH).encode()).hexdigest()[:16]
@@ -57,7 +57,7 @@ def _build(path: Path, asked_by: str) -> None:
     abi = int(torch.compiled_with_cxx11_abi())
     with tempfile.TemporaryDirectory(
         dir=path.parent
-    ) as folder:  # two processes may build at once: the last one in wins, with the same bytes
+    ) as folder:  # if two processes build at once, the last replaces the file by the same bytes
         made = Path(folder) / path.name
         command = [
             compiler, "-std=c++20", "-O1", "-w", "-shared", "-fPIC", f"-D_GLIBCXX_USE_CXX11_ABI={abi}",

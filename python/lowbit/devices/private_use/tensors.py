@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ops that a device must implement itself: views, storage, size, copies, the value of one element.
+"""The ops that a device must implement itself: views, storage, size, copies, and the value of one element.
 
-Views read no memory, so torch's CPU kernels make them for any device; they are called on our tensors directly.
+Views read no memory, so torch's CPU kernels for them work on any device. They are called directly on lowbit's tensors.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ def _set_nothing(self: Tensor) -> Tensor:
 
 
 def _resize(self: Tensor, size: Sequence[int], *, memory_format: torch.memory_format | None = None) -> Tensor:
-    """In its own storage if that is large enough, else in a new one with the old bytes (other views keep theirs)."""
+    """Resize the tensor in its storage if that is large enough, else in a new storage with the old bytes. Other views
+    keep the old storage."""
     if list(size) == list(self.shape) and memory_format is None:
         return self
     strides = memory.dense_strides(size, memory_format)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`lowbit_sim`: devices that this machine does not have, for programs that must run on some, and for backends to come.
+"""`lowbit_sim`: simulated devices, to run programs for several devices on a machine without them, and to develop
+backends.
 
-Each has memory of its own, which host code cannot touch; ops of torch run by their CPU kernels, ops of lowbit by its
-own. See docs/simulated.md.
+Each device has its own memory, which host code cannot access. torch's ops run their CPU kernels, lowbit's ops its own.
+See docs/simulated.md.
 
 Example:
     >>> from lowbit.devices import simulated

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`torch.lowbit_sim`."""
+"""The module `torch.lowbit_sim`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from lowbit.devices.private_use.device_module import DeviceModule
 
 
 class SimulatedModule(DeviceModule):
-    """Devices without a name of their own."""
+    """The module of devices that have no individual names."""
 
     def name_of(self, index: int) -> str:
         return f"lowbit simulated device {index}"

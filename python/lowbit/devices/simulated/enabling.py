@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""enable: the one switch of the simulated devices."""
+"""enable: add the simulated devices to torch."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ _lock = threading.Lock()
 
 
 def enable(devices: int = 2, memory: int = 1 << 34) -> None:
-    """Make the devices ``lowbit_sim:0`` ... known to torch; calling again with the same numbers does nothing.
+    """Add the devices ``lowbit_sim:0`` and so on to torch; further calls with the same arguments do nothing.
 
-    Must come before the first ``backward()`` of the process. Cannot be undone. The first time for a version of torch it
-    builds 150 lines of C++ (some seconds). ``LOWBIT_SIM=1`` in the environment calls it when lowbit is imported.
+    It must be called before the first ``backward()`` of the process, and cannot be undone. The first call with a
+    version of torch builds 150 lines of C++, which takes some seconds. With ``LOWBIT_SIM=1`` in the environment,
+    `import lowbit` calls it.
 
     Args:
         devices: the number of devices, 1 to 8.
-        memory: bytes of each, at least 1 MiB. Address space only: pages that are used take memory.
+        memory: the bytes of each device, at least 1 MiB. They are address space: only used pages take memory.
 
     Raises:
-        RuntimeError: another package has taken torch's one place for such a device, a backward() has run, there is no
-            C++ compiler, or the devices run already with other numbers.
-        ValueError: a number is out of range.
+        RuntimeError: another package uses torch's only slot for external devices, a backward() has run, there is no C++
+            compiler, or the devices were enabled with other arguments.
+        ValueError: an argument is out of range.
     """
     with _lock:
         running = _C.simulated.device_count()
@@ -41,7 +42,7 @@ def enable(devices: int = 2, memory: int = 1 << 34) -> None:
 
 
 def _start(devices: int, memory: int) -> None:
-    from lowbit.devices.private_use import registration  # imports torch's internals, for this function alone
+    from lowbit.devices.private_use import registration  # here, because it imports torch internals
     from lowbit.devices.simulated.device_module import SimulatedModule
 
     registration.register(
@@ -51,5 +52,5 @@ def _start(devices: int, memory: int) -> None:
 
 
 def enabled() -> bool:
-    """Return True once the devices run."""
+    """Whether the devices are enabled."""
     return _C.simulated.device_count() > 0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Functions of a simulated device that no real one has: faults on demand, and exact counts."""
+"""Functions that only simulated devices have: faults on demand, and exact counts."""
 
 from __future__ import annotations
 
@@ -12,23 +12,25 @@ from lowbit.devices.simulated.name import DEVICE
 def inject(
     fault: str, device: int | str | torch.device = 0, *, after: int = 0, times: int = 1, microseconds: int = 0
 ) -> None:
-    """Let a device fail: the next ``after`` allocations or launches go well, the ``times`` after them do not.
+    """Make a device fail: the next ``after`` allocations or launches succeed, and the ``times`` after them fail.
 
     Args:
         fault: ``"memory"``: an allocation raises torch.OutOfMemoryError. ``"launch"``: a kernel or a copy raises
-            RuntimeError and has done nothing. ``"lost"``: the same, and so does everything on the device until
+            RuntimeError and has no effect. ``"lost"``: the same, and so does everything on the device until
             :func:`recover`. ``"slow"``: a launch takes longer.
-        device: number or name.
+        device: the number or name of the device.
+        after: the number of allocations or launches that still succeed.
+        times: the number of failures.
         microseconds: the extra time of a slow launch.
 
     Raises:
-        ValueError: an unknown fault, a device that is none of ours, a negative number.
+        ValueError: the fault is unknown, the device is not a simulated one, or a number is negative.
     """
     _C.simulated.inject(_index(device), fault, after, times, microseconds)
 
 
 def recover(device: int | str | torch.device = 0) -> None:
-    """Take back every fault of a device; a lost one is there again, with its memory as it was."""
+    """Remove all faults of a device. A lost device returns with its memory unchanged."""
     _C.simulated.recover(_index(device))
 
 
@@ -43,7 +45,7 @@ def usage(device: int | str | torch.device = 0) -> dict[str, int]:
 
 
 def launches(device: int | str | torch.device = 0, stream: torch.Stream | None = None) -> int:
-    """Return how many kernels and copies have been launched on a device, on one of its streams or on any."""
+    """Return how many kernels and copies have been launched on a device, on one of its streams or on all."""
     return _C.simulated.launches(_index(device), None if stream is None else stream.stream_id)
 
 

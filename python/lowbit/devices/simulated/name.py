@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The name of the device, in one place."""
+"""The name of the device."""
 
 from __future__ import annotations
 

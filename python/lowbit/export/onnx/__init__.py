@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ONNX: a quantized model as a file that onnxruntime runs."""
+"""ONNX: export a quantized model as a file that onnxruntime runs."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""export: a quantized model by torch's exporter, with its packed layers in ops that onnxruntime has."""
+"""export: a quantized model through torch's exporter, with its packed layers in ops that onnxruntime has."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lowbit.documents.whole_file import replaced_file
 from lowbit.export.exported import exported
 from lowbit.export.onnx.layers import in_onnx
 
-_OPSETS = range(21, 24)  # first: DequantizeLinear has blocks; last: the newest of torch's exporter
+_OPSETS = range(21, 24)  # DequantizeLinear has blocks from 21 on; torch's exporter ends at 23
 
 
 def export(
@@ -29,30 +29,30 @@ def export(
     opset_version: int = 21,
     **options: Any,
 ) -> torch.onnx.ONNXProgram:
-    """Export a quantized model to ONNX, as ``torch.onnx.export`` does with ``dynamo=True``.
+    """Export a quantized model to ONNX, like ``torch.onnx.export`` with ``dynamo=True``.
 
-    Integers become MatMulNBits of onnxruntime, or MatMulInteger where weights are int8 per channel and activations
-    int8 per row; nf4 and fp4 MatMulBnb4; float8 DequantizeLinear. Activations are rounded as lowbit rounds them. An
-    embedding looks its rows up and decodes them. Attention is exported as torch's own.
+    Integer weights become MatMulNBits of onnxruntime, or MatMulInteger if weights are int8 per channel and activations
+    int8 per row. nf4 and fp4 become MatMulBnb4, float8 DequantizeLinear. Activations are rounded as in lowbit. An
+    embedding looks up rows and decodes them. Attention is exported as torch's own.
 
     Args:
-        model: a module with `QuantLinear` and `QuantEmbedding` layers; fused pieces are exported unfused. It stays as
-            it is.
-        args, kwargs: example inputs of its forward; a tensor stands for itself alone.
-        f: the file to write; None: only return the program.
+        model: a module with `QuantLinear` and `QuantEmbedding` layers; fused modules are exported unfused. It does not
+            change.
+        args, kwargs: example inputs of its forward; a tensor stands for a tuple of one.
+        f: the file to write; None to only return the program.
         dynamic_shapes: the argument of torch.onnx.export, such as ``{"x": {0: "batch", 1: "length"}}``.
         opset_version: 21 to 23.
         options: further arguments of torch.onnx.export, such as ``external_data``, ``input_names``, ``output_names``.
 
     Returns:
-        The program; ``program.save(path)`` writes it too.
+        The program; ``program.save(path)`` writes it to a file.
 
     Raises:
-        TypeError: model is no torch.nn.Module.
-        ValueError: ONNX has no form for the format of a layer, a layer is being trained by `lowbit.training`, a weight
-            is on the meta device, or opset_version is another.
-        NotImplementedError: an op of lowbit is left that ONNX does not have, such as that of a score_mod; names the
-            layer that calls it. Nothing is written.
+        TypeError: ``model`` is not a torch.nn.Module.
+        ValueError: ONNX does not support the format of a layer, a layer is being trained by `lowbit.training`, a weight
+            is on the meta device, or ``opset_version`` is out of range.
+        NotImplementedError: the model calls an op of lowbit that ONNX does not have, such as that of a score_mod. The
+            message names the layer, and nothing is written.
         ModuleNotFoundError: onnx or onnxscript is not installed.
 
     Example:
@@ -70,5 +70,5 @@ def export(
     options |= {"dynamo": True, "dynamic_shapes": dynamic_shapes, "opset_version": opset_version}
     if f is None:
         return torch.onnx.export(program, (), **options)
-    with replaced_file(f) as place:
-        return torch.onnx.export(program, (), place, **options)
+    with replaced_file(f) as file:
+        return torch.onnx.export(program, (), file, **options)

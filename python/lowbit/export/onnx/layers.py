@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packed layers whose forward is written in ops that ONNX has; torch.onnx.export gets them in place of ours."""
+"""Packed layers whose forward uses only ops that ONNX has. torch.onnx.export gets them in place of lowbit's."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class OnnxLinear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         wide = x.float()
         y = self.matrix.product(wide, self.spec)
-        if self.spec.x_format != "float":  # onnxruntime's maximum passes nan over, and an integer cannot be one
+        if self.spec.x_format != "float":  # onnxruntime's max skips nan, and integers have none
             y = y + (wide * 0).sum(-1, keepdim=True)
         if self.bias is not None:
             y = y + self.bias.float()
@@ -38,10 +38,10 @@ class OnnxEmbedding(RewrittenEmbedding):
 
 
 def in_onnx(model: nn.Module) -> nn.Module:
-    """Return a copy of ``model`` with its packed layers in ONNX's ops; weights that are shared stay shared.
+    """Return a copy of ``model`` with its packed layers in ONNX ops. Shared weights stay shared.
 
     Raises:
-        ValueError: ONNX has no form for the format of a layer, which it names.
+        ValueError: ONNX does not support the format of a layer. The message names the layer.
     """
     matrices: dict[tuple[int, LinearSpec], Matrix] = {}
 

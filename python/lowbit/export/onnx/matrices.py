@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How each weight format is written in ONNX: its tensors, its product with x and its rows.
+"""The form of each weight format in ONNX: its tensors, its product with x, and its rows.
 
-Codes, scales and zero points stay what they are, and all arithmetic is float32. Nothing here is computed from weights
-alone, which the exporter would fold into float weights.
+Codes, scales and zero points do not change, and all arithmetic is float32. Nothing is computed from weights alone,
+because the exporter would fold it into float weights.
 
-    int2 .. int8      MatMulNBits of com.microsoft, with 2, 4 or 8 bits: the next of these that holds the codes
-    int8 per channel  MatMulInteger, where activations are int8 with a scale per row
+    int2 .. int8      MatMulNBits of com.microsoft, with 2, 4 or 8 bits: the first that holds the codes
+    int8 per channel  MatMulInteger, if activations are int8 with a scale per row
     nf4, fp4          MatMulBnb4 of com.microsoft
     fp8_e4m3          DequantizeLinear, per channel or in blocks
-    fp4_e2m1          MatMulNBits with 8 bits: twice its levels are whole numbers
+    fp4_e2m1          MatMulNBits with 8 bits: twice its levels are integers
     floats            MatMul
 """
 
@@ -27,7 +27,7 @@ from lowbit.formats.spec import LinearSpec, StoredWeight
 from lowbit.quant.codes import CodedWeight, bit_stream, levels_of
 
 _WIDTHS = (2, 4, 8)
-_BLOCKS = (16, 256)  # smallest and largest that MatMulNBits and MatMulBnb4 take
+_BLOCKS = (16, 256)  # min and max block of MatMulNBits and MatMulBnb4
 _MIDDLE = 128  # the code of 0 in int8
 _FLOAT32, _INT8 = 1, 4  # values of accuracy_level: the type that x may be rounded to
 
@@ -42,7 +42,7 @@ class Matrix(nn.Module):
             self.register_parameter(name, None if tensor is None else nn.Parameter(tensor, requires_grad=False))
 
     def product(self, x: Tensor, spec: LinearSpec) -> Tensor:
-        """Return ``x [..., k]`` float32, rounded as ``spec`` says, times the weight: ``[..., n]``."""
+        """Return the product of the weight and ``x``, float32 ``[..., k]``, rounded as ``spec`` says: ``[..., n]``."""
         raise NotImplementedError
 
     def rows(self, indices: Tensor) -> Tensor:
@@ -53,16 +53,18 @@ class Matrix(nn.Module):
         self, op: str, inputs: Sequence[Tensor], x: Tensor, dtype: torch.dtype = torch.float32, version: int = 1,
         **attributes: Any,
     ) -> Tensor:  # fmt: skip
-        """The product with ``x`` by an op of ONNX that torch does not have."""
+        """Return the product with ``x`` by an ONNX op that torch does not have."""
         shape = (*x.shape[:-1], self.n)
         return torch.onnx.ops.symbolic(op, inputs, attributes, dtype=dtype, shape=shape, version=version)
 
 
 class BlockMatrix(Matrix):
-    """Integers with a scale and perhaps a zero point per block: codes ``[n, blocks, bytes]``, the first in the lowest
-    bits; scale ``[n, blocks]``; zero points packed as codes are, or float32 ``[n, blocks]`` where they are no codes.
+    """Integers with a scale and optionally a zero point per block.
 
-    MatMulNBits then has none, and ``scale * (its own zero point - zero) * sum of x`` of each block is added."""
+    Codes are ``[n, blocks, bytes]``, the first in the lowest bits, and scales ``[n, blocks]``. Zero points are packed
+    like codes if they are valid codes, else float32 ``[n, blocks]``. MatMulNBits then gets no zero point, and ``scale *
+    (its default zero point - zero) * sum of x`` of each block is added.
+    """
 
     def __init__(self, codes: Tensor, scale: Tensor, zero: Tensor | None, bits: int, group_size: int) -> None:
         n, k = codes.shape
@@ -81,7 +83,7 @@ class BlockMatrix(Matrix):
         accuracy = _FLOAT32
         if spec.x_format != "float":
             x = rounded(x, spec.x_format, spec.group_size).decode()
-            # To round a block of codes times its scale again changes nothing, so a runtime may multiply integers.
+            # Rounding a block of codes times its scale again changes nothing, so a runtime may multiply integers.
             accuracy = _INT8 if spec.x_format == "int8_group" and spec.group_size else _FLOAT32
         inputs = [x, self.codes, self.scale, *([] if self.packed_zero is None else [self.packed_zero])]
         attributes = {"K": self.k, "N": self.n, "bits": self.bits, "block_size": self.block}
@@ -102,10 +104,12 @@ class BlockMatrix(Matrix):
 
 
 class Int8Matrix(Matrix):
-    """int8 per channel, multiplied by int8 activations with a scale per row, exactly: codes uint8 ``[n, k]``, scale and
-    zero point ``[n]``, and the sum of each row without its zero point, for activations that have one.
+    """int8 per channel, multiplied exactly by int8 activations with a scale per row.
 
-    Both factors are uint8 with 128 for 0: onnxruntime saturates sums of uint8 times int8 on processors without VNNI."""
+    Codes are uint8 ``[n, k]``, scale and zero point ``[n]``. For asymmetric activations there is the sum of each row
+    without its zero point. Both factors are uint8 with 128 for 0, because onnxruntime saturates sums of uint8 times
+    int8 on processors without VNNI.
+    """
 
     def __init__(self, weight: CodedWeight) -> None:
         n, k = weight.codes.shape
@@ -136,7 +140,7 @@ class Int8Matrix(Matrix):
 
 class TableMatrix(Matrix):
     """4-bit codes of a table with a scale per block, as bitsandbytes packs them: the first code of a byte in its high
-    bits. Rows are filled up to whole blocks with codes of 0."""
+    bits. Rows are padded to whole blocks with codes of 0."""
 
     TYPES = {"fp4": 0, "nf4": 1}
 
@@ -162,8 +166,8 @@ class TableMatrix(Matrix):
 
 
 class Float8Matrix(Matrix):
-    """float8_e4m3fn codes ``[n, k]`` with a scale per channel or block, ``[n, blocks]``. For rows the codes are bytes
-    and have a table, as onnxruntime looks no float8 up."""
+    """float8_e4m3fn codes ``[n, k]`` with a scale per channel or block, ``[n, blocks]``. For rows, the codes are bytes
+    that index a table of values, because onnxruntime cannot gather float8."""
 
     def __init__(self, weight: CodedWeight) -> None:
         n, k = weight.codes.shape
@@ -188,7 +192,7 @@ class Float8Matrix(Matrix):
 
 
 class FloatMatrix(Matrix):
-    """A weight of floats, multiplied in float32."""
+    """A float weight, multiplied in float32."""
 
     def __init__(self, weight: Tensor) -> None:
         super().__init__(*weight.shape, weight=weight)
@@ -204,7 +208,7 @@ def matrix_of(packed: Tensor, stored: StoredWeight, name: str) -> Matrix:
     """Return the packed weight of the layer ``name`` in ONNX.
 
     Raises:
-        ValueError: ONNX has no form for its format.
+        ValueError: ONNX does not support its format.
     """
     spec = stored.spec
     facts = _C.FORMAT_FACTS[spec.format]
@@ -230,7 +234,7 @@ def matrix_of(packed: Tensor, stored: StoredWeight, name: str) -> Matrix:
 
 
 def _block_of(k: int) -> int:
-    """The block of a weight with a scale per channel, which every block of a row repeats."""
+    """Return the block size for a weight with one scale per channel, which is repeated for every block of a row."""
     smallest, largest = _BLOCKS
     return max(smallest, min(largest, k & -k))
 
@@ -238,7 +242,7 @@ def _block_of(k: int) -> int:
 def _in_blocks(
     codes: Tensor, scale: Tensor, zero: Tensor | None, group_size: int, block: int, filling: int = 0
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Rows of codes that are whole blocks, and a scale and zero point for each."""
+    """Return codes padded to whole blocks, and a scale and zero point for each block."""
     blocks = -(-codes.shape[1] // block)
     codes = functional.pad(codes, (0, blocks * block - codes.shape[1]), value=filling)
     if not group_size:
@@ -248,7 +252,7 @@ def _in_blocks(
 
 
 def _rows(tensor: Tensor, indices: Tensor) -> Tensor:
-    """``tensor[indices]``, which torch's exporter makes five nodes of."""
+    """Return ``tensor[indices]`` as one node; torch's exporter would make five."""
     shape = (*indices.shape, *tensor.shape[1:])
     return torch.onnx.ops.symbolic(
         "Gather", [tensor, indices], {"axis": 0}, dtype=tensor.dtype, shape=shape, version=13
@@ -256,7 +260,8 @@ def _rows(tensor: Tensor, indices: Tensor) -> Tensor:
 
 
 def _unpacked(packed: Tensor, bits: int, first_in_high_bits: bool = False) -> Tensor:
-    """Codes of bytes, ``[..., bytes]`` to float32 ``[..., codes]``; in float32, as few runtimes shift bytes."""
+    """Unpack codes from bytes, ``[..., bytes]`` to float32 ``[..., codes]``. It computes in float32, because few
+    runtimes can shift bytes."""
     rest, parts = packed.float(), []
     for _ in range(8 // bits - 1):
         higher = (rest / 2**bits).floor()

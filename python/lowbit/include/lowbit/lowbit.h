@@ -98,6 +98,26 @@ typedef struct lowbit_linear_options {
 LOWBIT_EXPORT int lowbit_linear(const lowbit_tensor *x, const lowbit_packed_weight *weight, const lowbit_tensor *y,
                                 const lowbit_linear_options *options);
 
+typedef struct lowbit_experts_options {
+  size_t struct_size;
+  int32_t gate_up_x_format, down_x_format; /* enum lowbit_x_format */
+  int32_t activation;                      /* of the gate: enum lowbit_activation */
+  int32_t no_gate;                         /* gate_up is the gate alone, and nothing is multiplied by it */
+  int32_t interleaved;                     /* rows of gate_up are gate, up, gate, up ..; 0: all gates, then all ups */
+  double alpha;                            /* silu is gate * sigmoid(alpha * gate); 0: 1 */
+  double limit, up_offset; /* act(min(gate, limit)) * (clamp(up, -limit, limit) + up_offset); limit 0: none */
+  const lowbit_tensor *gate_up_bias, *down_bias; /* float [E, n] of each */
+} lowbit_experts_options;
+
+/* A mixture of experts: y[t] = sum over j of weights[t, j] * (act(gate) * up) @ down_e.T, with e = index[t, j], and gate
+ * and up the halves of x[t] @ gate_up_e.T. x: float [T, H]; index: int32 or int64 [T, k], where E stands for no expert;
+ * weights: float [T, k]; y: [T, n of down], dtype of x. gate_up [2 I, H] and down [n, I] describe the weight of one
+ * expert; data holds those of E experts, one behind another, and bytes E times lowbit_packed_bytes. */
+LOWBIT_EXPORT int lowbit_experts(const lowbit_tensor *x, const lowbit_packed_weight *gate_up,
+                                 const lowbit_packed_weight *down, const lowbit_tensor *index,
+                                 const lowbit_tensor *weights, const lowbit_tensor *y,
+                                 const lowbit_experts_options *options);
+
 /* ---- Attention; the last dimension is dense, the others have any strides. ---- */
 
 typedef struct lowbit_attention_options {

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""torchao's names on lowbit: change ``torchao`` to ``lowbit.peers.torchao`` in the imports of a program.
+"""torchao's API on lowbit: replace ``torchao`` by ``lowbit.peers.torchao`` in the imports of a program.
 
 Example:
     >>> from lowbit.peers.torchao import quantize_
@@ -7,7 +7,7 @@ Example:
     >>> from lowbit.peers.torchao.optim import AdamW8bit
     >>> quantize_(model, Int8WeightOnlyConfig(granularity=PerGroup(128)))
 
-A name of torchao that lowbit does not have raises an error with a replacement. torchao itself need not be installed.
+A torchao name that lowbit does not have raises an error that suggests a replacement. torchao need not be installed.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``torchao.quantization`` on lowbit: `quantize_`, configurations, granularities, functions that torchao removed."""
+"""``torchao.quantization`` on lowbit: `quantize_`, configurations, granularities, and functions that torchao has
+removed."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ from lowbit.quant import (
 
 @dataclass(frozen=True, slots=True)
 class PerTensor:
-    """One scale for a whole tensor: a name that programs import. A configuration refuses it and says why."""
+    """One scale for a whole tensor. It exists because programs import it; configurations refuse it with a reason."""
 
 
 def __getattr__(name: str) -> Any:

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Files that torchao wrote (torchao.prototype.safetensors, save_pretrained of transformers), read without torchao.
 
-A weight ``0.weight`` of a tensor class is stored as its parts, tensors ``0._weight_qdata``, ``0._weight_scale`` and so
-on; its other attributes are JSON in the metadata of the file, under its name:
+A weight ``0.weight`` of a tensor class is stored as its component tensors, ``0._weight_qdata``, ``0._weight_scale`` and
+so on. Its other attributes are JSON in the metadata of the file, under the weight's name:
     {"_type": "Int8Tensor", "_data": {"block_size": [1, 64], "dtype": {"_type": "torch.dtype", "_data": "bfloat16"},
      "act_quant_kwargs": null}, "_tensor_data_names": ["qdata", "scale"]}
-``tensor_names`` is the list of all names; a plain tensor has the type "Tensor". Shards have the same metadata, and a
-weight may have its parts in two of them.
+``tensor_names`` is the list of all names; a plain tensor has the type "Tensor". All shards have the same metadata, and
+the components of a weight may be in two of them.
 """
 
 from __future__ import annotations
@@ -24,25 +24,26 @@ from lowbit.quant.safetensors_file import SafetensorsFile, safetensors_files
 
 
 class Stored(SimpleNamespace):
-    """An object of torchao as a file holds it: its attributes, in a subclass that has the name of its class."""
+    """The attributes of a torchao object read from a file. The object's class is a subclass with the name of
+    torchao's."""
 
 
-def stored_tensors(place: Path) -> Iterator[tuple[str, Tensor | Stored]]:
-    """Yield every tensor of a file or folder by its name; those of torchao's classes are `Stored`, put together when
-    they are asked for.
+def stored_tensors(folder: Path) -> Iterator[tuple[str, Tensor | Stored]]:
+    """Yield every tensor of a file or folder with its name. Tensors of torchao's classes are `Stored`, assembled one at
+    a time.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: torchao did not write it, a part of a weight is missing, or a dtype is not one of torch's.
+        FileNotFoundError: the file does not exist.
+        ValueError: torchao did not write it, a component of a weight is missing, or a dtype does not exist in torch.
     """
-    files = safetensors_files(place)
+    files = safetensors_files(folder)
     homes: dict[str, SafetensorsFile] = {}
     told: dict[str, str] = {}
     for file in map(SafetensorsFile, files):
         homes |= dict.fromkeys(file.entries, file)
         told |= file.metadata
     if "tensor_names" not in told:
-        raise ValueError(f"from_torchao: {place} must be safetensors of torchao, got no tensor_names in its metadata")
+        raise ValueError(f"from_torchao: {folder} must be safetensors of torchao, got no tensor_names in its metadata")
     parts: set[str] = set()
     for name in json.loads(told["tensor_names"]):
         facts = json.loads(told[name])
@@ -52,7 +53,7 @@ def stored_tensors(place: Path) -> Iterator[tuple[str, Tensor | Stored]]:
         keys = {part: f"{path}._{last}_{part}" for part in facts["_tensor_data_names"]}
         missing = [key for key in keys.values() if key not in homes]
         if missing:
-            raise ValueError(f"from_torchao: {place} must hold every part of {name}, got no {', '.join(missing)}")
+            raise ValueError(f"from_torchao: {folder} must hold every part of {name}, got no {', '.join(missing)}")
         parts.update(keys.values())
         stored = _object(facts)
         vars(stored).update({part: homes[key].read(key) for part, key in keys.items()})
@@ -63,7 +64,7 @@ def stored_tensors(place: Path) -> Iterator[tuple[str, Tensor | Stored]]:
 
 
 def _object(told: Any) -> Any:
-    """The values of this JSON: dtypes of torch, enums by the names of their values, objects as `Stored`."""
+    """Return the value of this JSON: dtypes as torch's, enums as the names of their values, objects as `Stored`."""
     if isinstance(told, list):
         return [_object(item) for item in told]
     if not isinstance(told, dict) or "_type" not in told:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""torchao: weights of its tensor classes as QuantLinear holds them, code by code. It need not be imported here."""
+"""Conversion of torchao's tensor classes to QuantLinear weights, code by code. torchao need not be imported."""
 
 from __future__ import annotations
 
@@ -25,29 +25,30 @@ from lowbit.quant.quant_linear import QuantLinear
 
 _NOT_HERE = ("act_pre_scale", "act_quant_scale", "act_quant_zero_point")
 _LARGEST_GROUP, _SMALLEST_GROUP = 256, 32
-_ZERO_ERROR = 2.0**-7  # steps of a scale: zero points are float16, which has 2^-7 between 8 and 16
+_ZERO_ERROR = 2.0**-7  # in steps of a scale: float16 zero points have a spacing of 2^-7 between 8 and 16
 
 
 def from_torchao(state_dict: Mapping[str, Tensor] | str | os.PathLike[str]) -> dict[str, Tensor]:
-    """Return a state dict with the weights ``[n, k]`` of torchao's tensor classes as QuantLinear's.
+    """Return a state dict with the weights ``[n, k]`` of torchao's tensor classes converted to QuantLinear's.
 
-    They may be NF4Tensor, Float8Tensor, Int8Tensor, IntxUnpackedToInt8Tensor (2 to 8 bits), Int4Tensor and
-    NVFP4Tensor. All other entries are the tensors that they were. `lowbit.load` takes it into the float model. Codes
-    keep every bit; torchao's table of nf4 is rounded to 4 decimals, ours is the exact one. A scale per group keeps 11
-    bits, one per row or per tensor all; the zero points of an Int4Tensor, which are numbers, are off by 1/128 of a step
-    at most. Activations are taken as the weight says: as they are, or int8 or float8 per row (those of an NVFP4Tensor:
-    as they are).
+    Supported are NF4Tensor, Float8Tensor, Int8Tensor, IntxUnpackedToInt8Tensor (2 to 8 bits), Int4Tensor and
+    NVFP4Tensor. All other entries stay the same tensors. `lowbit.load` loads the result into the float model.
+
+    Codes are kept exactly; torchao's nf4 table is rounded to 4 decimals, lowbit's is exact. A scale per group keeps 11
+    bits, one per row or per tensor all bits. The zero points of an Int4Tensor are floats, and are off by at most 1/128
+    of a step. Activations are treated as the weight specifies: unquantized, or int8 or float8 per row (those of an
+    NVFP4Tensor are unquantized).
 
     Args:
-        state_dict: the state dict of a model that torchao quantized; or a safetensors file of torchao
-            (``flatten_tensor_state_dict``), or a folder of them that ``save_pretrained`` of transformers wrote. torchao
-            need not be installed for files.
+        state_dict: the state dict of a model that torchao quantized, or the path of a safetensors file of torchao
+            (``flatten_tensor_state_dict``) or of a folder of them that transformers' ``save_pretrained`` wrote. Reading
+            files does not require torchao.
 
     Raises:
-        FileNotFoundError: there is no such file.
+        FileNotFoundError: the file does not exist.
         ValueError: a weight is of another class or not ``[n, k]``, fewer than 32 neighbours of a row share a scale
-            (NVFP4: 16), it has static or per-tensor scales for its activations, or its scales are swizzled: names the
-            weight. Or a file lacks a part of one, or is not torchao's.
+            (NVFP4: 16), it has static or per-tensor scales for activations, or its scales are swizzled (the message
+            names the weight); or a file is not torchao's or lacks a part of a weight.
 
     Example:
         >>> lowbit.load(model, from_torchao(torch.load("torchao.pt")))
@@ -71,7 +72,7 @@ def from_torchao(state_dict: Mapping[str, Tensor] | str | os.PathLike[str]) -> d
             raise ValueError(f"from_torchao: {key} must be the weight [n, k] of a linear layer, got {shape}")
         for part in _NOT_HERE:
             if getattr(weight, part, None) is not None:
-                raise ValueError(f"from_torchao: {key} must take activations as they come, got {part} of fixed values")
+                raise ValueError(f"from_torchao: {key} must have no {part}, got one with fixed values")
         layer = _READERS[kind](weight, key)
         result[key] = layer.weight.detach()
         result[layout_name(key)] = layer.layout
@@ -110,13 +111,14 @@ def _int8(weight: Any, key: str) -> QuantLinear:
 def _intx(weight: Any, key: str) -> QuantLinear:
     format = int_format_of(f"from_torchao: {key}", weight.target_dtype)
     known, act = "int8_asym_per_token", weight.activation_quantization
-    if act is not None and str(getattr(act, "value", act)).lower() != known:  # a file may have the name of the enum's
+    if act is not None and str(getattr(act, "value", act)).lower() != known:  # in a file, the name of the enum member
         raise ValueError(f"from_torchao: activation_quantization of {key} must be {known} or None, got {act}")
     return _integers(weight, key, format, "float" if act is None else "int8_row_asymmetric")
 
 
 def _int4(weight: Any, key: str) -> QuantLinear:
-    """w = scale * q + zero_point, q of -8 to 7, the first of a byte in its low nibble; scales are ``[groups, n]``."""
+    """Return the layer of an Int4Tensor: w = scale * q + zero_point, with q from -8 to 7, two per byte, the first in
+    the low nibble; scales are ``[groups, n]``."""
     act = getattr(weight, "activation_dtype", torch.bfloat16)
     require("from_torchao", f"activation_dtype of {key}", act, torch.bfloat16, "activations are taken as they come")
     packed = weight.qdata.contiguous().view(torch.uint8)
@@ -129,8 +131,8 @@ def _int4(weight: Any, key: str) -> QuantLinear:
     zeros = 8 - added / scale
     if not ((zeros.half() - zeros).abs() <= _ZERO_ERROR).all():
         raise ValueError(
-            f"from_torchao: {key}: 0 must lie within the range of each group or near it, got one "
-            f"{float((zeros - 8).abs().nan_to_num(torch.inf).max()):.3g} steps from its middle"
+            f"from_torchao: {key}: the range of each group must contain 0 or be near it, got a group whose middle is "
+            f"{float((zeros - 8).abs().nan_to_num(torch.inf).max()):.3g} steps from 0"
         )
     return QuantLinear.pack(codes, scale, zeros, LinearSpec("int4", group_size, True, "float", "asymmetric"))
 
@@ -142,7 +144,7 @@ def _check_per_row(act: Any, key: str) -> None:
 
 
 def _integers(weight: Any, key: str, format: str, x_format: str = "float") -> QuantLinear:
-    """The layer of signed codes, w = scale * (code - zero_point); ours begin at 0."""
+    """Return the layer of signed codes, w = scale * (code - zero_point). lowbit's codes are unsigned."""
     middle = (_C.FORMAT_FACTS[format]["code_max"] + 1) // 2
     group_size = _group_size(weight, key)
     codes = (weight.qdata.short() + middle).to(torch.uint8)
@@ -154,7 +156,7 @@ def _integers(weight: Any, key: str, format: str, x_format: str = "float") -> Qu
 
 
 def _group_size(weight: Any, key: str) -> int:
-    """Weights of a row that have one scale in ours, 0 for a whole row: the block, or a part of it."""
+    """Return the group size in lowbit: the block along k or a divisor of it, or 0 for a whole row."""
     along_k = weight.block_size[1]
     if along_k == weight.qdata.shape[1]:
         return 0
@@ -168,7 +170,7 @@ def _group_size(weight: Any, key: str) -> int:
 
 
 def _in_groups(part: Tensor, weight: Any, group_size: int, key: str) -> Tensor:
-    """One number per block as one per row and group, float32 ``[n, groups]``."""
+    """Return one number per row and group, float32 ``[n, groups]``, from one per block."""
     (n, k), (rows, along_k) = weight.qdata.shape, weight.block_size
     if n % rows or k % along_k or part.numel() != (n // rows) * (k // along_k):
         raise ValueError(

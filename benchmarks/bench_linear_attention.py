@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Time of gated_delta_rule beside the functions that transformers runs on a CPU: torch_chunk_gated_delta_rule for
+prompts, torch_recurrent_gated_delta_rule for a token; and of ssd, causal_conv1d and gated_rms_norm beside theirs
+(mamba2_chunk_scan and mamba2_selective_state_update; torch's conv1d and silu; the modules of Qwen3-Next and Mamba-2).
+
+    python benchmarks/bench_linear_attention.py
+    python benchmarks/bench_linear_attention.py --tokens 2048 --per-channel --dtype float32
+    python benchmarks/bench_linear_attention.py --only ssd --tokens 512
+    python benchmarks/bench_linear_attention.py --model qwen3_5
+
+Tokens go on from a state. A single token has a fresh state in each call, of as many layers as exceed the caches.
+transformers has no decay per channel in these functions, so with --per-channel it is timed with one per head.
+
+With --model: four layers of the shape of Qwen3.5-0.8B, Granite-4.0-H-1B or LFM2-1.2B with random weights and a head of
+4096 words, a prompt of 512 tokens and the tokens after it, through transformers in bfloat16, and with int4 weights before
+and after `lowbit.fuse`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import itertools
+
+import torch
+from harness import Call, describe, duration, header, interleave, options, rotate, table
+from transformers import (
+    GraniteMoeHybridConfig,
+    GraniteMoeHybridForCausalLM,
+    Lfm2Config,
+    Lfm2ForCausalLM,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
+)
+from transformers.models.mamba2 import modeling_mamba2 as mamba2
+from transformers.models.qwen3_next import modeling_qwen3_next as theirs
+
+import lowbit
+
+STATES = 64 << 20  # bytes of states that calls of one token go through in turns
+
+
+def given(args: argparse.Namespace, tokens: int) -> dict[str, torch.Tensor]:
+    """The arguments of a call, as a layer of Qwen3.5 has them: g in float32, all else in the dtype of the model."""
+    dtype, heads, key_heads, size = getattr(torch, args.dtype), args.heads, args.key_heads, args.size
+    g = -torch.rand(1, tokens, heads, size) if args.per_channel else -torch.rand(1, tokens, heads)
+    return {
+        "q": torch.randn(1, tokens, key_heads, size).to(dtype),
+        "k": torch.randn(1, tokens, key_heads, size).to(dtype),
+        "v": torch.randn(1, tokens, heads, size).to(dtype),
+        "g": g,
+        "beta": torch.rand(1, tokens, heads).to(dtype),
+    }
+
+
+def calls_of(args: argparse.Namespace, tokens: int) -> dict[str, Call]:
+    call = given(args, tokens)
+    count = max(1, STATES // (args.heads * args.size**2 * 4)) if tokens == 1 else 1
+    states = [torch.randn(1, args.heads, args.size, args.size) for _ in range(count)]
+    named = {"query": call["q"], "key": call["k"], "value": call["v"], "beta": call["beta"]}
+    named["g"] = call["g"].mean(-1) if args.per_channel else call["g"]
+    function = theirs.torch_recurrent_gated_delta_rule if tokens == 1 else theirs.torch_chunk_gated_delta_rule
+    more = {"output_final_state": True, "use_qk_l2norm_in_kernel": True}
+    return {
+        "lowbit": rotate([lambda state=state: lowbit.gated_delta_rule(**call, state=state, l2norm=True) for state in states]),
+        "transformers": rotate([lambda state=state: function(**named, initial_state=state, **more) for state in states]),
+    }  # fmt: skip
+
+
+def scans_of(args: argparse.Namespace, tokens: int) -> dict[str, Call]:
+    """48 heads of 64 x 128 and one group, as a layer of Granite-4.0-H-1B has them. Tokens go on from a state."""
+    heads, p, s = 48, 64, 128
+    dtype, of_state = getattr(torch, args.dtype), heads * p * s * 4
+    x, dt = torch.randn(1, tokens, heads, p).to(dtype), torch.randn(1, tokens, heads).to(dtype)
+    a, d, bias = -8 * torch.rand(heads), torch.randn(heads), torch.randn(heads) - 2
+    b, c = torch.randn(2, 1, tokens, 1, s).to(dtype)
+    states = [torch.randn(1, heads, p, s) for _ in range(STATES // of_state if tokens == 1 else 1)]
+    more = {"dt_bias": bias, "softplus": True}
+    ours = [
+        lambda state=state: lowbit.ssd(x, dt, a, b, c, d, **more, state=state, in_place=tokens == 1)
+        for state in states
+    ]  # fmt: skip
+    if tokens > 1:
+        named = {"dt_bias": bias, "dt_softplus": True, "chunk_size": 256, "return_final_states": True}
+        reference = [lambda: mamba2.mamba2_chunk_scan(x, dt, a, b, c, D=d, **named, initial_states=states[0])]
+    else:
+        wide = (dt.mT.expand(-1, -1, p), a[:, None, None].expand(-1, p, s), b[:, 0], c[:, 0])
+        of_heads = (d[:, None].expand(-1, p), bias[:, None].expand(-1, p))
+        reference = [
+            lambda state=state: mamba2.mamba2_selective_state_update(state, x[:, 0], *wide, *of_heads, True)
+            for state in states
+        ]
+    return {"lowbit": rotate(ours), "transformers": rotate(reference)}
+
+
+def convolutions_of(args: argparse.Namespace, tokens: int) -> dict[str, Call]:
+    """Four taps and silu over the channels of q, k and v. A token goes on from a state as transformers keeps it."""
+    dtype, channels = getattr(torch, args.dtype), (2 * args.key_heads + args.heads) * args.size
+    x, weight = torch.randn(1, tokens, channels).to(dtype), torch.randn(channels, 4).to(dtype)
+    if tokens > 1:
+        return {
+            "lowbit": lambda: lowbit.causal_conv1d(x, weight, activation="silu"),
+            "transformers": lambda: theirs.causal_conv1d_fn(x.mT, weight, activation="silu"),
+        }
+    state = torch.randn(1, channels, 4).to(dtype)
+    return {
+        "lowbit": lambda: lowbit.causal_conv1d(x, weight, None, state, activation="silu"),
+        "transformers": lambda: theirs.causal_conv1d_update(x.mT, state, weight, activation="silu"),
+    }
+
+
+def norms_of(args: argparse.Namespace, tokens: int, gate_first: bool) -> dict[str, Call]:
+    """Of each head before the gate, as Qwen3-Next has it; or of all heads behind it, as Mamba-2 has it."""
+    dtype, count = getattr(torch, args.dtype), args.heads * args.size
+    shape = (tokens, count) if gate_first else (tokens * args.heads, args.size)
+    norm = mamba2.MambaRMSNormGated(count, count) if gate_first else theirs.Qwen3NextRMSNormGated(args.size)
+    x, gate, norm = torch.randn(shape).to(dtype), torch.randn(shape).to(dtype), norm.to(dtype)
+    return {
+        "lowbit": lambda: lowbit.gated_rms_norm(x, gate, norm.weight, norm.variance_epsilon, gate_first=gate_first),
+        "transformers": lambda: norm(x, gate),
+    }
+
+
+AROUND = {
+    "ssd": scans_of,
+    "causal_conv1d": convolutions_of,
+    "gated_rms_norm": lambda args, tokens: norms_of(args, tokens, False),
+    "gated_rms_norm, gate first": lambda args, tokens: norms_of(args, tokens, True),
+}
+
+
+def around(args: argparse.Namespace) -> str:
+    lines = []
+    for (name, calls), dtype, tokens in itertools.product(AROUND.items(), args.dtype, args.tokens):
+        if args.only not in (None, name):
+            continue
+        times = interleave(calls(argparse.Namespace(**vars(args) | {"dtype": dtype}), tokens), rounds=args.rounds)
+        ours, reference = times["lowbit"].best_s, times["transformers"].best_s
+        lines.append([name, dtype, str(tokens), duration(ours), duration(reference), f"{reference / ours:.1f}"])
+    return table(["op", "dtype", "tokens", "lowbit", "transformers", "transformers / lowbit"], lines)
+
+
+SIZES = {"vocab_size": 4096, "num_hidden_layers": 4, "num_attention_heads": 8}
+SHAPES = {
+    "qwen3_5": (Qwen3_5ForCausalLM, Qwen3_5TextConfig, dict(
+        hidden_size=1024, intermediate_size=3584, num_key_value_heads=2, head_dim=256, linear_num_key_heads=16,
+        linear_num_value_heads=16, linear_key_head_dim=128, linear_value_head_dim=128,
+    )),
+    "granite": (GraniteMoeHybridForCausalLM, GraniteMoeHybridConfig, dict(
+        hidden_size=1536, shared_intermediate_size=4096, num_key_value_heads=4, num_local_experts=0, mamba_n_heads=48,
+        mamba_d_head=64, mamba_d_state=128, mamba_n_groups=1, layer_types=[*3 * ["linear_attention"], "full_attention"],
+    )),
+    "lfm2": (Lfm2ForCausalLM, Lfm2Config, dict(
+        hidden_size=2048, intermediate_size=12288, num_key_value_heads=8,
+        layer_types=[*3 * ["conv"], "full_attention"],
+    )),
+}  # fmt: skip
+
+
+def models(name: str) -> dict[str, torch.nn.Module]:
+    cls, config, sizes = SHAPES[name]
+    plain = cls(config(**SIZES | sizes)).eval().to(torch.bfloat16)
+    lowbit.quantize_(packed := copy.deepcopy(plain), lowbit.int8_dynamic_activation_int4_weight(group_size=32))
+    lowbit.fuse(fused := copy.deepcopy(packed))
+    fused.set_attn_implementation("lowbit")
+    return {"transformers, bfloat16": plain, "int4": packed, "int4, fused": fused}
+
+
+def of_models(shape: str, rounds: int) -> str:
+    """Tokens a second of a prompt of 512, and of the tokens behind it."""
+    ids = torch.randint(0, 4096, (1, 512))
+    prompts: dict[str, Call] = {}
+    tokens: dict[str, Call] = {}
+    for name, model in models(shape).items():
+        begun = model(ids).past_key_values
+        prompts[name] = lambda model=model: model(ids)
+        tokens[name] = lambda model=model, begun=begun: model(ids[:, :1], past_key_values=begun)
+    of_prompts, of_tokens = interleave(prompts, rounds=rounds), interleave(tokens, rounds=rounds)
+    lines = [[name, f"{512 / of_prompts[name].best_s:.0f}", f"{1 / of_tokens[name].best_s:.1f}"] for name in prompts]
+    return table([f"four layers, {shape}", "prompt of 512, tokens/s", "after it, tokens/s"], lines)
+
+
+def of_delta_rule(args: argparse.Namespace) -> str:
+    lines = []
+    with torch.inference_mode():
+        for dtype, tokens in itertools.product(args.dtype, args.tokens):
+            times = interleave(
+                calls_of(argparse.Namespace(**vars(args) | {"dtype": dtype}), tokens), rounds=args.rounds
+            )
+            ours, reference = times["lowbit"].best_s, times["transformers"].best_s
+            products = 6 * tokens * args.heads * args.size**2
+            lines.append([dtype, str(tokens), duration(ours), f"{products / ours / 1e9:.0f}", duration(reference),
+                          f"{reference / ours:.1f}"])  # fmt: skip
+    return "\n".join([
+        f"gated_delta_rule, {args.heads} heads of {args.size} x {args.size}, {args.threads} threads, best of {args.rounds}",
+        table(["dtype", "tokens", "lowbit", "GFLOP/s", "transformers", "transformers / lowbit"], lines),
+    ])  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 64, 512, 2048])
+    parser.add_argument("--heads", type=int, default=16, help="heads of v")
+    parser.add_argument("--key-heads", type=int, default=16, help="heads of q and k")
+    parser.add_argument("--size", type=int, default=128, help="Dk and Dv")
+    parser.add_argument("--dtype", nargs="+", choices=["float32", "bfloat16"], default=["bfloat16", "float32"])
+    parser.add_argument("--per-channel", action="store_true", help="a decay per channel of k, as Kimi-Linear has")
+    parser.add_argument("--only", choices=["gated_delta_rule", *AROUND], help="one op instead of all")
+    parser.add_argument("--model", choices=SHAPES, help="a model instead of the ops")
+    args = options(parser, rounds=12, threads=2)
+    print(describe(header()))
+    if args.model:
+        with torch.inference_mode():
+            print(of_models(args.model, args.rounds))
+        return
+    if args.only != "gated_delta_rule":
+        with torch.inference_mode():
+            print(around(args))
+    if args.only in (None, "gated_delta_rule"):
+        print(of_delta_rule(args))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,92 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "cpu/recurrent/refused.hpp"
+
+#include <atomic>
+
+#include "core/parallel.hpp"
+#include "cpu/recurrent/sequences.hpp"
+
+namespace lowbit::cpu {
+
+namespace {
+
+// Values that a tensor may have: finite ones, or of these only those up to 0. Found by their bits, in loops that the
+// compiler turns into vectors.
+enum class Wanted { finite, decay };
+
+template <class Bits>
+bool all_are(Wanted wanted, const Bits* values, int64_t count, Bits sign, Bits infinity) {
+  bool all = true;
+  if (wanted == Wanted::finite)
+    for (int64_t i = 0; i < count; i++) all &= static_cast<Bits>(values[i] & ~sign) < infinity;
+  else
+    for (int64_t i = 0; i < count; i++) all &= values[i] == 0 || static_cast<Bits>(values[i] - sign) < infinity;
+  return all;
+}
+
+bool all_are(Wanted wanted, const TensorView& tensor, int64_t at, int64_t count) {
+  if (tensor.dtype == DType::float32)
+    return all_are<uint32_t>(wanted, tensor.as<uint32_t>() + at, count, 1u << 31, 0x7f800000u);
+  const uint16_t infinity = tensor.dtype == DType::bfloat16 ? 0x7f80 : 0x7c00;
+  return all_are<uint16_t>(wanted, tensor.as<uint16_t>() + at, count, 0x8000, infinity);
+}
+
+// Row `row` of the last dimension begins here.
+int64_t begin_of(const TensorView& g, int64_t row) {
+  int64_t at = 0;
+  for (int dim = g.rank - 2; dim >= 0; row /= g.size(dim), dim--) at += row % g.size(dim) * g.stride[dim];
+  return at;
+}
+
+struct Values {
+  std::string_view op, name;
+  const TensorView& tensor;  // dense rows
+  Wanted wanted;
+  std::string_view text;     // what is wanted, in words
+};
+
+void refuse_in_row(const Values& values, int64_t row) {
+  const TensorView& tensor = values.tensor;
+  const int64_t begin = begin_of(tensor, row);
+  int64_t i = 0;
+  while (all_are(values.wanted, tensor, begin + i, 1)) i++;
+  int64_t index[4] = {0, 0, 0, i};
+  for (int dim = tensor.rank - 2; dim >= 0; row /= tensor.size(dim), dim--) index[dim] = row % tensor.size(dim);
+  index[tensor.rank - 1] = i;
+  throw Error(ErrorKind::value, concat(values.op, ": ", values.name, " must be ", values.text, ", got ",
+                                       number_at(tensor, begin + i), " at ",
+                                       ShapeText{{index, static_cast<std::size_t>(tensor.rank)}}));
+}
+
+void refuse_others(const Values& values) {
+  const TensorView& tensor = values.tensor;
+  if (!tensor || tensor.numel() == 0) return;
+  const int64_t columns = tensor.size(-1), rows = tensor.numel() / columns, block = (1 << 14) / columns + 1;
+  std::atomic<int64_t> bad{rows};  // the first row that has one
+  parallel_for((rows + block - 1) / block, threads_worth(2 * tensor.numel()), [&](int64_t task) {
+    for (int64_t row = task * block; row < (task + 1) * block && row < rows; row++) {
+      if (all_are(values.wanted, tensor, begin_of(tensor, row), columns)) continue;
+      for (int64_t first = bad; row < first && !bad.compare_exchange_weak(first, row);) {}
+      return;
+    }
+  });
+  if (bad < rows) refuse_in_row(values, bad);
+}
+
+}  // namespace
+
+void refuse_bad_values(const GatedDeltaRuleArgs& args) {
+  constexpr std::string_view op = "gated_delta_rule";
+  refuse_bad_lengths(op, args.cu_seqlens, "q", args.tokens());
+  refuse_others({op, "g", args.g, Wanted::decay, "finite and at most 0, the logarithm of a decay"});
+}
+
+void refuse_bad_values(const SsdArgs& args) {
+  constexpr std::string_view op = "ssd";
+  refuse_bad_lengths(op, args.cu_seqlens, "x", args.tokens());
+  refuse_others({op, "A", args.a, Wanted::decay, "finite and at most 0"});
+  refuse_others({op, "dt_bias", args.dt_bias, Wanted::finite, "finite"});
+  refuse_others({op, "dt", args.dt, Wanted::finite, "finite"});
+}
+
+}  // namespace lowbit::cpu

@@ -1,0 +1,34 @@
+// SPDX-License-Identifier: Apache-2.0
+// pointwise: y = scale * f(x) + add, element by element, in float32 and rounded once. In a program a gate of one element
+// for each row multiplies too: y = scale * sigmoid(gate) * f(x) + add (Qwen2-MoE). The functions:
+//   0  x
+//   1  max(x, 0)^2 (So et al., 2021)
+//   2  positive * max(x, 0)^2 + negative * (e^min(x, 0) - 1 - min(x, 0)) + linear * x: xIELU (Huang et al., 2024)
+#pragma once
+
+#include "core/tensor_view.hpp"
+#include "ops/kernel.hpp"
+
+namespace lowbit {
+
+enum class Pointwise : int64_t { identity = 0, relu_squared = 1, xielu = 2 };
+inline constexpr int64_t kPointwiseFunctions = 3;
+
+struct PointwiseArgs {
+  Place place{};
+  TensorView x;    // float32, bfloat16 or float16, contiguous
+  Pointwise function = Pointwise::identity;
+  double scale = 1;
+  TensorView add;  // shape and dtype of x, contiguous, or empty
+  double positive = 0, negative = 0, linear = 0;  // the coefficients of xIELU
+  TensorView y;    // shape and dtype of x, contiguous: written
+  TensorView gate{};  // [..., 1], dtype of x, contiguous, or empty
+};
+
+// Checks all arguments but y. op is the name in errors.
+LOWBIT_API PointwiseArgs pointwise_args(const TensorView& x, int64_t function, double scale, const TensorView& add,
+                                        double positive, double negative, double linear, const TensorView& gate = {},
+                                        std::string_view op = "pointwise");
+LOWBIT_API Call describe(const PointwiseArgs& args);
+
+}  // namespace lowbit

@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The GGUF architectures that are mixtures of experts; `architecture_of` finds the one of a file among all."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers.modeling_gguf_pytorch_utils import LlamaTensorProcessor
+
+from lowbit.checkpoints.gguf.architectures import (
+    ARCHITECTURES,
+    FREQUENCIES,
+    LONG,
+    ROOT_MEAN_SQUARE,
+    SHORT,
+    Architecture,
+    has,
+    layer_types,
+    no_window,
+    qwen3,
+    window_of_all,
+)
+from lowbit.checkpoints.gguf.expert_keys import SIGMOID, SOFTMAX_OF_CHOSEN, ExpertKeys
+from lowbit.checkpoints.gguf.file import GgufFile
+from lowbit.checkpoints.gguf.metadata import Metadata
+
+_EPSILON = ROOT_MEAN_SQUARE, "rms_norm_eps"
+_MIXTRAL = "num_local_experts"
+FURTHER_LAYERS = "nextn_predict_layers"
+"""The key for the number of layers behind those of the model, which predict further tokens and are not read."""
+
+
+def _qwen2moe(keys: Metadata, known: dict[str, Any]) -> dict[str, Any]:
+    return {"qkv_bias": has(keys, "attn_q.bias")} | no_window(keys, known)
+
+
+def _olmoe(keys: Metadata, known: dict[str, Any]) -> dict[str, Any]:
+    clipped = {"clip_qkv": keys.positive_or_none("attention.clamp_kqv")}
+    return clipped | {"attention_bias": has(keys, "attn_q.bias")} | no_window(keys, known)
+
+
+def _granitemoe(keys: Metadata, known: dict[str, Any]) -> dict[str, Any]:
+    default = known["head_dim"] ** -0.5
+    return {
+        "attention_bias": has(keys, "attn_q.bias"),
+        "attention_multiplier": keys.positive_or_none("attention.scale") or default,
+        "embedding_multiplier": keys.positive_or_none("embedding_scale") or 1.0,
+        "residual_multiplier": keys.positive_or_none("residual_scale") or 1.0,
+        "logits_scaling": keys.positive_or_none("logit_scale") or 1.0,
+    } | no_window(keys, known)
+
+
+def _gpt_oss(keys: Metadata, known: dict[str, Any]) -> dict[str, Any]:
+    rope = known["rope_parameters"]
+    if rope["rope_type"] == "yarn":
+        rope = rope | {"truncate": False}  # llama.cpp rounds the ends of the ramp to whole columns
+    return {
+        "rope_parameters": rope,
+        "attention_bias": has(keys, "attn_q.bias"),
+        "sliding_window": keys.count("attention.sliding_window"),
+        "layer_types": layer_types(keys, known, every=2),
+    }
+
+
+def _glm4moe(keys: Metadata, known: dict[str, Any]) -> dict[str, Any]:
+    further, layers = keys.value(FURTHER_LAYERS, 0), known["num_hidden_layers"]
+    if type(further) is not int or not 0 <= further < layers:
+        keys.refuse(FURTHER_LAYERS, f"0 to {layers - 1}, of {layers} layers", further)
+    told = {"attention_bias": has(keys, "attn_q.bias"), "use_qk_norm": has(keys, "attn_q_norm.weight")}
+    return told | {"num_nextn_predict_layers": 0, "num_hidden_layers": layers - further} | no_window(keys, known)
+
+
+MIXTURES = {
+    "llama": Architecture(
+        model_type="mixtral",
+        epsilon=_EPSILON,
+        rope_tensors=(FREQUENCIES, SHORT, LONG),
+        more=window_of_all,
+        experts=ExpertKeys(count=_MIXTRAL, inner="intermediate_size", norm_by_default=True),
+        tensors=LlamaTensorProcessor,
+    ),
+    "qwen2moe": Architecture(
+        model_type="qwen2_moe",
+        epsilon=_EPSILON,
+        more=_qwen2moe,
+        experts=ExpertKeys(
+            count="num_experts",
+            inner="moe_intermediate_size",
+            norm="norm_topk_prob",
+            norm_by_default=False,
+            shared_inner="shared_expert_intermediate_size",
+        ),
+    ),
+    "qwen3moe": Architecture(
+        model_type="qwen3_moe",
+        epsilon=_EPSILON,
+        more=qwen3,
+        experts=ExpertKeys(
+            count="num_experts", inner="moe_intermediate_size", norm="norm_topk_prob", norm_by_default=True
+        ),
+    ),
+    "olmoe": Architecture(
+        model_type="olmoe",
+        epsilon=_EPSILON,
+        more=_olmoe,
+        experts=ExpertKeys(
+            count="num_experts", inner="intermediate_size", norm="norm_topk_prob", norm_by_default=False
+        ),
+    ),
+    "granitemoe": Architecture(
+        model_type="granitemoe",
+        epsilon=_EPSILON,
+        more=_granitemoe,
+        experts=ExpertKeys(count=_MIXTRAL, inner="intermediate_size", norm_by_default=True),
+        tensors=LlamaTensorProcessor,
+        names={"ffn_gate_inp.weight": "block_sparse_moe.router.weight"},
+    ),
+    "gpt-oss": Architecture(
+        model_type="gpt_oss",
+        epsilon=_EPSILON,
+        more=_gpt_oss,
+        experts=ExpertKeys(count=_MIXTRAL, inner="intermediate_size", scores=SOFTMAX_OF_CHOSEN),
+        names={"attn_sinks.weight": "self_attn.sinks"},
+    ),
+    "glm4moe": Architecture(
+        model_type="glm4_moe",
+        epsilon=_EPSILON,
+        partial_rotary=True,
+        more=_glm4moe,
+        experts=ExpertKeys(
+            count="n_routed_experts",
+            inner="moe_intermediate_size",
+            scores=SIGMOID,
+            norm="norm_topk_prob",
+            norm_by_default=False,
+            scale="routed_scaling_factor",
+            shared_count="n_shared_experts",
+            groups="n_group",
+            used_groups="topk_group",
+            dense_layers="first_k_dense_replace",
+        ),
+        names={"exp_probs_b.bias": "mlp.gate.e_score_correction_bias"},
+    ),
+    "minimax-m2": Architecture(
+        model_type="minimax_m2",
+        epsilon=_EPSILON,
+        partial_rotary=True,
+        more=no_window,
+        experts=ExpertKeys(count=_MIXTRAL, inner="intermediate_size", scores=SIGMOID, norm_by_default=True),
+        names={"exp_probs_b.bias": "mlp.e_score_correction_bias"},
+    ),
+}
+"""Architectures with experts by ``general.architecture``."""
+_REFUSED = {
+    "deepseek2": "its latent attention has no tables here",
+    "qwen35moe": "its linear attention has no tables here",
+    "qwen3next": "its linear attention has no tables here",
+}
+"""Known mixtures that are not read, by reason."""
+
+
+def architecture_of(file: GgufFile) -> Architecture:
+    """Return the architecture of a file. A ``llama`` with experts is a Mixtral.
+
+    Raises:
+        ValueError: lowbit does not read this architecture. The message names the file.
+    """
+    name = file.architecture
+    count = file.value(f"{name}.expert_count", 0)
+    found = MIXTURES.get(name) if count or name not in ARCHITECTURES else ARCHITECTURES.get(name)
+    if found is not None:
+        return found
+    if count and name in ARCHITECTURES:
+        raise ValueError(
+            f"{file.paths[0]}: {name}.expert_count must be 0 (experts are read in {', '.join(MIXTURES)}), got {count!r}"
+        )
+    reason = f" ({_REFUSED[name]})" if name in _REFUSED else ""
+    raise ValueError(
+        f"{file.paths[0]}: general.architecture must be one of {', '.join(ARCHITECTURES | MIXTURES)}, "
+        f"got {name!r}{reason}"
+    )
+
+
+def is_of_further_layer(file: GgufFile, tensor: str) -> bool:
+    """Return whether a tensor belongs to a layer that predicts further tokens."""
+    further = file.value(f"{file.architecture}.{FURTHER_LAYERS}", 0)
+    first = file.value(f"{file.architecture}.block_count") - further
+    return bool(further) and any(tensor.startswith(f"blk.{first + i}.") for i in range(further))

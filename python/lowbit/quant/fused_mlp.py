@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""MLPs of two linear layers that can be steps of a program.
+
+    last(act(first(x)))             plain: Phi, StarCoder 2, GPT-NeoX, Nemotron
+    last(xielu(first(x)))           Apertus, with numbers that were learned
+    last(act(gate) * up)            gate, up = halves of first(x), in this order or the other: Phi-3, GLM
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lowbit.ops.linear import activation_functions
+from lowbit.ops.pointwise import RELU_SQUARED, XIELU
+from lowbit.quant.fused import Fused, has_own_tensors, hooked, probe_of
+from lowbit.quant.quant_linear import QuantLinear
+from lowbit.quant.unchanged import Attributes
+
+_TOLERANCE = 1e-5  # relative to the largest value
+
+
+class FusedMLP(Fused):
+    """An MLP of two linear layers whose activation is known. It runs its own code when it is called; a fused decoder
+    layer has it as steps of its program."""
+
+    def is_as_fused(self) -> bool:
+        """Return whether its modules and attributes are those that it was fused with, and it is not training."""
+        facts = self.facts
+        if self.training or hooked(self, self._modules) or not facts["noted"].hold(self):
+            return False
+        children = [(name, child) for name, child in self._modules.items() if child is not None]
+        same = len(children) == len(facts["children"]) and all(
+            one == other and type(child) is kind and child.__dict__.get("training") is False
+            for (one, child), (other, kind) in zip(children, facts["children"], strict=True)
+        )
+        return same and all(
+            notes.hold(self._modules[name]) and (_numbers(self._modules[name]) == numbers or self._refit())
+            for name, notes, numbers in facts["activations"]
+        )
+
+    def _refit(self) -> bool:
+        """Find the numbers of the activation again, which were learned or rounded to another dtype since."""
+        found, facts = _facts(self), self.facts
+        if found is None or any(found[name] != facts[name] for name in found if name != "numbers"):
+            return False
+        activations = [(name, notes, _numbers(self._modules[name])) for name, notes, _ in facts["activations"]]
+        self.facts = facts | found | {"activations": activations}
+        return True
+
+
+def is_mlp(module: nn.Module) -> bool:
+    """Whether the module has two quantized layers and else nothing with parameters."""
+    children = [child for child in module._modules.values() if child is not None]
+    linears = sum(type(child) is QuantLinear for child in children)
+    rest = [child for child in children if type(child) is not QuantLinear]
+    return (
+        linears == 2 and not has_own_tensors(module) and not hasattr(module, "layer_idx")
+        and not any(child._modules or any(each.numel() > 1 or each.is_meta for each in scalars_of(child)) for child in rest)
+    )  # fmt: skip
+
+
+def scalars_of(activation: nn.Module) -> list[Tensor]:
+    """Return the parameters and buffers of an activation."""
+    return [each for entries in (activation._parameters, activation._buffers) for each in entries.values() if each is not None]
+
+
+def _numbers(activation: nn.Module) -> list[float]:
+    return [float(each) for each in scalars_of(activation) if each.numel()]
+
+
+def fuse_mlp(module: nn.Module) -> str:
+    """Fuse ``module``, for which `is_mlp` holds, or return the reason why it stays unchanged.
+
+    A probe call, in which both layers return random tensors, shows which is first, and what becomes of its result.
+    """
+    if hook := hooked(module, module._modules):
+        return f"hooks on {hook}"
+    facts = _facts(module)
+    if facts is None:
+        return "its two linear layers are not joined by an activation that the op has"
+    children = [(name, child) for name, child in module._modules.items() if child is not None]
+    linears = (facts["first"], facts["last"])
+    facts |= {
+        "noted": Attributes(module, without=("facts", "training")),
+        "children": [(name, type(child)) for name, child in children],
+        "activations": [
+            (name, Attributes(child, ("training",)), _numbers(child)) for name, child in children if name not in linears
+        ],
+    }
+    FusedMLP.take(module, facts)
+    return ""
+
+
+@torch.no_grad()
+def activation_of(module: nn.Module) -> int | None:
+    """Return the number of the op's activation that ``module``, without parameters or submodules, computes, or None."""
+    if module.training or module._modules or scalars_of(module) or hooked(module, ()):
+        return None
+    x = torch.randn(2, 64, generator=torch.Generator("cpu").manual_seed(0), device="cpu") * 3
+    try:
+        y = module(x)
+    except (TypeError, RuntimeError, ValueError, AttributeError, IndexError):  # another signature
+        return None
+    if not isinstance(y, Tensor) or y.shape != x.shape:
+        return None
+    return next((number for number, act in enumerate(activation_functions) if _alike(act(x), y)), None)
+
+
+@torch.no_grad()
+def _facts(module: nn.Module) -> dict[str, Any] | None:
+    generator = torch.Generator("cpu").manual_seed(0)
+    names = [name for name, child in module._modules.items() if type(child) is QuantLinear]
+    calls: list[tuple[str, Tensor]] = []
+    results = {
+        name: torch.randn(2, module._modules[name].out_features, generator=generator, device="cpu") * 3 for name in names
+    }
+
+    def stand_in(name: str) -> nn.Module:
+        def forward(x: Tensor) -> Tensor:
+            calls.append((name, x.clone()))
+            return results[name].clone()
+
+        probe = probe_of(module._modules[name])
+        probe.forward = forward
+        return probe
+
+    probe = probe_of(module, **{name: stand_in(name) for name in names})
+    for child in probe._modules.values():
+        if child is not None and child.training:
+            return None
+    widths = {module._modules[name].in_features for name in names}
+    for width in widths:
+        calls.clear()
+        x = torch.randn(2, width, generator=generator, device="cpu")
+        try:
+            y = probe(x)
+        except (TypeError, RuntimeError, ValueError, AttributeError, IndexError):  # another signature
+            continue
+        if len(calls) != 2 or not isinstance(y, Tensor) or not calls[0][1].equal(x):
+            continue
+        first, last = calls[0][0], calls[1][0]
+        if first == last or not y.equal(results[last]):
+            continue
+        between = _between(results[first], calls[1][1])
+        fits = calls[1][1].shape[-1] == module._modules[last].in_features and width == module._modules[first].in_features
+        if between is not None and fits:
+            return {"first": first, "last": last, **between}
+    return None
+
+
+def _between(a: Tensor, h: Tensor) -> dict[str, Any] | None:
+    """Return how h follows from a: the activation, and whether a is gate and up."""
+    halves = a.chunk(2, dim=-1)
+    for number, act in enumerate(activation_functions):
+        if h.shape == a.shape and _alike(act(a), h):
+            return {"activation": number, "function": 0, "gate": None}
+        for gate, up in ((0, 1), (1, 0)) if h.shape == halves[0].shape else ():
+            if halves[gate].shape == halves[up].shape and _alike(act(halves[gate]) * halves[up], h):
+                return {"activation": number, "function": 0, "gate": gate}
+    if h.shape == a.shape and _alike(a.relu().square(), h):
+        return {"activation": 0, "function": RELU_SQUARED, "gate": None}
+    return _xielu(a.double(), h.double()) if h.shape == a.shape else None
+
+
+def _xielu(a: Tensor, h: Tensor) -> dict[str, Any] | None:
+    """Return the three numbers of a xIELU."""
+    below = a.clamp(max=0)
+    terms = torch.stack([a.relu().square().flatten(), (below.expm1() - below).flatten(), a.flatten()], dim=1)
+    numbers = torch.linalg.lstsq(terms, h.flatten()[:, None]).solution
+    if not _alike((terms @ numbers).view_as(h), h):
+        return None
+    return {"activation": 0, "function": XIELU, "gate": None, "numbers": tuple(numbers.flatten().tolist())}
+
+
+def _alike(a: Tensor, b: Tensor) -> bool:
+    return bool((a - b).abs().max() <= _TOLERANCE * b.abs().max())
