@@ -2,6 +2,7 @@
 #include "ops/checks.hpp"
 
 #include <algorithm>
+#include <cmath>
 
 #include "core/error.hpp"
 
@@ -57,6 +58,18 @@ void check_tokens(std::string_view op, std::string_view name, const TensorView& 
   check_activation(op, name, tensor);
   check_shape(op, name, tensor, shape);
   check_dense_rows(op, name, tensor);
+}
+
+void check_numbers(std::string_view op, std::string_view name, const TensorView& tensor, int64_t count) {
+  if (!tensor) return;
+  check_activation(op, name, tensor);
+  check_shape(op, name, tensor, {count});
+  check_contiguous(op, name, tensor);
+}
+
+void check_dt_limit(std::string_view op, double dt_min, double dt_max) {
+  check(std::isfinite(dt_min) && dt_min >= 0, value, op, ": dt_min must be finite and at least 0, got ", dt_min);
+  check(dt_max >= dt_min, value, op, ": dt_max must be at least dt_min = ", dt_min, ", got ", dt_max);
 }
 
 void check_cu_seqlens(std::string_view op, const TensorView& cu_seqlens, std::string_view name,

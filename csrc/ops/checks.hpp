@@ -23,6 +23,10 @@ void check_tensor(std::string_view op, std::string_view name, const TensorView& 
 // Checks that it is one of three floats, shape and dense rows.
 void check_tokens(std::string_view op, std::string_view name, const TensorView& tensor,
                   std::initializer_list<int64_t> shape);
+// Checks dtype, shape and contiguity of one number for each head or channel, if they are given.
+void check_numbers(std::string_view op, std::string_view name, const TensorView& tensor, int64_t count);
+// Checks the least and the largest step of time of a state space model.
+void check_dt_limit(std::string_view op, double dt_min, double dt_max);
 // Checks dtype, rank and contiguity of the ends of packed sequences, and that `name`, a tensor of tokens, has B = 1;
 // `wanted` is its shape in errors.
 void check_cu_seqlens(std::string_view op, const TensorView& cu_seqlens, std::string_view name,

@@ -57,7 +57,9 @@ namespace lowbit {
   X(causal_conv1d, CausalConv1dArgs) \
   X(causal_conv1d_backward, CausalConv1dBackwardArgs) \
   X(ssd, SsdArgs) \
-  X(ssd_backward, SsdBackwardArgs)
+  X(ssd_backward, SsdBackwardArgs) \
+  X(selective_scan, SelectiveScanArgs) \
+  X(selective_scan_backward, SelectiveScanBackwardArgs)
 
 #define LOWBIT_OP(op, Args) struct Args;
 LOWBIT_OPS(LOWBIT_OP)

@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "ops/ssd.hpp"
 
-#include <cmath>
-
 #include "ops/checks.hpp"
 #include "ops/place.hpp"
 
@@ -11,13 +9,6 @@ namespace lowbit {
 using enum ErrorKind;
 
 namespace {
-
-void check_of_heads(std::string_view op, std::string_view name, const TensorView& tensor, int64_t heads) {
-  if (!tensor) return;
-  check_activation(op, name, tensor);
-  check_shape(op, name, tensor, {heads});
-  check_contiguous(op, name, tensor);
-}
 
 SsdArgs checked(std::string_view op, const SsdArgs& given) {
   SsdArgs args = given;
@@ -29,7 +20,7 @@ SsdArgs checked(std::string_view op, const SsdArgs& given) {
   const int64_t batch = args.batch(), tokens = args.tokens(), heads = args.heads();
   check_tokens(op, "x", x, {batch, tokens, heads, args.p()});
   check_tokens(op, "dt", args.dt, {batch, tokens, heads});
-  check_of_heads(op, "A", args.a, heads);
+  check_numbers(op, "A", args.a, heads);
   check(b.rank == 4 && b.size(2) >= 1 && b.size(3) >= 1, value, op,
         ": B must have shape [B, T, G, S], G and S at least 1, got ", shape_text(b));
   check_tokens(op, "B", b, {batch, tokens, args.groups(), args.s()});
@@ -38,15 +29,12 @@ SsdArgs checked(std::string_view op, const SsdArgs& given) {
   check_dtype(op, "C", args.c, x.dtype);
   check(heads % args.groups() == 0, value, op, ": the heads of x must be a multiple of the ", args.groups(),
         " groups of B and C, got ", heads);
-  check_of_heads(op, "D", args.d, heads);
-  check_of_heads(op, "dt_bias", args.dt_bias, heads);
+  check_numbers(op, "D", args.d, heads);
+  check_numbers(op, "dt_bias", args.dt_bias, heads);
   check_cu_seqlens(op, args.cu_seqlens, "x", x, "[1, T, H, P]");
   if (args.state)
     check_tensor(op, "state", args.state, DType::float32, {args.sequences(), heads, args.p(), args.s()});
-  check(std::isfinite(args.dt_min) && args.dt_min >= 0, value, op, ": dt_min must be finite and at least 0, got ",
-        args.dt_min);
-  check(args.dt_max >= args.dt_min, value, op, ": dt_max must be at least dt_min = ", args.dt_min, ", got ",
-        args.dt_max);
+  check_dt_limit(op, args.dt_min, args.dt_max);
   return args;
 }
 

@@ -53,7 +53,10 @@ struct RegisteredOp {
   X(causal_conv1d_backward) \
   X(ssd) \
   X(ssd_in_place) \
-  X(ssd_backward)
+  X(ssd_backward) \
+  X(selective_scan) \
+  X(selective_scan_in_place) \
+  X(selective_scan_backward)
 
 #define LOWBIT_OP(op) extern const RegisteredOp op##_op;
 LOWBIT_TORCH_OPS(LOWBIT_OP)

@@ -101,6 +101,7 @@ from lowbit.ops.gated_delta_rule import gated_delta_rule as gated_delta_rule
 from lowbit.ops.gated_rms_norm import gated_rms_norm as gated_rms_norm
 from lowbit.ops.route import route as route
 from lowbit.ops.sample import sample as sample
+from lowbit.ops.selective_scan import selective_scan as selective_scan
 from lowbit.ops.ssd import ssd as ssd
 from lowbit.quant import (
     BlockSparseLinear as BlockSparseLinear,

@@ -4,9 +4,9 @@
 #pragma once
 
 #include "cpu/loops.hpp"
+#include "cpu/recurrent/channel_rows.hpp"
 #include "cpu/recurrent/sequences.hpp"
 #include "cpu/simd/math.hpp"
-#include "cpu/vector_io.hpp"
 #include "ops/causal_conv1d.hpp"
 
 namespace lowbit::cpu::LOWBIT_ISA_NAME {
@@ -54,21 +54,6 @@ LOWBIT_INLINE void store_lanes(const TensorView& tensor, int64_t at, int64_t cou
 LOWBIT_INLINE void clear(Lanes& lanes) {
   for (int i = 0; i < kTaps; i++) store(lanes[i], set1(0.0f));
 }
-
-// Vectors of [B, T, D]: up to 16 channels from `channel` on, at a token.
-struct Rows {
-  const TensorView& tensor;
-  int64_t at, step, count;
-  LOWBIT_INLINE Rows(const TensorView& tensor, int64_t batch, int64_t channel)
-      : tensor(tensor), at(batch * tensor.stride[0] + channel), step(tensor.stride[1]),
-        count(tensor.size(2) - channel) {}
-  LOWBIT_INLINE f32x16 load(int64_t token) const {
-    return load_as_float(tensor.data, tensor.dtype, at + token * step, count);
-  }
-  LOWBIT_INLINE void store(int64_t token, f32x16 value) const {
-    store_from_float(tensor.data, tensor.dtype, at + token * step, count, value);
-  }
-};
 
 // Taps and bias of a span of channels, in float32.
 struct SpanTaps {

@@ -81,12 +81,20 @@ void refuse_bad_values(const GatedDeltaRuleArgs& args) {
   refuse_others({op, "g", args.g, Wanted::decay, "finite and at most 0, the logarithm of a decay"});
 }
 
-void refuse_bad_values(const SsdArgs& args) {
-  constexpr std::string_view op = "ssd";
+namespace {
+
+// Those of a state space model.
+template <class Args>
+void refuse_bad_steps(std::string_view op, const Args& args) {
   refuse_bad_lengths(op, args.cu_seqlens, "x", args.tokens());
   refuse_others({op, "A", args.a, Wanted::decay, "finite and at most 0"});
   refuse_others({op, "dt_bias", args.dt_bias, Wanted::finite, "finite"});
   refuse_others({op, "dt", args.dt, Wanted::finite, "finite"});
 }
+
+}  // namespace
+
+void refuse_bad_values(const SsdArgs& args) { refuse_bad_steps("ssd", args); }
+void refuse_bad_values(const SelectiveScanArgs& args) { refuse_bad_steps("selective_scan", args); }
 
 }  // namespace lowbit::cpu

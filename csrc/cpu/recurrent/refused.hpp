@@ -5,6 +5,7 @@
 
 #include "cpu/packed_sequences.hpp"
 #include "ops/gated_delta_rule.hpp"
+#include "ops/selective_scan.hpp"
 #include "ops/ssd.hpp"
 
 namespace lowbit::cpu {
@@ -14,5 +15,6 @@ void refuse_bad_values(const GatedDeltaRuleArgs& args);
 
 // dt, dt_bias and A must be finite, and A at most 0; cu_seqlens must rise from 0 to the number of tokens.
 void refuse_bad_values(const SsdArgs& args);
+void refuse_bad_values(const SelectiveScanArgs& args);
 
 }  // namespace lowbit::cpu

@@ -5,10 +5,10 @@
 // back reaches them.
 #include LOWBIT_ISA_HEADER
 
-#include <tuple>
+#include <utility>
 
-#include "core/parallel.hpp"
 #include "core/scratch.hpp"
+#include "cpu/recurrent/group_parts.hpp"
 #include "cpu/recurrent/refused.hpp"
 #include "cpu/recurrent/ssd_backward.hpp"
 #include "cpu/rows.hpp"
@@ -71,15 +71,11 @@ void store_of_steps(const SsdBackwardArgs& args, const SsdChunk& chunk, int64_t 
                     const SsdGradients& from, HeadSums& sums) {
   const SsdArgs& forward = args.forward;
   const float a = number_at(forward.a, head), bias = of_head(forward.dt_bias, head);
-  const float least = static_cast<float>(forward.dt_min), most = static_cast<float>(forward.dt_max);
   for (int64_t i = 0; i < chunk.count; i++) {
     const float speed = number_at(forward.dt, place_in(forward.dt, batch, chunk.token + i, head)) + bias;
     alignas(64) float lanes[16];
-    store(lanes, forward.softplus ? softplus(set1(speed)) : set1(speed));
-    float grad = from.of_delta[i] + from.of_log[i] * a;
-    if (lanes[0] < least || lanes[0] > most) grad = 0;
-    store(lanes, sigmoid(set1(speed)));
-    if (forward.softplus) grad *= lanes[0];
+    store(lanes, of_speed(forward, set1(speed), set1(from.of_delta[i] + from.of_log[i] * a)));
+    const float grad = lanes[0];
     sums.of_a += static_cast<double>(from.of_log[i] * chunk.delta[i]);
     sums.of_bias += static_cast<double>(grad);
     store_from_float(args.grad_dt.data, args.grad_dt.dtype, place_in(args.grad_dt, batch, chunk.token + i, head), 1,
@@ -145,19 +141,6 @@ void run_head(const SsdBackwardArgs& args, const BackwardTask& task, int64_t hea
   store_turned(memory.of_state, p, s, args.grad_state, state_at);
 }
 
-// The sums over tasks of gradients of B or C at the tokens of a sequence.
-void store_sums(const TensorView& grad, const Sequence& sequence, int64_t group, const Matrix<float>* parts,
-                int64_t count) {
-  for (int64_t token = sequence.begin; token < sequence.end; token++) {
-    const int64_t at = place_in(grad, sequence.batch, token, group), s = grad.size(3);
-    for (int64_t j = 0; j < s; j += 16) {
-      f32x16 total = set1(0.0f);
-      for (int64_t i = 0; i < count; i++) total = add(total, load(parts[i].row(token - sequence.begin) + j));
-      store_from_float(grad.data, grad.dtype, at + j, s - j, total);
-    }
-  }
-}
-
 void store_of_heads(const SsdBackwardArgs& args, const HeadSums* sums) {
   const int64_t heads = args.forward.heads(), sequences = args.forward.sequences();
   for (int64_t head = 0; head < heads; head++) {
@@ -176,45 +159,29 @@ void store_of_heads(const SsdBackwardArgs& args, const HeadSums* sums) {
 void run_ssd_backward(const SsdBackwardArgs& args) {
   const SsdArgs& forward = args.forward;
   refuse_bad_values(forward);
-  const int64_t sequences = forward.sequences(), groups = forward.groups(), tokens = forward.batch() * forward.tokens();
-  const int64_t s = forward.s(), heads = forward.heads() / groups, first_of_packed = forward.cu_seqlens ? 1 : 0;
+  const int64_t sequences = forward.sequences(), groups = forward.groups(), heads = forward.heads() / groups;
   const RowTiles blocks(heads, ceil_div(heads, kBlocks));
-  // The parts of B's and C's gradients of all tokens, by group and block; and sums of heads.
   const auto lay_out = [&](TileArena& arena) {
-    Matrix<float> of_b = arena.matrix<float>(groups * blocks.count * tokens, s);
-    Matrix<float> of_c = arena.matrix<float>(groups * blocks.count * tokens, s);
-    return std::tuple(of_b, of_c, arena.array<HeadSums>(sequences * forward.heads()));
+    const GroupParts parts(arena, forward, blocks.count);
+    return std::pair(parts, arena.array<HeadSums>(sequences * forward.heads()));
   };
   TileArena counted{};
   lay_out(counted);
   const Scratch scratch(counted.bytes);
   TileArena arena{scratch.arena()};
-  const auto [of_b, of_c, sums] = lay_out(arena);
-  const auto row_of = [&](const Sequence& sequence, int64_t group, int64_t block) {
-    const int64_t token = first_of_packed ? sequence.begin : sequence.batch * forward.tokens();
-    return (group * blocks.count + block) * tokens + token;
-  };
-  const int threads = threads_worth(6 * forward.x.numel() * s);
-  parallel_for(sequences * groups * blocks.count, threads, [&, of_b = of_b, of_c = of_c, sums = sums](int64_t task) {
+  const auto [parts, sums] = lay_out(arena);
+  const int threads = threads_worth(6 * forward.x.numel() * forward.s());
+  parallel_for(sequences * groups * blocks.count, threads, [&, parts = parts, sums = sums](int64_t task) {
     const int64_t block = task % blocks.count, group = task / blocks.count % groups, n = task / blocks.count / groups;
     const Sequence sequence(forward, n);
-    const int64_t length = sequence.end - sequence.begin, row = row_of(sequence, group, block);
+    const int64_t length = sequence.end - sequence.begin, row = parts.row_of(sequence, group, block);
     const Scratch own(BackwardMemory({}, forward, length).bytes);
     BackwardMemory memory(own.arena(), forward, length);
     const BackwardTask of{n, group, {group * heads + blocks.begin(block), group * heads + blocks.begin(block + 1)},
-                          sequence, of_b.from(row), of_c.from(row), sums + n * forward.heads()};
+                          sequence, parts.of_b.from(row), parts.of_c.from(row), sums + n * forward.heads()};
     for (int64_t head = of.heads.begin; head < of.heads.end; head++) run_head(args, of, head, memory);
   });
-  parallel_for(sequences * groups, threads, [&, of_b = of_b, of_c = of_c](int64_t task) {
-    const Sequence sequence(forward, task / groups);
-    Matrix<float> b[kBlocks], c[kBlocks];
-    for (int64_t i = 0; i < blocks.count; i++) {
-      b[i] = of_b.from(row_of(sequence, task % groups, i));
-      c[i] = of_c.from(row_of(sequence, task % groups, i));
-    }
-    store_sums(args.grad_b, sequence, task % groups, b, blocks.count);
-    store_sums(args.grad_c, sequence, task % groups, c, blocks.count);
-  });
+  store_parts(args, parts, threads);
   store_of_heads(args, sums);
 }
 

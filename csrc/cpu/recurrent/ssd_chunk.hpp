@@ -11,7 +11,8 @@
 
 #include "cpu/recurrent/sequences.hpp"
 #include "cpu/recurrent/state_step.hpp"
-#include "cpu/simd/math.hpp"
+#include "cpu/recurrent/time_steps.hpp"
+#include "cpu/recurrent/state_rows.hpp"
 #include "cpu/vector_io.hpp"
 #include "ops/ssd.hpp"
 
@@ -40,10 +41,6 @@ struct SsdChunk {
         ending(arena.array<float>(kSsdLanes)), decay(arena.array<float>(round_up(s, 16))) {}
 };
 
-LOWBIT_INLINE void load_row(const TensorView& from, int64_t at, int64_t columns, float* to) {
-  for (int64_t i = 0; i < columns; i += 16) store(to + i, load_as_float(from.data, from.dtype, at + i, columns - i));
-}
-
 // The tokens token .. token + count - 1 of a group, unless they are there.
 bool load_rows(SsdChunk& chunk, const SsdArgs& args, int64_t batch, int64_t token, int64_t count, int64_t group) {
   if (chunk.token == token && chunk.group == group) return false;
@@ -63,21 +60,6 @@ void multiply_rows(SsdChunk& chunk, int64_t s) {
   multiply<float>(chunk.c, chunk.lanes, chunk.products, {chunk.count, kSsdLanes, s});
 }
 
-// max(x, 0) + log(1 + e) with e = exp(-|x|), and log(1 + e) = 2 atanh(z) with z = e / (2 + e), whose square is at most
-// 1/9: seven terms of the series leave a relative error of 1e-8.
-LOWBIT_INLINE f32x16 softplus(f32x16 x) {
-  const f32x16 e = exp(sub(set1(0.0f), abs(x))), z = div(e, add(e, set1(2.0f))), square = mul(z, z);
-  f32x16 p = set1(1.0f / 15);
-  p = fma(p, square, set1(1.0f / 13));
-  p = fma(p, square, set1(1.0f / 11));
-  p = fma(p, square, set1(1.0f / 9));
-  p = fma(p, square, set1(1.0f / 7));
-  p = fma(p, square, set1(1.0f / 5));
-  p = fma(p, square, set1(1.0f / 3));
-  p = fma(p, square, set1(1.0f));
-  return fma(add(z, z), p, relu(x));
-}
-
 LOWBIT_INLINE float of_head(const TensorView& tensor, int64_t head) { return tensor ? number_at(tensor, head) : 0; }
 
 // delta and the decays of tokens.
@@ -86,10 +68,8 @@ void load_steps(SsdChunk& chunk, const SsdArgs& args, int64_t batch, int64_t hea
   for (int64_t i = 0; i < chunk.count; i++)
     given[i] = number_at(args.dt, place_in(args.dt, batch, chunk.token + i, head));
   const f32x16 bias = set1(of_head(args.dt_bias, head)), a = set1(number_at(args.a, head));
-  const f32x16 least = set1(static_cast<float>(args.dt_min)), most = set1(static_cast<float>(args.dt_max));
   for (int64_t i = 0; i < kSsdLanes; i += 16) {
-    const f32x16 speed = add(load(given + i), bias);
-    const f32x16 delta = min(max(args.softplus ? softplus(speed) : speed, least), most);
+    const f32x16 delta = delta_of(args, add(load(given + i), bias));
     store(chunk.delta + i, delta);
     store(chunk.token_decay + i, exp(mul(delta, a)));
   }
@@ -126,29 +106,6 @@ LOWBIT_INLINE int64_t group_of(const SsdArgs& args, int64_t head) { return head 
 void prepare_steps(SsdChunk& chunk, const SsdArgs& args, int64_t batch, int64_t head) {
   load_steps(chunk, args, batch, head);
   multiply_decays(chunk, args.s());
-}
-
-// to = from^T, a part [rows, columns] of a float32 tensor from `at` on with rows of the length `columns`; zeros if
-// there is none. Both sizes are rounded up to 16.
-void load_turned(const TensorView& from, int64_t at, int64_t rows, int64_t columns, Matrix<float> to) {
-  for (int64_t r = 0; r < rows; r += 16)
-    for (int64_t c = 0; c < columns; c += 16) {
-      alignas(64) float block[16 * 16] = {};
-      for (int64_t i = 0; from && i < smaller(16, rows - r); i++)
-        store(block + i * 16, load_as_float(from.data, DType::float32, at + (r + i) * columns + c, columns - c));
-      transpose_16x16(block, 16, to.row(c) + r, to.stride);
-    }
-}
-
-// The way back.
-void store_turned(Matrix<float> from, int64_t rows, int64_t columns, const TensorView& to, int64_t at) {
-  for (int64_t r = 0; r < rows; r += 16)
-    for (int64_t c = 0; c < columns; c += 16) {
-      alignas(64) float block[16 * 16];
-      transpose_16x16(from.row(c) + r, from.stride, block, 16);
-      for (int64_t i = 0; i < smaller(16, rows - r); i++)
-        store_from_float(to.data, DType::float32, at + (r + i) * columns + c, columns - c, load(block + i * 16));
-    }
 }
 
 }  // namespace

@@ -25,7 +25,8 @@ def fuse(model: nn.Module) -> FusedModules:
       embedding and the write to the cache become one call.
     - In a gated MLP, the activation and the elementwise product become part of the linear calls (`fuse_gated_mlps`).
     - A gated delta net (Qwen3-Next, Qwen3.5, OLMo-hybrid, Kimi-Linear) runs on `gated_delta_rule`, a Mamba-2 mixer
-      (Mamba2, Bamba, Granite 4, Falcon-H1, Nemotron-H, Zamba2) on `ssd`, and both, as the short convolutions of LFM2,
+      (Mamba2, Bamba, Granite 4, Falcon-H1, Nemotron-H, Zamba2) on `ssd`, a Mamba-1 mixer (Mamba, Falcon-Mamba, Jamba)
+      on `selective_scan`, and these, as the short convolutions of LFM2,
       on `causal_conv1d`.
     - In a mixture of experts, the router, the experts and the shared experts become one call.
     - A decoder layer whose modules are fused becomes one call, with ``attn_implementation="lowbit"`` and a cache that
@@ -111,6 +112,7 @@ def _kinds(model: nn.Module) -> list[tuple[_Kind, ...]]:
     from lowbit.models.fused_encoder import fuse_encoder, list_of_encoder_layers
     from lowbit.models.fused_encoder_layer import fuse_encoder_layer, may_be_encoder_layer
     from lowbit.models.fused_layer import fuse_decoder_layer, may_be_layer
+    from lowbit.models.fused_mamba import NOTE, fuse_mamba, may_be_mamba
     from lowbit.models.fused_mamba2 import fuse_mamba2, may_be_mamba2
     from lowbit.models.fused_mixture import fuse_mixture, has_packed_experts
     from lowbit.models.fused_self_attention import fuse_self_attention, may_be_self_attention
@@ -119,9 +121,10 @@ def _kinds(model: nn.Module) -> list[tuple[_Kind, ...]]:
     columns = _rotary_columns(model)
     attention = _Kind(lambda _, module: may_be_attention(module), lambda module: fuse_attention(module, columns))
     recurrent = [
-        _recurrent(lambda module: module._modules.keys() in CHILDREN, fuse_delta_net, "gated delta nets"),
-        _recurrent(may_be_mamba2, fuse_mamba2, "Mamba-2 mixers"),
-        _recurrent(may_be_short_conv, fuse_short_conv, "short convolutions"),
+        _recurrent(lambda module: module._modules.keys() in CHILDREN, fuse_delta_net),
+        _recurrent(may_be_mamba, fuse_mamba, NOTE),
+        _recurrent(may_be_mamba2, fuse_mamba2),
+        _recurrent(may_be_short_conv, fuse_short_conv),
     ]
     mixture = _Kind(lambda _, module: has_packed_experts(module), fuse_mixture)
     self_attention = _Kind(lambda _, module: may_be_self_attention(module), fuse_self_attention)
@@ -136,12 +139,11 @@ def _kinds(model: nn.Module) -> list[tuple[_Kind, ...]]:
 
 
 def _recurrent(
-    may_be: Callable[[nn.Module], bool], fuse_one: Callable[[nn.Module, list[nn.Module]], str], name: str
+    may_be: Callable[[nn.Module], bool], fuse_one: Callable[[nn.Module, list[nn.Module]], str], *notes: str
 ) -> _Kind:
     """Return a kind of recurrent layers, of which those that are alike are tried once."""
     tried: list[nn.Module] = []
-    note = f"in {name} transformers' functions compute gradients and training, as before"
-    return _Kind(lambda _, module: may_be(module), lambda module: fuse_one(module, tried), (note,))
+    return _Kind(lambda _, module: may_be(module), lambda module: fuse_one(module, tried), notes)
 
 
 def _fuse_norm(module: nn.Module) -> str:

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from lowbit.models.delta_net_forms import CONV, Form, form_of, projected, sizes_of
 from lowbit.models.recurrent_layers import (
-    LinearAttentionLayer,
     Reader,
     agree,
     are_alike,
@@ -23,8 +22,9 @@ from lowbit.models.recurrent_layers import (
     convolved,
     is_served,
     keep,
+    masked,
     probe_with_readers,
-    refusal_of_convolution,
+    refusal_of,
     refuse_packed_with_cache,
     results_of,
 )
@@ -45,13 +45,12 @@ class FusedDeltaNet(Fused):
         x, facts, modules = hidden_states, self.facts, self._modules
         form, sizes = facts["form"], facts["sizes"]
         boundaries, index = boundaries_of(kwargs), self.layer_idx
-        served = is_served(self, x, cache_params, index, kwargs)
+        served = is_served(x, cache_params, index, kwargs)
         if not served or hooked(self, form.children) or not facts["noted"].hold(self):
             others = {"cache_params": cache_params, "attention_mask": attention_mask} | kwargs
             return super().forward(hidden_states, **others)
         refuse_packed_with_cache("gated delta net", boundaries, cache_params)
-        if attention_mask is not None:  # padded tokens have no key then, and leave the state as it is
-            x = (x * attention_mask[:, :, None]).to(x.dtype)
+        x = masked(x, attention_mask)  # padded tokens have no key then
         qkv, z, g, b = projected(self, form, facts["merged"], x)
         beta = b.sigmoid() * facts["beta"]
         conv, norm, out = modules[CONV], modules[form.norm], modules[form.out]
@@ -78,8 +77,6 @@ def fuse_delta_net(module: Any, tried: list[Any]) -> str:
         module: the gated delta net.
         tried: the modules of this model that were tried and fused so far.
     """
-    if LinearAttentionLayer is None:
-        return "this version of transformers has no cache of its states"
     form, sizes = form_of(module), sizes_of(module)
     activation = getattr(module, "activation", None)
     linear = [name for name in (*form.readers, form.behind_z) if name]
@@ -87,12 +84,8 @@ def fuse_delta_net(module: Any, tried: list[Any]) -> str:
         return f"its {plain[0]} is {type(module._modules[plain[0]]).__name__}, no linear layer"
     if sizes is None or not hasattr(module, "layer_idx"):
         return "it does not have the attributes of a gated delta net"
-    if refusal := refusal_of_convolution(module._modules[CONV], activation or "none"):
+    if refusal := refusal_of(module, CONV, activation or "none", form.children):
         return refusal
-    if hook := hooked(module, form.children):
-        return f"hooks on {hook}"
-    if not all(tensor.is_cpu for tensor in (*module.parameters(), *module.buffers())):
-        return "it is not on the CPU, where the kernel rows are"
     facts = {
         "form": form,
         "sizes": sizes,

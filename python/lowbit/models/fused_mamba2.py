@@ -18,16 +18,17 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from lowbit.models.recurrent_layers import (
-    LinearAttentionLayer,
     agree,
     are_alike,
     boundaries_of,
     convolved,
     is_served,
+    masked,
     probe_with_readers,
-    refusal_of_convolution,
+    refusal_of,
     refuse_packed_with_cache,
     results_of,
+    scanned,
 )
 from lowbit.ops.ssd import ssd
 from lowbit.quant.fused import Fused, hooked, probe_of
@@ -63,50 +64,34 @@ class FusedMamba2(Fused):
     ) -> Tensor:
         facts, modules, parameters, index = self.facts, self._modules, self._parameters, self.layer_idx
         boundaries = boundaries_of(kwargs)
-        served = is_served(self, hidden_states, cache_params, index, kwargs)
+        served = is_served(hidden_states, cache_params, index, kwargs)
         if not served or hooked(self, _CHILDREN) or not facts["noted"].hold(self):
             others = {"cache_params": cache_params, "attention_mask": attention_mask} | kwargs
             return super().forward(hidden_states, **others)
         refuse_packed_with_cache("Mamba-2", boundaries, cache_params)
         sizes, norm, out = facts["sizes"], modules[NORM], modules[OUT]
         limit = _NO_LIMIT if _is_token(hidden_states, cache_params, index) else facts["limit"]
-        x = _masked(hidden_states, attention_mask)
+        x = masked(hidden_states, attention_mask)
         projected = modules[READER](x if facts["factor"] == 1 else x * facts["factor"])
         if (factors := self._buffers.get("mup_vector")) is not None:  # of Falcon-H1
             projected = projected * factors.to(projected.dtype)
         gate, columns, dt = projected.split([sizes.columns[0], sum(sizes.columns), sizes.heads], dim=-1)
         mixed = convolved(modules[CONV], columns, cache_params, index, boundaries)
-        x, b, c = _masked(mixed, attention_mask).split(sizes.columns, dim=-1)
+        x, b, c = masked(mixed, attention_mask).split(sizes.columns, dim=-1)
         x, b, c = (
             x.unflatten(-1, (sizes.heads, sizes.p)),
             *(part.unflatten(-1, (sizes.groups, sizes.s)) for part in (b, c)),
         )
         given = {"dt_bias": parameters["dt_bias"], "softplus": True, "dt_limit": limit, "cu_seqlens": boundaries}
         a = -parameters["A_log"].float().exp()
-        y = _scanned((x, dt, a, b, c, parameters["D"]), given, cache_params, index).flatten(2)
+        y = scanned(ssd, (x, dt, a, b, c, parameters["D"]), given, cache_params, index).flatten(2)
         y = y * functional.silu(gate) if type(norm) is nn.Identity else norm(y, gate)
         return out(y.to(hidden_states.dtype))
-
-
-def _masked(x: Tensor, mask: Tensor | None) -> Tensor:
-    """Return x with zeros for padded tokens: they add nothing to the state."""
-    return x if mask is None else (x * mask[:, :, None]).to(x.dtype)
 
 
 def _is_token(x: Tensor, cache: Any, index: int) -> bool:
     """Whether transformers computes this call as a single step, in which it does not limit the steps of time."""
     return x.shape[1] == 1 and cache is not None and cache.get_recurrent_state(index) is not None
-
-
-def _scanned(tensors: tuple[Tensor, ...], given: dict[str, Any], cache: Any, index: int) -> Tensor:
-    """Return y of `ssd`, which goes on from the state in the cache and changes it in place."""
-    state = None if cache is None else cache.get_recurrent_state(index)
-    if state is not None and state.dtype is torch.float32 and state.is_contiguous():
-        return ssd(*tensors, **given, state=state, in_place=True)[0]
-    y, state = ssd(*tensors, **given, state=None if state is None else state.float())
-    if cache is not None:
-        cache.update_recurrent_state(state, index)
-    return y
 
 
 def may_be_mamba2(module: nn.Module) -> bool:
@@ -123,8 +108,6 @@ def fuse_mamba2(module: Any, tried: list[Any]) -> str:
         module: the mixer.
         tried: the mixers of this model that were tried and fused so far.
     """
-    if LinearAttentionLayer is None:
-        return "this version of transformers has no cache of its states"
     sizes, limit = _sizes_of(module), getattr(module, "time_step_limit", None)
     factor = getattr(module, "ssm_in_multiplier", 1.0)
     if sizes is None or not hasattr(module, "layer_idx") or not _is_limit(limit):
@@ -132,12 +115,9 @@ def fuse_mamba2(module: Any, tried: list[Any]) -> str:
     for name in (READER, OUT):
         if not hasattr(module._modules[name], "out_features"):
             return f"its {name} is {type(module._modules[name]).__name__}, no linear layer"
-    if refusal := refusal_of_convolution(module._modules[CONV], getattr(module, "activation", None) or "none"):
+    activation = getattr(module, "activation", None) or "none"
+    if refusal := refusal_of(module, CONV, activation, _CHILDREN):
         return refusal
-    if hook := hooked(module, _CHILDREN):
-        return f"hooks on {hook}"
-    if not all(tensor.is_cpu for tensor in (*module.parameters(), *module.buffers())):
-        return "it is not on the CPU, where the kernel rows are"
     facts = {"sizes": sizes, "limit": tuple(limit), "factor": factor, "noted": Attributes(module, without=_READ_NOW)}
     if not any(are_alike(module, facts["noted"], other, CONV) for other in tried):
         hidden = module._modules[READER].in_features

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from lowbit.models.recurrent_layers import (
-    LinearAttentionLayer,
     agree,
     are_alike,
     boundaries_of,
     convolved,
     is_served,
+    masked,
     probe_with_readers,
-    refusal_of_convolution,
+    refusal_of,
     refuse_packed_with_cache,
     results_of,
 )
@@ -39,14 +39,12 @@ class FusedShortConv(Fused):
     ) -> Tensor:
         x, cache, modules, index = hidden_states, past_key_values, self._modules, self.layer_idx
         boundaries = boundaries_of(kwargs)
-        served = is_served(self, x, cache, index, kwargs)
+        served = is_served(x, cache, index, kwargs)
         if not served or hooked(self, _CHILDREN) or not self.facts["noted"].hold(self):
             others = {"past_key_values": cache, "attention_mask": attention_mask} | kwargs
             return super().forward(hidden_states, **others)
         refuse_packed_with_cache("short convolution", boundaries, cache)
-        if attention_mask is not None:
-            x = (x * attention_mask[:, :, None]).to(x.dtype)
-        b, c, x = modules[READER](x).chunk(3, dim=-1)
+        b, c, x = modules[READER](masked(x, attention_mask)).chunk(3, dim=-1)
         conv, out = modules[CONV], modules[OUT]
         return out(c * convolved(conv, b * x, cache, index, boundaries, activation=None))
 
@@ -65,17 +63,11 @@ def fuse_short_conv(module: Any, tried: list[Any]) -> str:
         module: the short convolution.
         tried: those of this model that were tried and fused so far.
     """
-    if LinearAttentionLayer is None:
-        return "this version of transformers has no cache of its states"
     reader = module._modules[READER]
     if not hasattr(module, "layer_idx") or getattr(reader, "out_features", 0) != 3 * module._modules[CONV].in_channels:
         return "it does not have the attributes of a short convolution"
-    if refusal := refusal_of_convolution(module._modules[CONV], None):
+    if refusal := refusal_of(module, CONV, None, _CHILDREN):
         return refusal
-    if hook := hooked(module, _CHILDREN):
-        return f"hooks on {hook}"
-    if not all(tensor.is_cpu for tensor in (*module.parameters(), *module.buffers())):
-        return "it is not on the CPU, where the kernel rows are"
     facts = {"noted": Attributes(module, without=_READ_NOW)}
     if not any(are_alike(module, facts["noted"], other, CONV) for other in tried):
         probe = probe_with_readers(module, [READER], [CONV], OUT, torch.Generator("cpu").manual_seed(0))

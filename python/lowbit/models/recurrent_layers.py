@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the fused recurrent layers of transformers (gated delta nets, Mamba-2, short convolutions) share: the trial on
-random input, the convolution with its state in the cache, and the recurrent state in the cache."""
+"""What the fused recurrent layers of transformers (gated delta nets, Mamba-1 and 2, short convolutions) share: the trial
+on random input, the convolution with its state in the cache, and the recurrent state in the cache."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from transformers.cache_utils import Cache
 
 from lowbit.ops.causal_conv1d import causal_conv1d
 from lowbit.ops.fakes import FLOATS
-from lowbit.quant.fused import is_inference, probe_of
+from lowbit.quant.fused import hooked, is_eager, probe_of
 
 try:
     from transformers.cache_utils import LinearAttentionLayer
@@ -33,16 +33,22 @@ def boundaries_of(given: dict[str, Any]) -> Tensor | None:
     return next((given[name] for name in _PACKED if given.get(name) is not None), None)
 
 
-def is_served(module: nn.Module, x: Tensor, cache: Any, index: int, given: dict[str, Any]) -> bool:
-    """Return whether lowbit computes this call: plain inference. Left to transformers are the calls that it refuses in
-    words (sequences that are named token by token) and caches that keep past states for assisted decoding."""
+def is_served(x: Tensor, cache: Any, index: int, given: dict[str, Any]) -> bool:
+    """Return whether lowbit computes this call, with its gradients where they are recorded. Left to transformers are the
+    calls that it refuses in words (sequences that are named token by token), caches that keep past states for assisted
+    decoding, and gradients of a call that changes a state in place."""
     return (
         x.dtype in FLOATS
-        and is_inference(x)
-        and not module.training
+        and is_eager(x)
         and (given.get("seq_idx") is None or boundaries_of(given) is not None)
         and (cache is None or not getattr(cache.layers[index], "record_past", False))
+        and (cache is None or not torch.is_grad_enabled() or cache.get_conv_state(index) is None)
     )
+
+
+def masked(x: Tensor, mask: Tensor | None) -> Tensor:
+    """Return x with zeros for padded tokens: they add nothing to a state."""
+    return x if mask is None else (x * mask[:, :, None]).to(x.dtype)
 
 
 def refuse_packed_with_cache(layer: str, boundaries: Tensor | None, cache: Any) -> None:
@@ -71,6 +77,19 @@ def convolved(
     return y
 
 
+def scanned(
+    scan: Callable[..., tuple[Tensor, Tensor]], tensors: tuple[Tensor, ...], given: dict[str, Any], cache: Any, index: int
+) -> Tensor:
+    """Return y of `ssd` or `selective_scan`, which goes on from the state in the cache and changes it in place."""
+    state = None if cache is None else cache.get_recurrent_state(index)
+    if state is not None and state.dtype is torch.float32 and state.is_contiguous():
+        return scan(*tensors, **given, state=state, in_place=True)[0]
+    y, state = scan(*tensors, **given, state=None if state is None else state.float())
+    if cache is not None:
+        cache.update_recurrent_state(state, index)
+    return y
+
+
 def keep(cache: Any, index: int, state: Tensor) -> None:
     """Store the new recurrent state in the cache. transformers copies it, for CUDA graphs; a copy costs as much as the
     token."""
@@ -80,6 +99,19 @@ def keep(cache: Any, index: int, state: Tensor) -> None:
         cache.update_recurrent_state(state, index)
     else:
         layer.recurrent_states[0] = state
+
+
+def refusal_of(module: Any, conv: str, activation: str | None, children: Collection[str]) -> str:
+    """Return why a layer with this convolution cannot be fused, whatever else it has, or an empty string."""
+    if LinearAttentionLayer is None:
+        return "this version of transformers has no cache of its states"
+    if refusal := refusal_of_convolution(module._modules[conv], activation):
+        return refusal
+    if hook := hooked(module, children):
+        return f"hooks on {hook}"
+    if not all(tensor.is_cpu for tensor in (*module.parameters(), *module.buffers())):
+        return "it is not on the CPU, where the kernel rows are"
+    return ""
 
 
 def refusal_of_convolution(conv: Any, activation: str | None) -> str:
@@ -125,17 +157,21 @@ def probe_with_readers(
 
 
 @torch.no_grad()
-def results_of(probe: Any, hidden: int, name: str = "cache_params") -> list[Tensor]:
-    """Return what the probe makes of three prompts and a token, and the states that it leaves; nothing if it has
-    another signature. ``name`` is that of the argument for the cache."""
+def results_of(
+    probe: Any, hidden: int, name: str = "cache_params", lengths: tuple[int, ...] = (4, 4, 1)
+) -> list[Tensor]:
+    """Return what the probe makes of prompts and a token, and the states that it leaves; nothing if it has another
+    signature. ``name`` is that of the argument for the cache, ``lengths`` are the numbers of tokens of calls with it."""
     generator = torch.Generator("cpu").manual_seed(0)
-    x = torch.randn(2, 9, hidden, generator=generator, device="cpu")
-    seen = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]], device="cpu")
+    x = torch.randn(2, sum(lengths), hidden, generator=generator, device="cpu")
+    seen = torch.ones(2, lengths[0], dtype=torch.long, device="cpu")
+    seen[0, :2] = 0
     cache = Cache(layers=[LinearAttentionLayer()])
+    first, *others = x.split(lengths, dim=1)
     try:
-        results = [probe(x[:, :4], **{name: cache}, attention_mask=seen)]
-        results += [probe(part, **{name: cache}) for part in (x[:, 4:8], x[:, 8:])]
-        results += [probe(x[:, :4], attention_mask=seen)]
+        results = [probe(first, **{name: cache}, attention_mask=seen)]
+        results += [probe(part, **{name: cache}) for part in others]
+        results += [probe(first, attention_mask=seen)]
         states: list[Callable[[int], Tensor | None]] = [cache.get_conv_state, cache.get_recurrent_state]
         return [*results, *(state for read in states if (state := read(0)) is not None)]
     except (TypeError, RuntimeError, ValueError, AttributeError, KeyError, IndexError):

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from lowbit.ops.causal_conv1d_backward import states_like
-from lowbit.ops.derivatives import refuse_derivatives
+from lowbit.ops.derivatives import is_recorded, refuse_derivatives
 from lowbit.ops.forward_mode import refuse_tangents
 from lowbit.ops.registration import function_of, register
 
@@ -67,18 +67,9 @@ def causal_conv1d(
     tensors, silu = (x, weight, bias, state), activation == "silu"
     if forward_ad._current_level >= 0:  # the level is -1 outside forward mode
         refuse_tangents("causal_conv1d", tensors)
-    if _is_recorded(tensors):
+    if is_recorded(tensors):
         return _CausalConv1d.apply(*tensors, silu, cu_seqlens)
     return _call(*tensors, silu, cu_seqlens)
-
-
-def _is_recorded(tensors: tuple[Tensor | None, ...]) -> bool:
-    """Return whether autograd or torch.func has to see the call. While a program is exported, the dispatcher does."""
-    if torch.compiler._is_exporting_flag:
-        return False
-    if not torch.compiler.is_dynamo_compiling() and torch._C._are_functorch_transforms_active():
-        return True
-    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 
 def differentiated_causal_conv1d(

@@ -33,6 +33,7 @@ _MODULES = {
     "route": "route",
     "gated_delta_rule": "gated_delta_rule",
     "ssd": "ssd",
+    "selective_scan": "selective_scan",
 }
 """The file of each op that has a function ``differentiated_<op>``, which takes the op's arguments by name and computes
 the op with its derivative."""
@@ -50,6 +51,15 @@ def register(name: str, library: torch.library.Library) -> None:
 def is_differentiated() -> bool:
     """Return whether a call may need a derivative: grad mode is enabled, or forward mode is active."""
     return torch.is_grad_enabled() or forward_ad._current_level >= 0  # the level is -1 outside forward mode
+
+
+def is_recorded(tensors: Sequence[Tensor | None]) -> bool:
+    """Return whether autograd or torch.func has to see a call. While a program is exported, the dispatcher does."""
+    if torch.compiler._is_exporting_flag:
+        return False
+    if not torch.compiler.is_dynamo_compiling() and torch._C._are_functorch_transforms_active():
+        return True
+    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 
 def refuse_derivatives(op: str, tensors: Sequence[Tensor | None]) -> None:

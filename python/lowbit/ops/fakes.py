@@ -76,7 +76,7 @@ def int8_pack(weight: Tensor, **_: Any) -> Tensor:
     return weight.new_empty((panels, 128 + 1024 * tiles), dtype=torch.uint8)
 
 
-def ssd_in_place(x: Tensor, **_: Any) -> Tensor:
+def scan_in_place(x: Tensor, **_: Any) -> Tensor:
     return x.new_empty(x.shape)
 
 
@@ -99,7 +99,8 @@ _FAKES = {
     "decode": attention_fakes.decode,
     "kv_quantize_": attention_fakes.writes,
     "kv_dequantize_": attention_fakes.writes,
-    "ssd_": ssd_in_place,
+    "ssd_": scan_in_place,
+    "selective_scan_": scan_in_place,
 }
 
 

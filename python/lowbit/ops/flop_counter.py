@@ -69,6 +69,18 @@ def ssd_backward(x: _Shape, dt: _Shape, A: _Shape, B: _Shape, *_: Any, out_shape
     return 12 * prod(x) * B[-1]
 
 
+@register_flop_formula([_ops.selective_scan, _ops.selective_scan_])
+def selective_scan(x: _Shape, dt: _Shape, A: _Shape, *_: Any, out_shape: Any = None, **__: Any) -> int:
+    """Count four products for each number of a state: with delta, what is added, what is kept, and what is read."""
+    return 8 * prod(x) * A[-1]
+
+
+@register_flop_formula(_ops.selective_scan_backward)
+def selective_scan_backward(x: _Shape, dt: _Shape, A: _Shape, *_: Any, out_shape: Any = None, **__: Any) -> int:
+    """Count 15 products, seven of which compute the states again."""
+    return 30 * prod(x) * A[-1]
+
+
 @register_flop_formula(_ops.causal_conv1d)
 def causal_conv1d(x: _Shape, weight: _Shape, *_: Any, out_shape: Any = None, **__: Any) -> int:
     """Count K products for each element of x, like torch's depthwise convolution."""

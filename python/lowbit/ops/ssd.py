@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from lowbit.ops.derivatives import is_differentiated, refuse_derivatives
+from lowbit.ops.derivatives import is_differentiated, is_recorded, refuse_derivatives
 from lowbit.ops.forward_mode import refuse_tangents
 from lowbit.ops.registration import function_of, register
 from lowbit.ops.ssd_backward import states_like
@@ -85,18 +85,9 @@ def ssd(
         return _in_place(x, dt, A, B, C, state, least, most, D, dt_bias, softplus, cu_seqlens), state
     if forward_ad._current_level >= 0:  # the level is -1 outside forward mode
         refuse_tangents("ssd", tensors)
-    if _is_recorded(tensors):
+    if is_recorded(tensors):
         return _Ssd.apply(x, dt, A, B, C, least, most, D, dt_bias, state, softplus, cu_seqlens)
     return _call(x, dt, A, B, C, least, most, D, dt_bias, state, softplus, cu_seqlens)
-
-
-def _is_recorded(tensors: tuple[Tensor | None, ...]) -> bool:
-    """Return whether autograd or torch.func has to see the call. While a program is exported, the dispatcher does."""
-    if torch.compiler._is_exporting_flag:
-        return False
-    if not torch.compiler.is_dynamo_compiling() and torch._C._are_functorch_transforms_active():
-        return True
-    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 
 def differentiated_ssd(

@@ -122,10 +122,15 @@ def _unset(piece: type[Fused], unfused: type[nn.Module]) -> Fused:
 def is_inference(x: Tensor) -> bool:
     """Return whether a call with ``x`` is plain inference on the CPU: eager, without gradients, autocast or functorch.
     For such calls the ops of fused modules have kernel rows."""
+    return not _is_grad_enabled() and is_eager(x)
+
+
+def is_eager(x: Tensor) -> bool:
+    """Return whether a call with ``x`` runs at once on the CPU, without autocast or functorch, be it recorded by
+    autograd or not."""
     return (
         type(x) is Tensor
         and x.is_cpu
-        and not _is_grad_enabled()
         and not is_traced()
         and not _is_transformed()
         and not _is_autocast_enabled("cpu")
