@@ -1,17 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Time of gated_delta_rule beside the functions that transformers runs on a CPU: torch_chunk_gated_delta_rule for
-prompts, torch_recurrent_gated_delta_rule for a token; and of ssd, causal_conv1d and gated_rms_norm beside theirs
-(mamba2_chunk_scan and mamba2_selective_state_update; torch's conv1d and silu; the modules of Qwen3-Next and Mamba-2).
+prompts, torch_recurrent_gated_delta_rule for a token; and of ssd, selective_scan, causal_conv1d and gated_rms_norm
+beside theirs (mamba2_chunk_scan and mamba2_selective_state_update; those of Mamba-1; torch's conv1d and silu; the modules
+of Qwen3-Next and Mamba-2).
 
     python benchmarks/bench_linear_attention.py
     python benchmarks/bench_linear_attention.py --tokens 2048 --per-channel --dtype float32
     python benchmarks/bench_linear_attention.py --only ssd --tokens 512
+    python benchmarks/bench_linear_attention.py --only selective_scan --channels 8192
+    python benchmarks/bench_linear_attention.py --only selective_scan --backward --dtype float32
     python benchmarks/bench_linear_attention.py --model qwen3_5
 
 Tokens go on from a state. A single token has a fresh state in each call, of as many layers as exceed the caches.
 transformers has no decay per channel in these functions, so with --per-channel it is timed with one per head.
 
-With --model: four layers of the shape of Qwen3.5-0.8B, Granite-4.0-H-1B or LFM2-1.2B with random weights and a head of
+With --backward: selective_scan and its gradients of all inputs, through autograd.
+
+With --model: four layers of the shape of Qwen3.5-0.8B, Granite-4.0-H-1B, LFM2-1.2B or Mamba-1.4B with random weights and a head of
 4096 words, a prompt of 512 tokens and the tokens after it, through transformers in bfloat16, and with int4 weights before
 and after `lowbit.fuse`.
 """
@@ -29,9 +34,12 @@ from transformers import (
     GraniteMoeHybridForCausalLM,
     Lfm2Config,
     Lfm2ForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
     Qwen3_5ForCausalLM,
     Qwen3_5TextConfig,
 )
+from transformers.models.mamba import modeling_mamba as mamba
 from transformers.models.mamba2 import modeling_mamba2 as mamba2
 from transformers.models.qwen3_next import modeling_qwen3_next as theirs
 
@@ -93,6 +101,40 @@ def scans_of(args: argparse.Namespace, tokens: int) -> dict[str, Call]:
     return {"lowbit": rotate(ours), "transformers": rotate(reference)}
 
 
+def selective_scans_of(args: argparse.Namespace, tokens: int) -> dict[str, Call]:
+    """16 numbers of a state for each channel, as Mamba and Falcon-Mamba have them. A token goes on from a state; a
+    prompt begins, because transformers' function takes none."""
+    dtype, channels, s = getattr(torch, args.dtype), args.channels, 16
+    x, dt, z = torch.randn(3, 1, tokens, channels).to(dtype)
+    b, c = torch.randn(2, 1, tokens, s).to(dtype)
+    a, d, bias = -16 * torch.rand(channels, s), torch.randn(channels), torch.randn(channels) - 2
+    if tokens == 1:
+        states = [torch.randn(1, channels, s) for _ in range(STATES // (channels * s * 4))]
+        more = {"dt_bias": bias, "softplus": True, "in_place": True}
+        named = {"z": z[:, 0], "dt_bias": bias, "dt_softplus": True}
+        update, one = mamba.mamba_selective_state_update, (x[:, 0], dt[:, 0], a, b[:, 0], c[:, 0], d)
+        return {
+            "lowbit": rotate([lambda state=state: lowbit.selective_scan(x, dt, a, b, c, d, z, state=state, **more) for state in states]),
+            "transformers": rotate([lambda state=state: update(state, *one, **named) for state in states]),
+        }  # fmt: skip
+    tensors = [x, dt, a, b, c, d, z, bias]
+
+    def ours(x, dt, a, b, c, d, z, bias):
+        return lowbit.selective_scan(x, dt, a, b, c, d, z, dt_bias=bias, softplus=True)[0]
+
+    def reference(x, dt, a, b, c, d, z, bias):
+        return mamba.mamba_selective_scan(x.mT, dt.mT, a, b.mT, c.mT, d, z.mT, bias, True).mT
+
+    if not args.backward:
+        return {"lowbit": lambda: ours(*tensors), "transformers": lambda: reference(*tensors)}
+    leaves, grad = [tensor.requires_grad_() for tensor in tensors], torch.randn_like(x)
+
+    return {
+        name: lambda function=function: torch.autograd.grad(function(*leaves), leaves, grad)
+        for name, function in (("lowbit", ours), ("transformers", reference))
+    }
+
+
 def convolutions_of(args: argparse.Namespace, tokens: int) -> dict[str, Call]:
     """Four taps and silu over the channels of q, k and v. A token goes on from a state as transformers keeps it."""
     dtype, channels = getattr(torch, args.dtype), (2 * args.key_heads + args.heads) * args.size
@@ -123,6 +165,7 @@ def norms_of(args: argparse.Namespace, tokens: int, gate_first: bool) -> dict[st
 
 AROUND = {
     "ssd": scans_of,
+    "selective_scan": selective_scans_of,
     "causal_conv1d": convolutions_of,
     "gated_rms_norm": lambda args, tokens: norms_of(args, tokens, False),
     "gated_rms_norm, gate first": lambda args, tokens: norms_of(args, tokens, True),
@@ -154,6 +197,7 @@ SHAPES = {
         hidden_size=2048, intermediate_size=12288, num_key_value_heads=8,
         layer_types=[*3 * ["conv"], "full_attention"],
     )),
+    "mamba": (MambaForCausalLM, MambaConfig, dict(hidden_size=2048, state_size=16, time_step_rank=128)),
 }  # fmt: skip
 
 
@@ -162,7 +206,8 @@ def models(name: str) -> dict[str, torch.nn.Module]:
     plain = cls(config(**SIZES | sizes)).eval().to(torch.bfloat16)
     lowbit.quantize_(packed := copy.deepcopy(plain), lowbit.int8_dynamic_activation_int4_weight(group_size=32))
     lowbit.fuse(fused := copy.deepcopy(packed))
-    fused.set_attn_implementation("lowbit")
+    if name != "mamba":
+        fused.set_attn_implementation("lowbit")
     return {"transformers, bfloat16": plain, "int4": packed, "int4, fused": fused}
 
 
@@ -172,9 +217,10 @@ def of_models(shape: str, rounds: int) -> str:
     prompts: dict[str, Call] = {}
     tokens: dict[str, Call] = {}
     for name, model in models(shape).items():
-        begun = model(ids).past_key_values
-        prompts[name] = lambda model=model: model(ids)
-        tokens[name] = lambda model=model, begun=begun: model(ids[:, :1], past_key_values=begun)
+        argument = "cache_params" if shape == "mamba" else "past_key_values"
+        begun = {argument: getattr(model(ids, use_cache=True), argument)}
+        prompts[name] = lambda model=model: model(ids, use_cache=True)
+        tokens[name] = lambda model=model, begun=begun: model(ids[:, :1], **begun, use_cache=True)
     of_prompts, of_tokens = interleave(prompts, rounds=rounds), interleave(tokens, rounds=rounds)
     lines = [[name, f"{512 / of_prompts[name].best_s:.0f}", f"{1 / of_tokens[name].best_s:.1f}"] for name in prompts]
     return table([f"four layers, {shape}", "prompt of 512, tokens/s", "after it, tokens/s"], lines)
@@ -205,6 +251,8 @@ def main() -> None:
     parser.add_argument("--size", type=int, default=128, help="Dk and Dv")
     parser.add_argument("--dtype", nargs="+", choices=["float32", "bfloat16"], default=["bfloat16", "float32"])
     parser.add_argument("--per-channel", action="store_true", help="a decay per channel of k, as Kimi-Linear has")
+    parser.add_argument("--channels", type=int, default=4096, help="channels of selective_scan; Falcon-Mamba-7B: 8192")
+    parser.add_argument("--backward", action="store_true", help="selective_scan with its gradients")
     parser.add_argument("--only", choices=["gated_delta_rule", *AROUND], help="one op instead of all")
     parser.add_argument("--model", choices=SHAPES, help="a model instead of the ops")
     args = options(parser, rounds=12, threads=2)
@@ -214,7 +262,7 @@ def main() -> None:
             print(of_models(args.model, args.rounds))
         return
     if args.only != "gated_delta_rule":
-        with torch.inference_mode():
+        with torch.inference_mode(not args.backward):
             print(around(args))
     if args.only in (None, "gated_delta_rule"):
         print(of_delta_rule(args))

@@ -47,8 +47,8 @@ struct SelectiveScanBackwardArgs {
   SelectiveScanArgs forward{};    // without its results
   TensorView grad_y{};            // shape and dtype of x, dense rows, any other strides
   TensorView grad_final_state{};  // [N, D, S] float32, contiguous; or none: zeros
-  // Written, contiguous: shapes and dtypes of the inputs, empty for those that are none, and [N, D, S] float32, which may
-  // be the memory of grad_final_state.
+  // Written, contiguous: shapes and dtypes of the inputs, empty for those that are none, and [N, D, S] float32, which
+  // may be the memory of grad_final_state.
   TensorView grad_x{}, grad_dt{}, grad_a{}, grad_b{}, grad_c{}, grad_d{}, grad_z{}, grad_dt_bias{}, grad_state{};
 };
 

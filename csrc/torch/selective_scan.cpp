@@ -13,7 +13,7 @@ TensorView like_states(const SelectiveScanArgs& args) {
   return contiguous_view(args.x.device, DType::float32, 3, shape);
 }
 
-SelectiveScanArgs inputs_of(auto& given, const TensorView& state) {
+SelectiveScanArgs inputs_of_scan(auto& given, const TensorView& state) {
   return {.x = dense_view<"x">(given),
           .dt = dense_view<"dt">(given),
           .a = contiguous_view<"A">(given),
@@ -36,7 +36,7 @@ struct SelectiveScan {
       "(Tensor, Tensor)";
 
   static SelectiveScanArgs args_of(auto& given) {
-    SelectiveScanArgs args = selective_scan_args(inputs_of(given, contiguous_view<"state">(given)));
+    SelectiveScanArgs args = selective_scan_args(inputs_of_scan(given, contiguous_view<"state">(given)));
     args.y = contiguous_like(args.x, args.x.dtype);
     args.final_state = like_states(args);
     return args;
@@ -58,7 +58,7 @@ struct SelectiveScanInPlace : Returns<SelectiveScanInPlace, &SelectiveScanArgs::
       "Tensor";
 
   static SelectiveScanArgs args_of(auto& given) {
-    SelectiveScanArgs args = selective_scan_args(inputs_of(given, written_view<"state">(given)));
+    SelectiveScanArgs args = selective_scan_args(inputs_of_scan(given, written_view<"state">(given)));
     args.y = contiguous_like(args.x, args.x.dtype);
     args.final_state = args.state;
     return args;
@@ -74,7 +74,7 @@ struct SelectiveScanBackward {
 
   static SelectiveScanBackwardArgs args_of(auto& given) {
     SelectiveScanBackwardArgs args =
-        selective_scan_backward_args({.forward = inputs_of(given, contiguous_view<"state">(given)),
+        selective_scan_backward_args({.forward = inputs_of_scan(given, contiguous_view<"state">(given)),
                                       .grad_y = dense_view<"grad_y">(given),
                                       .grad_final_state = contiguous_view<"grad_final_state">(given)});
     const SelectiveScanArgs& forward = args.forward;

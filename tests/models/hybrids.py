@@ -3,9 +3,12 @@
 
 from __future__ import annotations
 
+from types import ModuleType
+
+import pytest
 import torch
 from decoders import prompt
-from torch import Tensor
+from torch import Tensor, nn
 
 BUDGET = 2e-4  # of the largest logit: a few layers of float32 sums in another order
 
@@ -18,3 +21,25 @@ def padded() -> tuple[Tensor, Tensor]:
     ids, seen = prompt(3, 11), torch.ones(3, 11, dtype=torch.long)
     seen[0, :4], seen[2, :1] = 0, 0
     return ids, seen
+
+
+def same_gradients(
+    model: nn.Module, other: nn.Module, monkeypatch: pytest.MonkeyPatch, room: ModuleType, op: str
+) -> None:
+    """In evaluation and in training a fused model has the gradients of transformers' functions, with and without a cache
+    that begins, and computes them by the op. A token behind a cache, whose state changes in place, is left to
+    transformers."""
+    ids, calls = prompt(2, 40), []
+    function = getattr(room, op)
+    monkeypatch.setattr(room, op, lambda *given, **named: calls.append(op) or function(*given, **named))
+    for training in (False, True):
+        for use_cache in (False, True):
+            for each in (model, other):
+                each.train(training).zero_grad()
+                each(ids, labels=ids, use_cache=use_cache).loss.backward()
+            assert calls
+            calls.clear()
+            for (name, one), two in zip(model.named_parameters(), other.named_parameters(), strict=True):
+                assert (one.grad is None) == (two[1].grad is None), name
+                if one.grad is not None:
+                    assert (two[1].grad - one.grad).abs().max() <= 1e-3 * one.grad.abs().max() + 1e-8, name

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from decoders import CONFIGS, answer, logits, prompt, transformers
-from hybrids import BUDGET, close, padded
+from hybrids import BUDGET, close, padded, same_gradients
 from torch import Tensor, nn
 
 import lowbit
@@ -161,15 +161,10 @@ def test_packed_sequences_are_kept_apart() -> None:
         mixer(x, cache_params=transformers.DynamicCache(config=model.config), cu_seq_lens_q=ends)
 
 
-def test_training_and_gradients_are_those_of_transformers() -> None:
-    model, ids = made("bamba"), prompt()
-    other = fused(model)
-    for mode in (False, True):
-        for each in (model, other):
-            each.train(mode).zero_grad()
-            each(ids, labels=ids).loss.backward()
-        for (name, one), two in zip(model.named_parameters(), other.parameters(), strict=True):
-            assert one.grad is not None and torch.equal(one.grad, two.grad), name
+@pytest.mark.parametrize("name", ["bamba", "falcon_h1_norm"])
+def test_gradients_and_training_run_on_the_op(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = made(name)
+    same_gradients(model, fused(model), monkeypatch, fused_mamba2, "ssd")
 
 
 CHANGES: dict[str, Callable[[Any], Any]] = {

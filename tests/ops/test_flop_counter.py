@@ -66,6 +66,16 @@ def test_a_scan_counts_its_products_with_the_state() -> None:
     assert counted(lambda: lowbit.ssd(x, dt, a, b, c)[0].sum().backward()) == (4 + 12) * y.numel() * 16
 
 
+def test_a_selective_scan_counts_its_products_with_the_state() -> None:
+    x, dt, a = torch.randn(2, 7, 32, requires_grad=True), torch.rand(2, 7, 32), -torch.rand(32, 16)
+    b, c = torch.randn(2, 2, 7, 16)
+    with torch.no_grad():
+        y, state = lowbit.selective_scan(x, dt, a, b, c)
+        assert counted(lambda: lowbit.selective_scan(x, dt, a, b, c)) == 8 * y.numel() * 16
+        assert counted(lambda: lowbit.selective_scan(x, dt, a, b, c, state=state, in_place=True)) == 8 * y.numel() * 16
+    assert counted(lambda: lowbit.selective_scan(x, dt, a, b, c)[0].sum().backward()) == (8 + 30) * y.numel() * 16
+
+
 def test_a_causal_convolution_counts_its_taps() -> None:
     x, weight = torch.randn(2, 7, 24), torch.randn(24, 4, requires_grad=True)
     with torch.no_grad():

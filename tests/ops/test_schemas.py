@@ -73,6 +73,15 @@ SCHEMAS = (
     "ssd_backward(Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor grad_y, float dt_min, float dt_max, "
     "Tensor? D=None, Tensor? dt_bias=None, Tensor? state=None, Tensor? grad_final_state=None, bool softplus=False, "
     "Tensor? cu_seqlens=None) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "selective_scan(Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, float dt_min, float dt_max, Tensor? D=None, "
+    "Tensor? z=None, Tensor? dt_bias=None, Tensor? state=None, bool softplus=False, Tensor? cu_seqlens=None) -> "
+    "(Tensor, Tensor)",
+    "selective_scan_(Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor(a!) state, float dt_min, float dt_max, "
+    "Tensor? D=None, Tensor? z=None, Tensor? dt_bias=None, bool softplus=False, Tensor? cu_seqlens=None) -> Tensor",
+    "selective_scan_backward(Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor grad_y, float dt_min, "
+    "float dt_max, Tensor? D=None, Tensor? z=None, Tensor? dt_bias=None, Tensor? state=None, "
+    "Tensor? grad_final_state=None, bool softplus=False, Tensor? cu_seqlens=None) -> "
+    "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 
 

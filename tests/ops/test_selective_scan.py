@@ -212,7 +212,9 @@ def test_the_functions_of_transformers_agree() -> None:
     if not hasattr(theirs, "mamba_selective_scan"):
         pytest.skip("this version of transformers has no function of the scan")
     call = made((2, 70, 32, 1, 16)) | {"dt_limit": (0.0, math.inf), "state": None}
-    x, dt, z, b, c = (call[name] if call[name].dim() == 3 else call[name][:, :, 0] for name in ("x", "dt", "z", "B", "C"))
+    x, dt, z, b, c = (
+        call[name] if call[name].dim() == 3 else call[name][:, :, 0] for name in ("x", "dt", "z", "B", "C")
+    )
     wanted = theirs.mamba_selective_scan(
         x.mT, dt.mT, call["A"], b.mT, c.mT, call["D"], z.mT, call["dt_bias"], True, return_last_state=True
     )

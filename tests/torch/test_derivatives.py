@@ -69,6 +69,7 @@ def with_a_gradient() -> dict[str, tuple[list[Any], list[Tensor], Callable[[], A
     u, taps = (torch.randn(shape, requires_grad=True) for shape in ((1, 9, 16), (16, 4)))
     rule = [(sign * torch.rand(shape)).requires_grad_() for sign, shape in ((1, (1, 9, 2, 8)), (1, (1, 9, 2, 8)), (1, (1, 9, 2, 16)), (-1, (1, 9, 2)), (1, (1, 9, 2)))]
     scan = [(sign * torch.rand(shape)).requires_grad_() for sign, shape in ((1, (1, 9, 2, 8)), (1, (1, 9, 2)), (-1, (2,)), (1, (1, 9, 1, 16)), (1, (1, 9, 1, 16)))]
+    mamba = [(sign * torch.rand(shape)).requires_grad_() for sign, shape in ((1, (1, 9, 16)), (1, (1, 9, 16)), (-1, (16, 8)), (1, (1, 9, 1, 8)), (1, (1, 9, 1, 8)))]
     return {
         "linear": ([x, packed, *numbers, bias, 2, mul, add], [x, bias, mul, add], lambda: linear_of_numbers(x, packed, numbers, bias, 2, mul, add)),
         "gather_linear": ([x, experts, index, *numbers, biases], [x, biases], lambda: gather_linear_of_numbers(x, experts, index, numbers, biases)),
@@ -82,6 +83,7 @@ def with_a_gradient() -> dict[str, tuple[list[Any], list[Tensor], Callable[[], A
         "causal_conv1d": ([u, taps, None, None, True], [u, taps], lambda: lowbit.causal_conv1d(u, taps, activation="silu")),
         "gated_delta_rule": ([*rule, None, True, 0.5], rule, lambda: lowbit.gated_delta_rule(*rule, l2norm=True, scale=0.5)),
         "ssd": ([*scan, 0.0, 1.0], scan, lambda: lowbit.ssd(*scan, dt_limit=(0.0, 1.0))),
+        "selective_scan": ([*mamba, 0.0, 1.0], mamba, lambda: lowbit.selective_scan(*mamba, dt_limit=(0.0, 1.0))),
         "fake_quantize": ([weight, *int4, scale, None], [weight, scale], lambda: fake_quantize_weight(weight, int4, scale)),
         "fake_quantize_activations": ([x, *row], [x], lambda: fake_quantize_activations(x, *row)),
         "block_sparse_linear": ([x, blocks, *where, bias[:0].new_zeros(64).requires_grad_()], [x, blocks], lambda: block_sparse_linear(x, blocks, *where)),

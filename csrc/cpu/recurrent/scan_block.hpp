@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// What selective_scan and its gradient share: a block of 16 neighbouring channels, whose numbers are the lanes of vectors
-// as they lie in memory. Its states are rows of a matrix [S, 16], so that a token needs no sum over lanes. Half of the
-// work is the exponential of delta A.
+// What selective_scan and its gradient share: a block of 16 neighbouring channels, whose numbers are the lanes of
+// vectors as they lie in memory. Its states are rows of a matrix [S, 16], so that a token needs no sum over lanes. Two
+// thirds of the work are the exponential of delta A.
 #pragma once
 
 #include "cpu/loops.hpp"

@@ -85,7 +85,8 @@ LOWBIT_INLINE float step_channel(const SelectiveScanArgs& args, int64_t channel,
     f32x16 value = mul(input, load(b + i));
     if (args.state) {
       const f32x16 rate = log2_rate(load_as_float(args.a.data, args.a.dtype, channel * s + i, s - i));
-      value = fma(exp2_of_decay(mul(delta, rate)), load_as_float(args.state.data, DType::float32, at + i, s - i), value);
+      const f32x16 front = load_as_float(args.state.data, DType::float32, at + i, s - i);
+      value = fma(exp2_of_decay(mul(delta, rate)), front, value);
     }
     store_from_float(args.final_state.data, DType::float32, at + i, s - i, value);
     out = fma(value, load(c + i), out);
@@ -95,8 +96,8 @@ LOWBIT_INLINE float step_channel(const SelectiveScanArgs& args, int64_t channel,
 
 void run_token(const SelectiveScanArgs& args, const GroupBlocks& blocks, const ScanTask& task, ScanMemory& memory) {
   const auto& [batch, begin, end] = task.sequence;
-  const auto load_at = [&](const TensorView& tensor, int64_t channel, int64_t count) {
-    return load_as_float(tensor.data, tensor.dtype, batch * tensor.stride[0] + begin * tensor.stride[1] + channel, count);
+  const auto rows_of = [&](const TensorView& tensor, int64_t channel, int64_t count) {
+    return Rows(tensor, batch, channel, count);
   };
   memory.tokens.load(args, batch, {begin, end}, task.group);
   for (int64_t number = task.blocks.begin; number < task.blocks.end; number++) {
@@ -105,16 +106,16 @@ void run_token(const SelectiveScanArgs& args, const GroupBlocks& blocks, const S
     const auto of_channels = [&](const TensorView& tensor) {
       return tensor ? load_as_float(tensor.data, tensor.dtype, channel, count) : set1(0.0f);
     };
-    const f32x16 value = load_at(args.x, channel, count);
-    const f32x16 delta = delta_of(args, add(load_at(args.dt, channel, count), of_channels(args.dt_bias)));
+    const f32x16 value = rows_of(args.x, channel, count).load(begin);
+    const f32x16 delta = delta_of(args, add(rows_of(args.dt, channel, count).load(begin), of_channels(args.dt_bias)));
     alignas(64) float deltas[16], inputs[16], out[16] = {};
     store(deltas, delta), store(inputs, mul(delta, value));
     for (int64_t i = 0; i < count; i++)
       out[i] = step_channel(args, channel + i, (task.number * args.channels() + channel + i) * args.s(),
                             set1(deltas[i]), set1(inputs[i]), memory.tokens.b.row(0), memory.tokens.c.row(0));
     f32x16 y = fma(of_channels(args.d), value, load(out));
-    if (args.z) y = mul(y, silu(load_at(args.z, channel, count)));
-    store_from_float(args.y.data, args.y.dtype, batch * args.y.stride[0] + begin * args.y.stride[1] + channel, count, y);
+    if (args.z) y = mul(y, silu(rows_of(args.z, channel, count).load(begin)));
+    rows_of(args.y, channel, count).store(begin, y);
   }
 }
 

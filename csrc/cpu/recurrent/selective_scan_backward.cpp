@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// The row of the op selective_scan_backward. A task is some blocks of 16 channels of a group in a sequence, at most kParts
-// tasks a group; their gradients of B and C are added over lanes and blocks, and then over tasks. A few blocks at a time
-// go through all tokens: a first walk keeps the states in front of every chunk, and on the way back those within a chunk
-// are computed again. With u = delta x, dh the gradient of the state behind a token, and dy that of its y in front of the
-// gate:
+// The row of the op selective_scan_backward. A task is some blocks of 16 channels of a group in a sequence, at most
+// kParts tasks a group; their gradients of B and C are added over lanes and blocks, and then over tasks. A few blocks at
+// a time go through all tokens: a first walk keeps the states in front of every chunk, and on the way back those within
+// a chunk are computed again. With u = delta x, dh the gradient of the state behind a token, h' the state in front, and
+// dy the gradient of y in front of the gate:
 //
 //   dh += dy C,   dC = dy h,   dB = dh u,   du = dh . B,   dx = delta du + D dy
-//   w = exp(delta A) dh h' with the state h' in front;   dA = delta w,   ddelta = x du + w . A
+//   w = exp(delta A) dh h',   dA = delta w,   ddelta = x du + w . A
 //   dh = exp(delta A) dh                                  of the state in front
 #include LOWBIT_ISA_HEADER
 
@@ -173,7 +173,8 @@ void run_span(const SelectiveScanBackwardArgs& args, const GroupBlocks& blocks, 
               BackwardMemory& memory) {
   const SelectiveScanArgs& forward = args.forward;
   const auto& [batch, begin, end] = task.sequence;
-  const int64_t s = forward.s(), rows = round_up(s, 16), count = span.count(), chunks = ceil_div(end - begin, kScanChunk);
+  const int64_t s = forward.s(), rows = round_up(s, 16), count = span.count();
+  const int64_t chunks = ceil_div(end - begin, kScanChunk);
   std::optional<ScanBlock> held[kScanBlocks];
   const auto at = [&](const ScanBlock& block) { return (task.number * forward.channels() + block.channel) * s; };
   const auto kept = [&](int64_t chunk, int64_t i) { return memory.kept.from((chunk * kScanBlocks + i) * rows); };
@@ -261,8 +262,10 @@ void run_selective_scan_backward(const SelectiveScanBackwardArgs& args) {
                             parts.of_b.from(row), parts.of_c.from(row), sums.from(n * rows)};
     clear_rows(task.of_b, length), clear_rows(task.of_c, length);
     const RowTiles spans(task.blocks.count(), kScanBlocks);
-    for (int64_t i = 0; i < spans.count; i++)
-      run_span(args, blocks, task, {task.blocks.begin + spans.begin(i), task.blocks.begin + spans.begin(i + 1)}, memory);
+    for (int64_t i = 0; i < spans.count; i++) {
+      const Span span{task.blocks.begin + spans.begin(i), task.blocks.begin + spans.begin(i + 1)};
+      run_span(args, blocks, task, span, memory);
+    }
   });
   store_parts(args, parts, threads);
   store_of_channels(args, blocks, sums);

@@ -26,8 +26,7 @@ def fuse(model: nn.Module) -> FusedModules:
     - In a gated MLP, the activation and the elementwise product become part of the linear calls (`fuse_gated_mlps`).
     - A gated delta net (Qwen3-Next, Qwen3.5, OLMo-hybrid, Kimi-Linear) runs on `gated_delta_rule`, a Mamba-2 mixer
       (Mamba2, Bamba, Granite 4, Falcon-H1, Nemotron-H, Zamba2) on `ssd`, a Mamba-1 mixer (Mamba, Falcon-Mamba, Jamba)
-      on `selective_scan`, and these, as the short convolutions of LFM2,
-      on `causal_conv1d`.
+      on `selective_scan`, and these, as the short convolutions of LFM2, on `causal_conv1d`; with their gradients.
     - In a mixture of experts, the router, the experts and the shared experts become one call.
     - A decoder layer whose modules are fused becomes one call, with ``attn_implementation="lowbit"`` and a cache that
       grows in place.
@@ -36,8 +35,8 @@ def fuse(model: nn.Module) -> FusedModules:
     - In transformers' ``generate``, greedy or sampling, each token becomes one call, from the embedding to the logits.
 
     `fuse` calls each module with random input before and after, and leaves it unchanged if its result differs. Names,
-    parameters and the state dict stay the same. A module runs its original code under gradients, autocast or
-    torch.compile, with hooks or an adapter, and on devices other than the CPU.
+    parameters and the state dict stay the same. A module runs its original code under gradients (but for recurrent
+    layers), autocast or torch.compile, with hooks or an adapter, and on devices other than the CPU.
 
     Args:
         model: any module; its quantized layers and its norms are fused.

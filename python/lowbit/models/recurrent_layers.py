@@ -78,7 +78,11 @@ def convolved(
 
 
 def scanned(
-    scan: Callable[..., tuple[Tensor, Tensor]], tensors: tuple[Tensor, ...], given: dict[str, Any], cache: Any, index: int
+    scan: Callable[..., tuple[Tensor, Tensor]],
+    tensors: tuple[Tensor, ...],
+    given: dict[str, Any],
+    cache: Any,
+    index: int,
 ) -> Tensor:
     """Return y of `ssd` or `selective_scan`, which goes on from the state in the cache and changes it in place."""
     state = None if cache is None else cache.get_recurrent_state(index)
