@@ -209,3 +209,27 @@ def test_what_is_no_mixer_that_is_known_is_left_with_the_reason() -> None:
     model = made("mamba")
     model.backbone.layers[0].mixer.dt_proj = nn.Sequential(model.backbone.layers[0].mixer.dt_proj)
     assert lowbit.fuse(model).left["backbone.layers.0.mixer"] == "its dt_proj is Sequential, no torch.nn.Linear"
+
+
+@pytest.mark.parametrize("adapters_first", [False, True])
+def test_lora_trains_on_the_op(adapters_first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of packed projections too, be the adapters added before or behind."""
+    peft = pytest.importorskip("peft")
+    plain = made("jamba")
+    lowbit.quantize_(plain, lowbit.int8_weight_only())
+
+    def adapted(model: nn.Module) -> nn.Module:
+        torch.manual_seed(1)
+        config = peft.LoraConfig(r=4, target_modules=["in_proj", "x_proj", "out_proj"], init_lora_weights=False)
+        return peft.get_peft_model(model, config)
+
+    other = copy.deepcopy(plain)
+    model = adapted(plain)
+    for step in (adapted, lowbit.fuse) if adapters_first else (lowbit.fuse, adapted):
+        result = step(other)
+        other = result if step is adapted else other
+    assert mixers(other)
+    same_gradients(model, other, monkeypatch, fused_mamba, "selective_scan")
+    assert all(
+        parameter.grad.any() for name, parameter in other.named_parameters() if "lora" in name and "mamba" in name
+    )
