@@ -67,6 +67,7 @@ class Reader {
       case StepKind::layer_norm: return layer_norm();
       case StepKind::pointwise: return pointwise();
       case StepKind::self_attention: return self_attention();
+      case StepKind::cross_attention: return cross_attention();
     }
     check(false, value, kRunProgram, ": the kind of step ", at(), " of program must be known, got ", kind);
     return ScoreModStep{};
@@ -149,6 +150,14 @@ class Reader {
     step.qkv = shaping("qkv"), step.kv_heads = at_least("kv_heads", 1), step.e = at_least("e", 1);
     step.scale = real();
     step.mask = optional_operand("mask"), step.cu_seqlens = optional_operand("cu_seqlens");
+    return step;
+  }
+
+  CrossAttentionStep cross_attention() {
+    CrossAttentionStep step;
+    step.q = shaping("q"), step.keys = operand("keys"), step.values = operand("values");
+    step.scale = real();
+    step.mask = optional_operand("mask");
     return step;
   }
 

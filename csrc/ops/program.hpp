@@ -93,6 +93,10 @@ struct SelfAttentionStep {    // without a cache or a rotary embedding; result [
   int64_t kv_heads = 0, e = 0;
   double scale = 1;
 };
+struct CrossAttentionStep {   // to all tokens of keys and values, which other code wrote; result [B, L, Hq Ev]
+  Operand q, keys, values, mask;  // q [B, L, Hq E]; keys [B, Hkv, S, E]; values [B, Hkv, S, Ev]
+  double scale = 1;
+};
 struct RouteStep {            // the results are weights and index [T, k], T being all rows of x
   Operand x, weight, bias, correction, expert_scale;  // without a weight, x are the logits
   bool rounds = false;
@@ -106,7 +110,8 @@ struct ExpertsStep {          // the result has the leading dimensions of x
   Gate gate;
 };
 using ProgramStep = std::variant<ScoreModStep, ColumnsStep, RmsNormStep, LayerNormStep, PointwiseStep, LinearStep,
-                                 RopeAppendStep, AttentionStep, SelfAttentionStep, RouteStep, ExpertsStep>;
+                                 RopeAppendStep, AttentionStep, SelfAttentionStep, CrossAttentionStep, RouteStep,
+                                 ExpertsStep>;
 
 class Program {
  public:

@@ -21,6 +21,7 @@
 //   layer_norm   x, weight or none, bias or none, eps, offset = 0, add = none
 //   pointwise    x, function = 0, scale = 1, add = none, positive = 0, negative = 0, linear = 0
 //   self_attention  qkv, kv_heads, e, scale, mask = none, cu_seqlens = none
+//   cross_attention  q, keys, values, scale, mask = none
 //
 // An operand is 4 * index + 0 for a constant, 1 for a state, 2 for an input, 3 for a result; -1 is none. A real number
 // is stored as the integer with its bits.
@@ -37,7 +38,7 @@ inline constexpr int64_t kProgramVersion = 1;
 enum class StepKind : int64_t {
   score = 1, columns = 2, rms_norm = 3, linear = 4, rope_append = 5, attention = 6, route = 7, experts = 8,
   scaled_add = 9,
-  layer_norm = 16, pointwise = 17, self_attention = 18
+  layer_norm = 16, pointwise = 17, self_attention = 18, cross_attention = 19
 };
 
 }  // namespace lowbit

@@ -222,15 +222,12 @@ class ProgramRun {
   AttentionForwardArgs args(const SelfAttentionStep& step) const {
     const TensorView qkv = view(step.qkv);
     check(qkv.rank == 3, value, "qkv must have shape [B, L, (Hq + 2 Hkv) E], got ", shape_text(qkv));
-    const int64_t batch = qkv.size(0), tokens = qkv.size(1), columns = qkv.size(2), kv = step.kv_heads * step.e;
+    const int64_t columns = qkv.size(2), kv = step.kv_heads * step.e;
     check(columns % step.e == 0 && columns > 2 * kv, value, "qkv must have columns for ", step.kv_heads,
           " heads of keys and values of ", step.e, ", and queries, got ", columns);
     check_contiguous("attention", "qkv", qkv);
     const auto heads_from = [&](int64_t column, int64_t heads) {
-      TensorView part = shaped(qkv, {batch, heads, tokens, step.e});
-      part.stride = {tokens * columns, step.e, columns, 1};
-      if (part.data) part.data = part.as<char>() + column * static_cast<int64_t>(size_of(qkv.dtype));
-      return part;
+      return heads_of(qkv, column, heads, step.e);
     };
     const int64_t heads = columns / step.e - 2 * step.kv_heads;
     AttentionForwardArgs args{.q = heads_from(0, heads), .k = heads_from(heads * step.e, step.kv_heads),
@@ -240,6 +237,34 @@ class ProgramRun {
     args.scale = step.scale;
     check_args(args);
     return args;
+  }
+
+  // Checks the arguments too.
+  AttentionForwardArgs args(const CrossAttentionStep& step) const {
+    const TensorView q = view(step.q);
+    AttentionForwardArgs args{.q = {}, .k = view(step.keys), .v = view(step.values)};
+    check(q.rank == 3 && args.k.rank == 4 && args.v.rank == 4, value,
+          "q must have three dimensions, keys and values four, got ", shape_text(q), ", ", shape_text(args.k), " and ",
+          shape_text(args.v));
+    const int64_t e = args.k.size(3);
+    check(e > 0 && q.size(2) % e == 0, value, "the columns of q must be heads of E, the last dimension of keys, got ",
+          q.size(2), " columns and keys of shape ", shape_text(args.k));
+    check_contiguous("attention", "q", q);
+    args.q = heads_of(q, 0, q.size(2) / e, e);
+    args.out = heads_behind_tokens(args.q, args.v.size(3));
+    set_mask(args, step.mask, {});
+    args.scale = step.scale;
+    check_args(args);
+    return args;
+  }
+
+  // The heads [B, heads, L, E] that begin at a column of x [B, L, columns].
+  static TensorView heads_of(const TensorView& x, int64_t column, int64_t heads, int64_t e) {
+    const int64_t tokens = x.size(1), columns = x.size(2);
+    TensorView part = shaped(x, {x.size(0), heads, tokens, e});
+    part.stride = {tokens * columns, e, columns, 1};
+    if (part.data) part.data = part.as<char>() + column * static_cast<int64_t>(size_of(x.dtype));
+    return part;
   }
 
   // [B, Hq, L, Ev] without data, in the memory order that the next product reads.
@@ -317,7 +342,8 @@ class ProgramRun {
   }
 
   template <class Step>
-    requires std::is_same_v<Step, AttentionStep> || std::is_same_v<Step, SelfAttentionStep>
+    requires std::is_same_v<Step, AttentionStep> || std::is_same_v<Step, SelfAttentionStep> ||
+             std::is_same_v<Step, CrossAttentionStep>
   void run(const Step& step, int32_t y) const {
     AttentionForwardArgs call = args(step);
     call.out.data = result(y);
@@ -337,7 +363,7 @@ namespace {
 // Steps whose arguments depend on the number of tokens in the caches, or on masks, so that each run makes them.
 template <class Step>
 constexpr bool kGrows = std::is_same_v<Step, RopeAppendStep> || std::is_same_v<Step, AttentionStep> ||
-                        std::is_same_v<Step, SelfAttentionStep>;
+                        std::is_same_v<Step, SelfAttentionStep> || std::is_same_v<Step, CrossAttentionStep>;
 // Steps that call a kernel row.
 template <class Step>
 constexpr bool kComputes = !std::is_same_v<Step, ScoreModStep> && !std::is_same_v<Step, ColumnsStep>;

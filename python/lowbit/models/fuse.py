@@ -106,6 +106,8 @@ def _kinds(model: nn.Module) -> list[tuple[_Kind, ...]]:
     from lowbit.models.delta_net_forms import CHILDREN
     from lowbit.models.fused_attention import fuse_attention, may_be_attention
     from lowbit.models.fused_causal_lm import fuse_causal_lm, has_fused_decoder
+    from lowbit.models.fused_cross_decoder import fuse_cross_decoder, list_of_cross_layers
+    from lowbit.models.fused_cross_layer import fuse_cross_layer, may_be_cross_layer
     from lowbit.models.fused_decoder import fuse_decoder, has_fused_layers
     from lowbit.models.fused_delta_net import fuse_delta_net
     from lowbit.models.fused_encoder import fuse_encoder, list_of_encoder_layers
@@ -128,13 +130,15 @@ def _kinds(model: nn.Module) -> list[tuple[_Kind, ...]]:
     mixture = _Kind(lambda _, module: has_packed_experts(module), fuse_mixture)
     self_attention = _Kind(lambda _, module: may_be_self_attention(module), fuse_self_attention)
     encoder_layer = _Kind(may_be_encoder_layer, fuse_encoder_layer)
+    cross_layer = _Kind(may_be_cross_layer, fuse_cross_layer)
     layer = _Kind(lambda _, module: may_be_layer(module), fuse_decoder_layer)
     encoder = _Kind(lambda _, module: bool(list_of_encoder_layers(module)), fuse_encoder)
+    cross_decoder = _Kind(lambda _, module: bool(list_of_cross_layers(module)), fuse_cross_decoder)
     decoder = _Kind(lambda name, module: bool(name) and has_fused_layers(module), fuse_decoder)
     model = _Kind(lambda _, module: has_fused_decoder(module), fuse_causal_lm)
     mlp = _Kind(lambda _, module: is_mlp(module), fuse_mlp)
-    parts = (*recurrent, attention, self_attention, norm, layer_norm, mixture, mlp)
-    return [(gated_norm,), parts, (encoder_layer, layer), (encoder, decoder), (model,)]
+    parts = (*recurrent, self_attention, attention, norm, layer_norm, mixture, mlp)
+    return [(gated_norm,), parts, (encoder_layer, cross_layer, layer), (encoder, cross_decoder, decoder), (model,)]
 
 
 def _recurrent(

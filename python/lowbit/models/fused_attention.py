@@ -39,7 +39,7 @@ _RECORDING = "lowbit_recording"
 """The name of the attention function that records its arguments. Only the configuration of a probe names it."""
 IDLE = (nn.Dropout, nn.Identity)
 """Modules that do nothing outside of training."""
-_NOT_OPTIONS = ("dropout", "past_key_values", "position_ids")
+_NOT_OPTIONS = ("dropout", "past_key_values", "position_ids", "output_attentions")
 """What modules pass to the attention function without an effect on its result: they are in evaluation mode, and may hand
 on arguments that they do not know."""
 READ_NOW = {"config", "facts", "is_causal", "layer_idx", "training"}  # attributes that are read in each call
@@ -277,6 +277,8 @@ def _record(
 ) -> tuple[Tensor, None]:
     """Record the arguments and return the queries as the result."""
     known = {name: option for name, option in options.items() if name not in _NOT_OPTIONS}
+    if known.get("is_causal", ...) == getattr(probe, "is_causal", None):  # which attention functions read themselves
+        del known["is_causal"]
     probe.seen.update(query=query, key=key, value=value, options=known)
     return query.transpose(1, 2).contiguous(), None
 

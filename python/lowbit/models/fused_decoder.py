@@ -13,10 +13,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from lowbit.models.fused_layer import FusedDecoderLayer, cache_of, in_one_call, named
+from lowbit.models.fused_layer import FusedDecoderLayer, cache_of, in_one_call
 from lowbit.models.layer_program import LayerProgram
 from lowbit.ops.tracing import is_traced
-from lowbit.quant.fused import Fused, probe_of
+from lowbit.quant.fused import Fused, named, probe_of
 
 _RECORDED = ("output_hidden_states", "output_attentions", "output_router_logits")
 _NOT_HANDED_ON = "fuse: the model does not hand the result of each layer to the next, as it did when it was fused"
@@ -45,7 +45,8 @@ class FusedStack(Fused):
     def hands_on(self, layers: tuple[Fused, ...]) -> bool:
         """Whether the module still calls these layers in this order and records none of their results."""
         modules, config = self._modules[self.facts["list"]]._modules, self.config
-        same = len(modules) == len(layers) == config.num_hidden_layers and all(map(is_, modules.values(), layers))
+        same = len(modules) == len(layers) and all(map(is_, modules.values(), layers))
+        same = same and depth_of(self) == self.facts["depth"]
         return same and not any(getattr(config, name, False) for name in _RECORDED)
 
 
@@ -144,7 +145,14 @@ def fuse_decoder(module: nn.Module) -> str:
     attention = layers[0].facts["attention"]
     FusedDecoder.take(
         module,
-        {"layers": layers, "list": "layers", "kinds": kinds, "attention": attention, "kept": LayerProgram()},
+        {
+            "layers": layers,
+            "list": "layers",
+            "depth": depth_of(module),
+            "kinds": kinds,
+            "attention": attention,
+            "kept": LayerProgram(),
+        },
     )
     return ""
 
@@ -169,6 +177,11 @@ def _kinds_if_only_handing_on(module: nn.Module, layers: tuple[nn.Module, ...]) 
             return None
         kinds.append(numbers.setdefault((id(shared[0]), id(shared[1])), len(numbers)))  # `calls` keeps the ids valid
     return tuple(kinds)
+
+
+def depth_of(module: nn.Module) -> int | None:
+    """Return the number of layers in the model's configuration; of an encoder-decoder model, it is the encoder's."""
+    return getattr(module.config, "num_hidden_layers", None)
 
 
 def hidden_of(layers: Sequence[nn.Module]) -> int:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import repeat
 from typing import Any
 
@@ -45,7 +45,11 @@ class FusedDecoderLayer(Fused):
 
 
 def in_one_call(
-    layers: Sequence[FusedDecoderLayer], facts: dict[str, Any], x: Tensor, calls: Sequence[dict[str, Any]]
+    layers: Sequence[Fused],
+    facts: dict[str, Any],
+    x: Tensor,
+    calls: Sequence[dict[str, Any]],
+    of_encoder: Callable[[], tuple[list[Tensor], Tensor]] | None = None,
 ) -> Tensor | None:
     """Return the output of the last layer, or None if the layers must be called one by one.
 
@@ -55,12 +59,14 @@ def in_one_call(
             get the same mask and rotary embedding. ``kept`` is their program.
         x: the input of the first layer.
         calls: the other arguments of each layer.
+        of_encoder: returns the keys and values of the cross attention of each layer, and its mask. It is called when
+            nothing can rule the call out any more, because it may write to a cache.
     """
     if not is_inference(x) or not calls_lowbit_attention(facts["attention"]):
         return None
     program, kinds = facts["kept"], facts["kinds"]
     if not program.serves(x.dtype):
-        program = facts["kept"] = LayerProgram(layers, kinds, x.dtype)
+        program = facts["kept"] = LayerProgram(layers, kinds, x.dtype, crosses=of_encoder is not None)
     if program.run is None or not (program.merged or x.numel() == x.shape[-1]):
         return None
     inputs, cache = inputs_of(x, kinds, calls, program.rotates, program.half_rotary), cache_of(calls[0])
@@ -71,18 +77,13 @@ def in_one_call(
     length = x.shape[1]
     if length > 1 and any(start and inputs[3 * kind + 3] is MISSING for kind, start in enumerate(starts)):
         return None
+    if of_encoder is not None:
+        more, mask = of_encoder()
+        states, inputs = states + more, [*inputs, mask]
     y = program.run(states, inputs, starts)
     for layer in grown:
         layer.extend(length)
     return y
-
-
-def named(layer: Fused, args: Sequence[Any]) -> dict[str, Any]:
-    """Return the positional arguments of a layer behind its input, by their names."""
-    names = layer.facts["arguments"]
-    if len(args) > len(names):
-        raise TypeError(f"{type(layer).__name__}: positional arguments must be at most {len(names)}, got {len(args)}")
-    return dict(zip(names, args, strict=False))
 
 
 def cache_of(call: dict[str, Any]) -> Any:

@@ -30,36 +30,59 @@ from lowbit.quant.quant_linear import QuantLinear
 
 def attention_steps(steps: Steps, attention: AttentionPiece, i: int, kind: int, x: int) -> Written | None:
     """Write attention, with or without a window: the mask and the cache determine which tokens are visible."""
-    out = attention.facts["out"]
-    projections, o_proj = attention.projections(), attention._modules.get(out)
-    of_heads = attention.facts["norms"]
-    if attention.training or bool(attention.is_causal) is not steps.causal:
-        return None
-    if projections is None or hooked(attention, (out,)):
-        return None
-    if out is not None and type(o_proj) is not QuantLinear:
+    projections, of_heads = _layers_of(attention), attention.facts["norms"]
+    if projections is None or bool(attention.is_causal) is not steps.causal:
         return None
     if not all(norm.weight.is_contiguous() for norm in of_heads):
         return None
     facts = attention.facts
     qkv = _projected(steps, facts["merged"], projections, x)
-    scale = facts["options"].get("scaling")
-    scale = facts["head_dim"] ** -0.5 if scale is None else float(scale)
-    if out is None:  # BERT's: no cache, no rotary embedding, no norms
-        mask = Program.input(3 + 3 * kind)
-        attended = steps.program.self_attention(qkv, facts["kv_heads"], facts["head_dim"], scale, mask, steps.cu_seqlens)
+    if attention.piece is FusedSelfAttention and not steps.causal:  # no cache, no rotary embedding, no norms
+        mask, heads = Program.input(3 + 3 * kind), (facts["kv_heads"], facts["head_dim"])
+        attended = steps.program.self_attention(qkv, *heads, _scale_of(facts), mask, steps.cu_seqlens)
     else:
-        attended = _of_cache(steps, attention, i, kind, qkv, scale)
-    steps.note_half(attention)
-    steps.note(attention.__dict__, "is_causal", *facts["noted"].names)
+        attended = _of_cache(steps, attention, i, kind, qkv)
+    _note_attention(steps, attention)
     for norm in of_heads:
         steps.note(norm._parameters, "weight")
         steps.note(norm.__dict__, "facts", *EPS)
         steps.note_module(norm)
-    return attended, o_proj
+    return attended, attention._modules.get(facts["out"])
 
 
-def _of_cache(steps: Steps, attention: AttentionPiece, i: int, kind: int, qkv: int, scale: float) -> int:
+def cross_attention_steps(steps: Steps, attention: AttentionPiece, i: int, x: int) -> Written | None:
+    """Write attention to the keys and values of an encoder's result, which are states that no step writes."""
+    projections = _layers_of(attention)
+    if projections is None or attention.is_causal:
+        return None
+    query = steps.product(projections[0], x)
+    keys, values = (Program.state(steps.cross_states + 2 * i + j) for j in range(2))
+    attended = steps.program.cross_attention(query, keys, values, _scale_of(attention.facts), steps.cross_mask)
+    _note_attention(steps, attention)
+    return attended, attention._modules[attention.facts["out"]]
+
+
+def _layers_of(attention: AttentionPiece) -> list[QuantLinear] | None:
+    """Return the q, k and v layers, or None if the attention cannot be steps in its current state."""
+    out = attention.facts["out"]
+    if attention.training or hooked(attention, (out,)):
+        return None
+    if out is not None and type(attention._modules.get(out)) is not QuantLinear:
+        return None
+    return attention.projections()
+
+
+def _scale_of(facts: dict[str, Any]) -> float:
+    scale = facts["options"].get("scaling")
+    return facts.get("of_queries", 1.0) * (facts["head_dim"] ** -0.5 if scale is None else float(scale))
+
+
+def _note_attention(steps: Steps, attention: AttentionPiece) -> None:
+    steps.note_half(attention)
+    steps.note(attention.__dict__, "is_causal", *attention.facts["noted"].names)
+
+
+def _of_cache(steps: Steps, attention: AttentionPiece, i: int, kind: int, qkv: int) -> int:
     """Write the step that adds the new tokens to the keys and values of layer i, and the attention to these."""
     program, facts = steps.program, attention.facts
     steps.has_states = True
@@ -77,7 +100,7 @@ def _of_cache(steps: Steps, attention: AttentionPiece, i: int, kind: int, qkv: i
     score_mod = () if softcap is None else softcap_program(float(softcap))
     sink = _sink(steps, attention)
     return program.attention(
-        query, keys, values, kind, scale, mask, steps.causal, score_mod, sink, cu_seqlens=steps.cu_seqlens
+        query, keys, values, kind, _scale_of(facts), mask, steps.causal, score_mod, sink, cu_seqlens=steps.cu_seqlens
     )
 
 

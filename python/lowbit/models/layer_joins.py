@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import is_
 from typing import Any
 
 import torch
@@ -26,7 +27,11 @@ from lowbit.quant.fused import probe_of, probe_with, submodule_at
 Terms = tuple[tuple[float, int], ...]
 """A sum: factors and sources. Source 0 is the input of the layer, source i the result of the i-th piece called."""
 
+OF_ENCODER = ("encoder_hidden_states", "encoder_attention_mask")
+"""The arguments of a layer that are the result of an encoder and its mask."""
 _SHAPE = (2, 3)  # batch and tokens of the probe
+_LARGE = 65024.0
+"""A number of float16 that layers which clamp their results make smaller."""
 _TOLERANCE = 1e-9  # relative to the largest value, in float64
 _ZERO = 1e-7
 """A smaller factor is the rounding of 0. No model multiplies a whole half by so little."""
@@ -38,6 +43,8 @@ class Join:
 
     name: str
     terms: Terms
+    crosses: bool = False
+    """Whether the piece is attention to the result of an encoder."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +53,18 @@ class Joins:
 
     pieces: tuple[Join, ...]
     result: Terms
+    clamps: bool
+    """Whether the layer clamps its result in float16 (BART, Whisper), as a program does not."""
 
 
 @torch.no_grad()
 def joins_of(
-    layer: nn.Module, names: tuple[str, ...], halves: tuple[str, ...], hidden: int, widths: dict[str, int] | None = None
+    layer: nn.Module,
+    names: tuple[str, ...],
+    halves: tuple[str, ...],
+    hidden: int,
+    widths: dict[str, int] | None = None,
+    crosses: bool = False,
 ) -> Joins | None:
     """Return how ``layer`` joins its pieces, or None if it does something else.
 
@@ -59,21 +73,64 @@ def joins_of(
         halves: those of them that are attention, whose result is a pair.
         hidden: the number of columns of the residual stream.
         widths: the numbers of columns of the results of pieces that have others; 0 for those of their input.
+        crosses: whether the layer also gets the result of an encoder and a mask of it.
     """
     generator = torch.Generator("cpu").manual_seed(0)
 
     def random(columns: int) -> Tensor:
         return torch.randn(*_SHAPE, columns, generator=generator, device="cpu", dtype=torch.float64)
 
-    x, results = random(hidden), {}
-    calls: list[tuple[str, Tensor]] = []
+    def large(columns: int) -> Tensor:
+        return torch.full((*_SHAPE, columns), _LARGE, device="cpu", dtype=torch.float16)
+
+    found = _called(layer, names, halves, hidden, widths or {}, crosses, random)
+    if found is None:
+        return None
+    x, calls, y = found
+    sources, pieces = [x], []
+    for called in calls:
+        pieces.append(Join(called.name, _terms(called.given, sources), called.crosses))
+        sources.append(called.result)
+    result = _terms(y, sources)
+    if not result or not all(piece.terms for piece in pieces):
+        return None
+    in_half = _called(layer, names, halves, hidden, widths or {}, crosses, large)
+    wanted = torch.tensor(sum(factor * _LARGE for factor, _ in result)).half()
+    clamps = in_half is None or not torch.allclose(in_half[2], wanted, rtol=1e-3)
+    return Joins(tuple(pieces), result, clamps)
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """A call of a piece in a probe: its input and its result, and whether it got the result of an encoder."""
+
+    name: str
+    given: Tensor
+    result: Tensor
+    crosses: bool
+
+
+def _called(
+    layer: nn.Module,
+    names: tuple[str, ...],
+    halves: tuple[str, ...],
+    hidden: int,
+    widths: dict[str, int],
+    crosses: bool,
+    made: Callable[[int], Tensor],
+) -> tuple[Tensor, list[_Call], Tensor] | None:
+    """Call the layer with pieces that return what ``made`` makes for their number of columns. Return its input, the
+    calls of its pieces and its result, or None if it has another signature or does not call each piece once."""
+    x, calls = made(hidden), []
+    of_encoder = {name: made(hidden) for name in OF_ENCODER if crosses}
 
     def stand_in(name: str) -> nn.Module:
         def forward(*args: Tensor, **kwargs: Any) -> Any:
             given = args[0] if args else kwargs["hidden_states"]
-            calls.append((name, given.clone()))
-            results[name] = random((widths or {}).get(name, hidden) or given.shape[-1])
-            return (results[name].clone(), None) if name in halves else results[name].clone()
+            states = (kwargs.get("key_value_states"), kwargs.get("attention_mask"))
+            result = made(widths.get(name, hidden) or given.shape[-1])
+            calls.append(_Call(name, given.clone(), result, crosses and all(map(is_, states, of_encoder.values()))))
+            return (result.clone(), None) if name in halves else result.clone()
 
         piece = probe_of(submodule_at(layer, name))
         piece.forward = forward
@@ -81,17 +138,12 @@ def joins_of(
 
     probe = probe_with(layer, {name: stand_in(name) for name in names})
     try:
-        y = probe(x.clone(), attention_mask=None, position_embeddings=(x, x), past_key_values=None)
+        y = probe(x.clone(), attention_mask=None, position_embeddings=(x, x), past_key_values=None, **of_encoder)
     except (TypeError, RuntimeError, ValueError, AttributeError, KeyError):  # another signature
         return None
-    if not isinstance(y, Tensor) or sorted(name for name, _ in calls) != sorted(names):
+    if not isinstance(y, Tensor) or sorted(call.name for call in calls) != sorted(names):
         return None
-    sources, pieces = [x], []
-    for name, of_piece in calls:
-        pieces.append(Join(name, _terms(of_piece, sources)))
-        sources.append(results[name])
-    result = _terms(y, sources)
-    return Joins(tuple(pieces), result) if result and all(piece.terms for piece in pieces) else None
+    return x, calls, y
 
 
 def _terms(y: Tensor, sources: list[Tensor]) -> Terms:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from lowbit.models.fused_attention import IDLE
 from lowbit.models.growing_cache import GrowingLayer, GrowingSlidingLayer, growing_layers, new_tokens
-from lowbit.models.half_steps import HALF_STEPS
+from lowbit.models.half_steps import HALF_STEPS, cross_attention_steps
 from lowbit.models.layer_joins import Sums
 from lowbit.models.steps import Steps
 from lowbit.ops.program import NONE, Program
@@ -52,6 +52,8 @@ class LayerProgram(Steps):
             None if it cannot write them.
         causal: whether they are the layers of a decoder. Those of an encoder have one more input, the ends of packed
             sequences, which may be absent.
+        crosses: whether the layers have attention to the result of an encoder too. Then the keys and values of this are
+            more states, and its mask, which may be absent, is one more input.
     """
 
     def __init__(
@@ -61,11 +63,14 @@ class LayerProgram(Steps):
         dtype: torch.dtype | None = None,
         end: Callable[[Any, int], int | None] | None = None,
         causal: bool = True,
+        crosses: bool = False,
     ) -> None:
         super().__init__(dtype)
         self.causal = causal
         if not causal:
             self.cu_seqlens = Program.input(1 + 3 * len(set(kinds)))
+        if crosses:
+            self.cross_states, self.cross_mask = 2 * len(layers), Program.input(1 + 3 * len(set(kinds)))
         self.norms: list[Tensor] = []
         self.half_rotary = False
         """Whether cos and sin of the model have one column for two of a head."""
@@ -141,7 +146,7 @@ class LayerProgram(Steps):
         if not isinstance(layer, Fused):  # `unfuse` was called
             return None
         facts = layer.facts
-        if not self._note_structure(layer):
+        if not self._note_structure(layer) or (facts["joins"].clamps and self.dtype is torch.float16):
             return None
         attention = submodule_at(layer, facts["attention_name"])
         if attention.facts["rotates"]:
@@ -155,7 +160,7 @@ class LayerProgram(Steps):
         for join in joins.pieces:
             piece, number = submodule_at(layer, join.name), facts["activations"].get(join.name)
             if number is None:
-                write = self._writer(piece, i, kind, sums.of(join.terms))
+                write = self._writer(piece, i, kind, sums.of(join.terms), join.crosses)
             else:  # of a linear layer, which computes it too
                 of = joins.pieces[join.terms[0][1] - 1]
                 linear, given = submodule_at(layer, of.name), sums.of(of.terms)
@@ -193,14 +198,17 @@ class LayerProgram(Steps):
     def _activated(self, linear: QuantLinear, x: int, activation: int, add: int) -> int:
         return self.product(linear, x, activation=activation, add=add)
 
-    def _writer(self, piece: nn.Module, i: int, kind: int, x: int) -> Callable[[int], int] | None:
+    def _writer(
+        self, piece: nn.Module, i: int, kind: int, x: int, crosses: bool = False
+    ) -> Callable[[int], int] | None:
         """Write a piece up to its last step, and return the function that writes this one; None if the piece cannot be
         steps in its current state."""
         if type(piece) is QuantLinear:
             return lambda add: self.product(piece, x, add=add)
         if piece.piece in NORMS:
             return (lambda add: self.norm(piece, x, add=add)) if self.takes_norm(piece) else None
-        written = HALF_STEPS[piece.piece](self, piece, i, kind, x)
+        write = HALF_STEPS[piece.piece]
+        written = cross_attention_steps(self, piece, i, x) if crosses else write(self, piece, i, kind, x)
         if written is None:
             return None
         operand, linear = written

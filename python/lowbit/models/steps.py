@@ -44,6 +44,10 @@ class Steps(Unchanged):
         """Whether a token sees those before it alone, where no mask is given."""
         self.cu_seqlens = NONE
         """The operand with the ends of packed sequences."""
+        self.cross_states = 0
+        """The index of the first state that is keys or values of an encoder's result."""
+        self.cross_mask = NONE
+        """The operand with the mask of an encoder's result."""
 
     def norm(self, norm: nn.Module, x: int, **add: int) -> int:
         """Write the norm of x."""

@@ -21,7 +21,7 @@ VERSION = 1
 NONE = -1
 CONSTANT, STATE, INPUT, RESULT = range(4)
 SCORE, COLUMNS, RMS_NORM, LINEAR, ROPE_APPEND, ATTENTION, ROUTE, EXPERTS, SCALED_ADD = range(1, 10)
-LAYER_NORM, POINTWISE, SELF_ATTENTION = 16, 17, 18
+LAYER_NORM, POINTWISE, SELF_ATTENTION, CROSS_ATTENTION = 16, 17, 18, 19
 
 
 class Program:
@@ -140,6 +140,11 @@ class Program:
         """Append a call of `attention` of the tokens of ``qkv [B, L, (Hq + 2 Hkv) E]`` to themselves, with the result
         ``[B, L, Hq E]``. ``mask`` and ``cu_seqlens`` are those of `attention`."""
         return self._step(SELF_ATTENTION, qkv, kv_heads, e, _bits(scale), mask, cu_seqlens)
+
+    def cross_attention(self, q: int, keys: int, values: int, scale: float, mask: int = NONE) -> int:
+        """Append a call of `attention` of ``q [B, L, Hq E]`` to all tokens of ``keys [B, Hkv, S, E]`` and ``values
+        [B, Hkv, S, Ev]``, with the result ``[B, L, Hq Ev]``. ``mask`` may be an input of shape [0] for none."""
+        return self._step(CROSS_ATTENTION, q, keys, values, _bits(scale), mask)
 
     def route(
         self,

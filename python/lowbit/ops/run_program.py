@@ -115,6 +115,8 @@ def fake(program: Sequence[int], constants: Sequence[Tensor], states: Any, input
             shape = [shape[0], shape[2] // size - 2 * keys.shape[1], shape[1], size]
         elif kind == codes.SELF_ATTENTION:
             shape[-1] -= 2 * fields[1] * fields[2]
+        elif kind == codes.CROSS_ATTENTION:
+            shape[-1] = shape[-1] // of(fields[1]).shape[3] * of(fields[2]).shape[3]
         elif kind == codes.ATTENTION:
             shape = [shape[0], shape[2], shape[1] * of(fields[2]).shape[3]]
         results.append(x.new_empty(shape))

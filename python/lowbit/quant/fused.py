@@ -5,8 +5,9 @@ Calls other than plain inference are computed as before."""
 from __future__ import annotations
 
 import functools
+import inspect
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -136,6 +137,20 @@ def is_eager(x: Tensor) -> bool:
         and not _is_autocast_enabled("cpu")
         and forward_ad._current_level < 0  # it is -1 outside forward-mode differentiation
     )
+
+
+def arguments_of(module: nn.Module) -> tuple[str, ...]:
+    """Return the names of the positional arguments of a module behind its input."""
+    _, *others = inspect.signature(module.forward).parameters.values()
+    return tuple(each.name for each in others if each.kind is each.POSITIONAL_OR_KEYWORD)
+
+
+def named(module: Fused, args: Sequence[Any]) -> dict[str, Any]:
+    """Return the positional arguments of a module behind its input, by the names in its ``facts["arguments"]``."""
+    names = module.facts["arguments"]
+    if len(args) > len(names):
+        raise TypeError(f"{type(module).__name__}: positional arguments must be at most {len(names)}, got {len(args)}")
+    return dict(zip(names, args, strict=False))
 
 
 def has_own_tensors(module: nn.Module) -> bool:

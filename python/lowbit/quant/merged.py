@@ -28,6 +28,8 @@ class MergedLinear:
     def __init__(self) -> None:
         self.weight: Tensor | None = None
         self.bias: Tensor | None = None
+        """The biases of all layers, with zeros for those that have none (the keys of Whisper)."""
+        self._have_bias: tuple[bool, ...] = ()
 
     def __call__(self, layers: Sequence[QuantLinear], x: Tensor) -> Tensor:
         """Return the concatenated results of the layers, ``[..., sum of n]``."""
@@ -45,6 +47,7 @@ class MergedLinear:
             self._merge(layers)
         else:
             return False
+        self._have_bias = tuple(layer.bias is not None for layer in layers)
         return True
 
     def _is_of(self, layers: Sequence[QuantLinear]) -> bool:
@@ -54,13 +57,15 @@ class MergedLinear:
             return False
         at, whole_bias = self.weight.data_ptr(), self.bias
         bias_at = 0 if whole_bias is None else whole_bias.data_ptr()
-        for layer in layers:
+        for layer, has_bias in zip(layers, self._have_bias, strict=True):
             parameters = layer._parameters
             weight, bias = parameters["weight"], parameters["bias"]
-            if weight.data_ptr() != at or (0 if bias is None else bias.data_ptr()) != bias_at:
+            if weight.data_ptr() != at or (bias is not None) is not has_bias:
+                return False
+            if has_bias and bias.data_ptr() != bias_at:
                 return False
             at += weight.nbytes
-            bias_at += 0 if bias is None else bias.nbytes
+            bias_at += 0 if whole_bias is None else layer.out_features * whole_bias.element_size()
         return True
 
     @torch.inference_mode(False)  # the parameters become views, and a later call may need a gradient
@@ -76,26 +81,29 @@ class MergedLinear:
             # A new Parameter instead of new .data: it keeps the old memory alive for a kernel in another thread.
             inside["weight"] = torch.nn.Parameter(view, requires_grad=False)
         self.weight = whole
-        self.bias = None if layers[0].bias is None else _joined([layer.bias for layer in layers])
+        self.bias = _joined_biases(layers)
 
 
 def _can_be_one(layers: Sequence[QuantLinear]) -> bool:
     first = layers[0]
-    return all(
+    return len({layer.bias.dtype for layer in layers if layer.bias is not None}) <= 1 and all(
         layer.op_args[1:] == first.op_args[1:]  # same in_features and format
         and layer.out_features % PANEL == 0
-        and (layer.bias is None) == (first.bias is None)
-        and (layer.bias is None or layer.bias.dtype == first.bias.dtype)
         and layer.row == first.row
         for layer in layers
     )
 
 
-def _joined(parts: Sequence[torch.nn.Parameter]) -> Tensor:
-    """Concatenate the parts in new memory, and make each part a view of it."""
-    whole = torch.cat([part.data for part in parts])
-    for part, view in zip(parts, whole.split([part.shape[0] for part in parts]), strict=True):
-        part.data = view
+def _joined_biases(layers: Sequence[QuantLinear]) -> Tensor | None:
+    """Concatenate the biases in new memory, and make each a view of it."""
+    given = next((layer.bias for layer in layers if layer.bias is not None), None)
+    if given is None:
+        return None
+    biases = [given.new_zeros(layer.out_features) if layer.bias is None else layer.bias.data for layer in layers]
+    whole = torch.cat(biases)
+    for layer, view in zip(layers, whole.split([layer.out_features for layer in layers]), strict=True):
+        if layer.bias is not None:
+            layer.bias.data = view
     return whole
 
 
