@@ -23,8 +23,8 @@ from lowbit.ops.tracing import is_traced
 from lowbit.quant.fused import Fused, has_own_tensors, hooked, is_inference
 from lowbit.quant.unchanged import Attributes
 
-_RECORDS_ROUTERS = "output_router_logits"
-"""An argument that models of experts pass on. If it is true, the routers have hooks."""
+_RECORDS = {"output_router_logits", "output_attentions", "output_hidden_states"}
+"""Arguments that models pass on. If one is true, results inside of the layers are recorded."""
 _SECOND_HALVES = ("mlp", "block_sparse_moe", "feed_forward", "moe")
 """Names of the half behind attention."""
 OPTIONS = {"scaling", "softcap", "sliding_window", "deterministic"}
@@ -111,8 +111,7 @@ def inputs_of(
             return None
         if (mask is not None and mask.dim() != 4) or cache_of(call) is not cache:
             return None
-        others = {name for name in call.keys() - _READ if call[name] is not None} - {_RECORDS_ROUTERS}
-        if others or call.get(_RECORDS_ROUTERS):
+        if any(call[name] if name in _RECORDS else call[name] is not None for name in call.keys() - _READ):
             return None
         embeddings = whole_columns(embeddings) if half_rotary and rotates else embeddings
         inputs += (*embeddings, MISSING if mask is None else mask)
