@@ -117,3 +117,42 @@ def test_columns_of_qkv() -> None:
         program.self_attention(Program.input(0), kv_heads, size, SCALE)
         with pytest.raises(ValueError, match=text):
             run_program(program.code, [], [], [torch.randn(1, 3, WIDTH)], [])
+
+
+def cross_attention(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor = MISSING) -> Tensor:
+    program = Program()
+    program.cross_attention(Program.input(0), Program.state(0), Program.state(1), SCALE, Program.input(1))
+    return run_program(program.code, [], [keys, values], [q, mask], [])
+
+
+@pytest.mark.parametrize("tokens", [1, 5])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_attention_to_keys_of_an_encoder(tokens: int, dtype: torch.dtype) -> None:
+    """Keys and values may be views, those of fewer heads, and of other sizes; all of them are seen, or those of a
+    mask."""
+    generator = torch.Generator().manual_seed(2)
+    q, keys, values = (torch.randn(shape, generator=generator).to(dtype) for shape in (
+        (3, tokens, HEADS * SIZE), (3, KV_HEADS, 70, SIZE), (3, KV_HEADS, 70, 2 * SIZE),
+    ))  # fmt: skip
+    keys, values = keys[:, :, :61], values[:, :, :61]
+    seen = torch.rand(3, 1, 1, 61, generator=generator) < 0.5
+    for mask in (None, seen.expand(-1, -1, tokens, -1)):
+        heads = q.double().view(3, tokens, HEADS, SIZE).transpose(1, 2)
+        k, v = (each.double().repeat_interleave(HEADS // KV_HEADS, 1) for each in (keys, values))
+        reference = torch.nn.functional.scaled_dot_product_attention(heads, k, v, mask, scale=SCALE)
+        reference = reference.transpose(1, 2).reshape(3, tokens, -1)
+        got = cross_attention(q, keys, values, MISSING if mask is None else mask)
+        assert got.dtype == dtype and got.shape == reference.shape
+        assert float((got.double() - reference).abs().max()) < BOUNDS[dtype] * float(reference.abs().max())
+
+
+def test_attention_to_keys_of_an_encoder_is_refused() -> None:
+    q, keys, values = torch.randn(2, 3, HEADS * SIZE), *torch.randn(2, 2, KV_HEADS, 9, SIZE)
+    with pytest.raises(ValueError, match="the columns of q must be heads of E"):
+        cross_attention(q[..., :-1].contiguous(), keys, values)
+    with pytest.raises(ValueError, match="q must have three dimensions, keys and values four"):
+        cross_attention(q, keys[0], values)
+    with pytest.raises(ValueError, match="must have shape"):
+        cross_attention(q, keys, values[:, :, :8])
+    with pytest.raises(ValueError, match="must have shape"):
+        cross_attention(q, keys, values, torch.ones(2, 1, 3, 8, dtype=torch.bool))

@@ -114,8 +114,15 @@ def _of_sound(probe: nn.Module, x: Tensor) -> Any:
     return probe(x.new_zeros(1, probe.config.num_mel_bins, frames))
 
 
+def _of_image(probe: nn.Module, x: Tensor) -> Any:
+    """Call a model that cuts images into patches, as ViT."""
+    sides = probe.config.image_size
+    height, width = (sides, sides) if isinstance(sides, int) else sides
+    return probe(x.new_zeros(1, probe.config.num_channels, height, width))
+
+
 Call = Callable[[nn.Module, Tensor], Any]
-_CALLS: tuple[Call, ...] = (_of_layers, _of_model, _of_hidden, _of_sound)
+_CALLS: tuple[Call, ...] = (_of_layers, _of_model, _of_hidden, _of_sound, _of_image)
 
 
 @torch.no_grad()

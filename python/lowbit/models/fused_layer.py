@@ -30,7 +30,7 @@ _SECOND_HALVES = ("mlp", "block_sparse_moe", "feed_forward", "moe")
 OPTIONS = {"scaling", "softcap", "sliding_window", "deterministic"}
 """Options of attention that steps serve: the window is in the mask, and every result is deterministic."""
 _READ = {"attention_mask", "position_embeddings", "past_key_values"}
-_READ |= {"layer_past", "position_ids", "use_cache", "cache_position"}  # arguments that nothing inside a layer reads
+_READ |= {"layer_past", "position_ids", "use_cache", "cache_position", "return_dict"}  # arguments that nothing inside a layer reads
 
 
 class FusedDecoderLayer(Fused):
