@@ -23,7 +23,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-BACKENDS = {"gptqmodel, torch_fused": "TORCH_FUSED", "gptqmodel, hf_kernel": "HF_KERNEL", "gptqmodel, torch": "TORCH"}
+BACKENDS = {
+    f"gptqmodel, {name.lower()}": name
+    for name in ("GPTQ_TORCH_FUSED", "GPTQ_TORCH_INT8", "GPTQ_TORCH_CPU_AVX512", "GPTQ_TORCH_ATEN")
+}
+"""GPTQModel's kernels for CPUs by the names that this program has for them."""
 LOWBIT = {"lowbit": ("gptq", None), "lowbit, int8": ("gptq", "int8"), "lowbit, fp8 blocks": ("fp8", "float")}
 """The folder and the activations of each candidate of lowbit."""
 LLAMA = "llama.cpp"
