@@ -9,6 +9,7 @@ import pytest
 import torch
 from gguf_files import HALVES, gguf, transformers
 from gguf_mixtures import CONFIGS, experts_of, in_float, write_mixture
+from gguf_qwen35 import CONFIGS as OF_QWEN35
 
 import lowbit
 from lowbit.__main__ import main
@@ -39,17 +40,18 @@ def changed(name: str, **attributes) -> transformers.PreTrainedConfig:
 
 
 def test_every_architecture_with_experts_has_its_case():
-    assert MIXTURES.keys() == CONFIGS.keys()
+    assert MIXTURES.keys() == CONFIGS.keys() | OF_QWEN35.keys() - {"qwen35"}
 
 
 @pytest.mark.parametrize("type", ["Q4_0", "F32"])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_mixture_computes_what_transformers_does(name, type, tmp_path):
-    path = write_mixture(tmp_path / "model.gguf", name, type)
+    path = write_mixture(tmp_path / "model.gguf", name, type, split=False)
     wanted = logits(in_float(path, name))
     for fuse in (False, True):
         model = load_model(path, activations="float", fuse=fuse)
-        assert distance(logits(model), wanted) < 1e-5
+        rounded = fuse and name == "deepseek2" and type == "Q4_0"  # kv_b_proj to float16, for a few queries
+        assert distance(logits(model), wanted) < (1e-3 if rounded else 1e-5)
     assert sum(isinstance(module, lowbit.QuantExperts) for module in model.modules()) == 2
     assert distance(logits(load_model(path)), wanted) < 0.3
 
@@ -177,7 +179,7 @@ def test_a_key_that_nothing_reads_is_refused_by_name(tmp_path):
         load_model(path)
 
 
-@pytest.mark.parametrize(("name", "reason"), [("deepseek2", "latent attention"), ("qwen35moe", "linear attention"), ("dbrx", "got 'dbrx'")])
+@pytest.mark.parametrize(("name", "reason"), [("qwen3next", "linear attention"), ("dbrx", "got 'dbrx'")])
 def test_other_mixtures_are_refused_by_name(name, reason, tmp_path):
     writer = gguf.GGUFWriter(tmp_path / "model.gguf", name)
     writer.add_expert_count(8)
@@ -253,7 +255,7 @@ def test_from_pretrained_reads_the_same_and_saves_what_it_read(name, tmp_path):
 
 @pytest.mark.parametrize(("name", "type"), [*((name, "Q4_0") for name in CONFIGS), ("qwen3moe", "Q5_0"), ("gpt-oss", "MXFP4"), ("gpt-oss", "F16")])
 def test_a_saved_mixture_is_the_file_that_it_was_read_from(name, type, tmp_path):
-    path = write_mixture(tmp_path / "model.gguf", name, "Q8_0", experts=type)
+    path = write_mixture(tmp_path / "model.gguf", name, "Q8_0", experts=type, split=False)
     save(load_model(path, fuse=False), tmp_path / "copy.gguf", like=path)
     ours, theirs = GgufFile.open(tmp_path / "copy.gguf"), GgufFile.open(path)
     assert ours.metadata == theirs.metadata and ours.tensors.keys() == theirs.tensors.keys()

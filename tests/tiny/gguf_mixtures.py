@@ -13,6 +13,7 @@ import torch
 from gguf_files import _keys_replaced, _write_config, _write_words, gguf, random_blocks, transformers
 
 SIZES = dict(vocab_size=64, hidden_size=256, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64, pad_token_id=0, bos_token_id=1, eos_token_id=2)  # fmt: skip
+LATENT = SIZES | dict(num_hidden_layers=3, num_key_value_heads=4, moe_intermediate_size=128, n_routed_experts=6, num_experts_per_tok=2, n_shared_experts=2, first_k_dense_replace=1, kv_lora_rank=64, q_lora_rank=96, qk_nope_head_dim=96, qk_rope_head_dim=32, v_head_dim=64)  # fmt: skip
 YARN = {"rope_type": "yarn", "rope_theta": 150000.0, "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False, "original_max_position_embeddings": 4096}  # fmt: skip
 CONFIGS = {
     "llama": transformers.MixtralConfig(**SIZES, num_local_experts=5, num_experts_per_tok=2),
@@ -23,13 +24,23 @@ CONFIGS = {
     "gpt-oss": transformers.GptOssConfig(**SIZES | dict(max_position_embeddings=131072), head_dim=64, num_local_experts=5, num_experts_per_tok=2, sliding_window=4, rope_parameters=YARN),
     "glm4moe": transformers.Glm4MoeConfig(**SIZES | dict(num_hidden_layers=3), head_dim=64, n_routed_experts=6, num_experts_per_tok=2, moe_intermediate_size=256, n_shared_experts=2, routed_scaling_factor=1.7, n_group=2, use_qk_norm=True, attention_bias=True, num_mtp_layers=0),
     "minimax-m2": transformers.MiniMaxM2Config(**SIZES, head_dim=64, num_local_experts=5, num_experts_per_tok=2, rotary_dim=32),
+    "deepseek2": transformers.DeepseekV3Config(**LATENT | dict(num_experts_per_tok=5), n_group=1, topk_group=1),
 }  # fmt: skip
 """By ``general.architecture``."""
 PERMUTED = "llama", "granitemoe"
 NORM_BEHIND = "gpt-oss", "glm4moe"
 ROUTERS = {"granitemoe": "block_sparse_moe.router", "gpt-oss": "mlp.router"}
-BIASES_OF_CHOICE = {"glm4moe": "mlp.gate.e_score_correction_bias", "minimax-m2": "mlp.e_score_correction_bias"}
-SHARED = {"qwen2moe": "mlp.shared_expert", "glm4moe": "mlp.shared_experts"}
+BIASES_OF_CHOICE = {"glm4moe": "mlp.gate.e_score_correction_bias", "deepseek2": "mlp.gate.e_score_correction_bias", "minimax-m2": "mlp.e_score_correction_bias"}
+SHARED = {"qwen2moe": "mlp.shared_expert", "glm4moe": "mlp.shared_experts", "deepseek2": "mlp.shared_experts"}
+KV_B = "self_attn.kv_b_proj.weight"
+
+LATENT_NAMES = {"q_a_proj": "q_a", "q_a_layernorm": "q_a_norm", "q_b_proj": "q_b", "kv_a_proj_with_mqa": "kv_a_mqa", "kv_a_layernorm": "kv_a_norm", "kv_b_proj": "kv_b"}
+
+
+def halves_of_kv_b(config: transformers.PreTrainedConfig, kv_b: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The tensors of newer files: for each head, its keys' rows transposed, and its values' rows."""
+    of_head = kv_b.view(config.num_attention_heads, config.qk_nope_head_dim + config.v_head_dim, config.kv_lora_rank)
+    return {"attn_k_b.weight": of_head[:, : config.qk_nope_head_dim].transpose(1, 2), "attn_v_b.weight": of_head[:, config.qk_nope_head_dim :]}
 
 
 def parameters_in_layer(name: str, model: torch.nn.Module, layer: int) -> dict[str, str]:
@@ -38,6 +49,7 @@ def parameters_in_layer(name: str, model: torch.nn.Module, layer: int) -> dict[s
     router = ROUTERS.get(name, "mlp.gate")
     table = {f"self_attn.{of}_proj": f"attn_{'output' if of == 'o' else of}" for of in "qkvo"}
     table |= {f"self_attn.{of}_norm": f"attn_{of}_norm" for of in "qk"}
+    table |= {f"self_attn.{of}": f"attn_{to}" for of, to in LATENT_NAMES.items()}
     table |= {router: "ffn_gate_inp", "input_layernorm": "attn_norm", "mlp.shared_expert_gate": "ffn_gate_inp_shexp"}
     table["post_attention_layernorm"] = "post_attention_norm" if name in NORM_BEHIND else "ffn_norm"
     for of in ("gate", "up", "down"):
@@ -57,8 +69,8 @@ def experts_of(model: torch.nn.Module, layer: int) -> torch.nn.Module | None:
     return getattr(getattr(block, "block_sparse_moe", None) or block.mlp, "experts", None)
 
 
-def tensors_of(name: str, model: torch.nn.Module, merged: bool = False) -> dict[str, tuple[int, ...]]:
-    """The shape of every tensor."""
+def tensors_of(name: str, model: torch.nn.Module, merged: bool = False, split: bool = True) -> dict[str, tuple[int, ...]]:
+    """The shape of every tensor; with ``split`` that of deepseek2's two of `KV_B`."""
     held = model.state_dict()
     shapes = {"token_embd.weight": held["model.embed_tokens.weight"].shape, "output_norm.weight": held["model.norm.weight"].shape}
     if not model.config.tie_word_embeddings:
@@ -67,6 +79,10 @@ def tensors_of(name: str, model: torch.nn.Module, merged: bool = False) -> dict[
         parameters = block.state_dict()
         for parameter, tensor in parameters_in_layer(name, model, layer).items():
             shape = tuple(parameters[parameter].shape)
+            if parameter == KV_B and split:
+                halves = halves_of_kv_b(model.config, parameters[parameter])
+                shapes |= {f"blk.{layer}.{half}": value.shape for half, value in halves.items()}
+                continue
             shapes[f"blk.{layer}.{tensor}"] = shape[1:] if "inp_shexp" in tensor else shape
         if (experts := experts_of(model, layer)) is None:
             continue
@@ -79,7 +95,7 @@ def tensors_of(name: str, model: torch.nn.Module, merged: bool = False) -> dict[
     return {tensor: tuple(shape) for tensor, shape in shapes.items()}
 
 
-def write_mixture(path: Path, name: str, type: str = "Q4_0", *, experts: str | None = None, config: transformers.PreTrainedConfig | None = None, merged: bool = False, words: bool = False, change: Callable[[dict[str, tuple[int, ...]]], None] = lambda shapes: None, types: dict[str, str] | None = None, more: Callable[[gguf.GGUFWriter], None] = lambda writer: None) -> Path:
+def write_mixture(path: Path, name: str, type: str = "Q4_0", *, experts: str | None = None, config: transformers.PreTrainedConfig | None = None, merged: bool = False, split: bool = True, words: bool = False, change: Callable[[dict[str, tuple[int, ...]]], None] = lambda shapes: None, types: dict[str, str] | None = None, more: Callable[[gguf.GGUFWriter], None] = lambda writer: None) -> Path:
     """A file whose matrices are of ``type`` and experts of ``experts``; ``types`` gives some tensors another one,
     ``change`` other shapes, ``more`` other keys."""
     config = config or CONFIGS[name]
@@ -89,9 +105,12 @@ def write_mixture(path: Path, name: str, type: str = "Q4_0", *, experts: str | N
     _write_config(writer, config, name)
     _write_words(writer, config, words)
     _write_experts(writer, name, config)
+    if name == "deepseek2":
+        with _keys_replaced(writer):
+            _write_latent(writer, config, split)
     with _keys_replaced(writer):
         more(writer)
-    shapes = tensors_of(name, model, merged)
+    shapes = tensors_of(name, model, merged, split)
     change(shapes)
     for tensor, shape in shapes.items():
         kind = (types or {}).get(tensor) or (experts or type if "_exps." in tensor else type)
@@ -111,7 +130,7 @@ def write_mixture(path: Path, name: str, type: str = "Q4_0", *, experts: str | N
 
 
 def _write_experts(writer: gguf.GGUFWriter, name: str, config: transformers.PreTrainedConfig) -> None:
-    writer.add_expert_count(config.n_routed_experts if name == "glm4moe" else getattr(config, "num_experts", 5))
+    writer.add_expert_count(config.n_routed_experts if name in ("glm4moe", "deepseek2") else getattr(config, "num_experts", 5))
     writer.add_expert_used_count(config.num_experts_per_tok)
     if hasattr(config, "moe_intermediate_size") or name in ("gpt-oss", "minimax-m2"):
         writer.add_expert_feed_forward_length(getattr(config, "moe_intermediate_size", config.intermediate_size))
@@ -123,12 +142,32 @@ def _write_experts(writer: gguf.GGUFWriter, name: str, config: transformers.PreT
     if name == "gpt-oss":
         writer.add_rope_scaling_type(gguf.RopeScalingType.YARN), writer.add_rope_scaling_factor(32.0)
         writer.add_rope_scaling_orig_ctx_len(4096)
-    if name in ("glm4moe", "minimax-m2"):
+    if name in ("glm4moe", "minimax-m2") or config.model_type == "deepseek_v3":
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
-    if name == "glm4moe":
+    if name in ("glm4moe", "deepseek2"):
         writer.add_expert_shared_count(config.n_shared_experts), writer.add_expert_weights_norm(config.norm_topk_prob)
         writer.add_expert_weights_scale(config.routed_scaling_factor), writer.add_leading_dense_block_count(config.first_k_dense_replace)
+    if name in ("glm4moe", "deepseek2") and config.n_group:
         writer.add_expert_group_count(config.n_group), writer.add_expert_group_used_count(config.topk_group)
+
+
+def _write_latent(writer: gguf.GGUFWriter, config: transformers.PreTrainedConfig, split: bool) -> None:
+    """Newer files have the sizes of one head of latent keys; older ones those of the heads that it is projected to."""
+    rank, rotated = config.kv_lora_rank, config.qk_rope_head_dim
+    writer.add_kv_lora_rank(rank), writer.add_rope_dimension_count(rotated)
+    if config.q_lora_rank is not None:
+        writer.add_q_lora_rank(config.q_lora_rank)
+    if split:
+        writer.add_key_length_mla(config.qk_head_dim), writer.add_value_length_mla(config.v_head_dim)
+        writer.add_head_count_kv(1), writer.add_key_length(rank + rotated), writer.add_value_length(rank)
+    else:
+        writer.add_key_length(config.qk_head_dim), writer.add_value_length(config.v_head_dim)
+    rope = config.rope_parameters
+    if rope["rope_type"] == "yarn":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN), writer.add_rope_scaling_factor(rope["factor"])
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+        if "mscale_all_dim" in rope:
+            writer.add_rope_scaling_yarn_log_mul(0.1 * rope["mscale_all_dim"])
 
 
 def in_float(path: Path, name: str, config: transformers.PreTrainedConfig | None = None) -> torch.nn.Module:
@@ -143,6 +182,9 @@ def in_float(path: Path, name: str, config: transformers.PreTrainedConfig | None
     state["lm_head.weight"] = tensors.get("output.weight", tensors["token_embd.weight"])
     for layer, block in enumerate(model.model.layers):
         for parameter, tensor in parameters_in_layer(name, model, layer).items():
+            if parameter == KV_B and f"blk.{layer}.attn_k_b.weight" in tensors:
+                keys, values = (tensors[f"blk.{layer}.attn_{of}_b.weight"] for of in "kv")
+                tensors[f"blk.{layer}.{tensor}"] = torch.cat([keys.transpose(1, 2), values], 1).flatten(0, 1)
             value = tensors[f"blk.{layer}.{tensor}"]
             for of, heads in (("q", config.num_attention_heads), ("k", config.num_key_value_heads)):
                 if name in PERMUTED and tensor == f"attn_{of}.weight":

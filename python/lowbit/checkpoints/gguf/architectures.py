@@ -15,6 +15,7 @@ from transformers.modeling_gguf_pytorch_utils import TensorProcessor
 
 from lowbit.checkpoints.gguf.counts import is_in_layer
 from lowbit.checkpoints.gguf.expert_keys import ExpertKeys
+from lowbit.checkpoints.gguf.joined_tensors import JoinedTensors
 from lowbit.checkpoints.gguf.metadata import Metadata
 
 FREQUENCIES, SHORT, LONG = "rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight"
@@ -34,6 +35,8 @@ class Architecture:
     """The key of the norms' epsilon, and the attribute it sets."""
     sizes: tuple[str, ...] = _SIZES
     """The attributes set by the keys in `SIZES`."""
+    has_dense_mlp: bool = True
+    """Whether a layer may have an MLP without experts, and every file its size, ``feed_forward_length``."""
     rotary: bool = True
     partial_rotary: bool = False
     """Whether a part of a head's columns may be rotated."""
@@ -41,6 +44,10 @@ class Architecture:
     """Whether a head may have a number of columns other than embedding_length / head_count."""
     rope_tensors: tuple[str, ...] = ()
     """Tensors that are read into the configuration."""
+    scales_scores: bool = False
+    """Whether YaRN multiplies the scores too, by as much as ``rope.scaling.yarn_log_multiplier`` says."""
+    heads: Callable[[Metadata, Architecture], dict[str, Any]] | None = None
+    """Returns the attributes of attention, where it has other keys than most models."""
     more: Callable[[Metadata, dict[str, Any]], dict[str, Any]] | None = None
     """Returns the remaining attributes, given the metadata and the attributes known so far."""
     experts: ExpertKeys | None = None
@@ -50,6 +57,8 @@ class Architecture:
     of a dense architecture, and no change in a mixture of experts."""
     names: Mapping[str, str] = field(default_factory=dict)
     """Parameters in a layer by the names of their tensors, where transformers' tables have none."""
+    joined: Mapping[str, JoinedTensors] = field(default_factory=dict)
+    """Parameters in a layer whose values some files divide into tensors of another order."""
 
 
 def has(keys: Metadata, name: str) -> bool:

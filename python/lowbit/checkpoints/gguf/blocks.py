@@ -58,20 +58,30 @@ class BlockType:
         return LinearSpec(self.format, self.group_size, self.asymmetric, activations, mapping)
 
 
-def pack_blocks(blocks: Tensor, type: BlockType, layout: str = _C.LAYOUT) -> Tensor:
+def pack_blocks(blocks: Tensor, type: BlockType, layout: str = _C.LAYOUT, columns: Tensor | None = None) -> Tensor:
     """Return the packed weight of blocks, uint8 ``[n, blocks, bytes]``.
 
+    Args:
+        blocks: the blocks of n rows.
+        type: their type.
+        layout: the layout of the packed weight.
+        columns: int64 ``[k]``, the column of the blocks for each column of the weight, in whole groups; None for the
+            same order.
+
     Raises:
-        ValueError: a scale or a minimum is inf or nan, or the scales of a row differ by more than 2^24.
+        ValueError: a scale or a minimum is inf or nan, the scales of a row differ by more than 2^24, or a group is
+            divided.
     """
     read = type.read(blocks)
     for name, values in (("scale", read.scale), ("minimum", read.minimum)):
         if values is not None and not values.isfinite().all():
             raise ValueError(f"every {name} must be finite, got inf or nan")
     codes, scale = read.codes.flatten(1), read.scale.flatten(1)
-    zero = None
-    if read.minimum is not None:
-        minimum = read.minimum.flatten(1)
+    minimum, zero = None if read.minimum is None else read.minimum.flatten(1), None
+    if columns is not None:
+        codes, groups = codes[:, columns], order_of_groups(columns, type.group_size)
+        scale, minimum = scale[:, groups], None if minimum is None else minimum[:, groups]
+    if minimum is not None:
         constant = minimum.abs() > _FAR * _stored(codes, scale, type).scale.abs()
         codes = torch.where(constant.repeat_interleave(type.group_size, dim=1), 1, codes)
         scale = torch.where(constant, minimum, scale)
@@ -80,6 +90,19 @@ def pack_blocks(blocks: Tensor, type: BlockType, layout: str = _C.LAYOUT) -> Ten
         if not zero.isfinite().all():
             raise ValueError("the scales of a row must lie within 2^24 of its largest")
     return replace(_stored(codes, scale, type), zero=zero).pack(layout)
+
+
+def order_of_groups(columns: Tensor, group_size: int) -> Tensor:
+    """Return the order of the groups of columns that are in this order.
+
+    Raises:
+        ValueError: the columns of a group do not stay together.
+    """
+    groups = columns.view(-1, group_size)
+    first = groups[:, :1]
+    if (first % group_size).any() or not torch.equal(groups, first + torch.arange(group_size)):
+        raise ValueError(f"columns must move in whole groups of {group_size}")
+    return first[:, 0] // group_size
 
 
 def _stored(codes: Tensor, scale: Tensor, type: BlockType) -> CodedWeight:

@@ -18,6 +18,7 @@ from lowbit.checkpoints.gguf.special_tokens import special_tokens
 
 _TOKENIZER = ("model", "pre", "scores", "token_type", "add_bos_token", "add_eos_token", "add_space_prefix")
 """Keys that `load_tokenizer` reads, besides the string arrays and the ids of special tokens."""
+_MLP = "feed_forward_length"
 _TEXTS = ("tokenizer.ggml.tokens", "tokenizer.ggml.merges", "tokenizer.chat_template")
 
 
@@ -40,11 +41,15 @@ def attributes_of(file: GgufFile) -> tuple[str, dict[str, Any]]:
     if table is None:
         raise ValueError(f"{file.paths[0]}: a model must have a tensor token_embd.weight, got none")
     keys = Metadata(file)
-    values: dict[str, Any] = dict(zip(architecture.sizes, map(keys.count, SIZES), strict=True))
+    sizes = dict(zip(SIZES, architecture.sizes, strict=True))
+    if not architecture.has_dense_mlp:
+        keys.count(_MLP, 1)  # marked as read
+        del sizes[_MLP]
+    values: dict[str, Any] = {attribute: keys.count(key) for key, attribute in sizes.items()}
     key, attribute = architecture.epsilon
     values[attribute] = keys.positive(key)
     values |= {"vocab_size": table.shape[0], "tie_word_embeddings": "output.weight" not in file.tensors}
-    values |= _heads(keys, architecture)
+    values |= (architecture.heads or _heads)(keys, architecture)
     if architecture.more is not None:
         values |= architecture.more(keys, values)
     values |= special_tokens(keys, table.shape[0])

@@ -56,7 +56,8 @@ def expert_attributes(keys: Metadata, known: dict[str, Any], rules: ExpertKeys) 
     count, used = keys.count("expert_count"), keys.count("expert_used_count")
     if used > count:
         keys.refuse("expert_used_count", f"1 to {count}, the number of experts", used)
-    rows = _rows_of(keys, "ffn_down_exps.weight", known["intermediate_size"])
+    dense_rows = known.get("intermediate_size", 1)
+    rows = _rows_of(keys, "ffn_down_exps.weight", dense_rows)
     attributes = {
         rules.count: count,
         "num_experts_per_tok": used,
@@ -65,7 +66,7 @@ def expert_attributes(keys: Metadata, known: dict[str, Any], rules: ExpertKeys) 
     keys.only("expert_gating_func", rules.scores, 0, reason="the router of this model scores in one way")
     attributes |= _weights(keys, rules) | _groups(keys, rules)
     if rules.shared_inner:
-        rows = _rows_of(keys, "ffn_down_shexp.weight", known["intermediate_size"])
+        rows = _rows_of(keys, "ffn_down_shexp.weight", dense_rows)
         attributes[rules.shared_inner] = keys.count("expert_shared_feed_forward_length", rows)
     else:
         keys.only("expert_shared_feed_forward_length", 0, reason="the model has no shared experts of their own size")

@@ -87,6 +87,15 @@ class Metadata:
         """Return the value, or None if it is missing or 0."""
         return self.positive(key) if self.value(key, 0.0) != 0 else None
 
+    def sections(self, key: str) -> list[int]:
+        """Return the first three of a list of numbers of columns, those of time, height and width."""
+        key = f"{self.file.architecture}.{key}"
+        self.read.add(key)
+        value = self.file.value(key, None)
+        if not isinstance(value, list) or len(value) < 3 or any(type(one) is not int or one < 0 for one in value):
+            self.refuse(key.removeprefix(f"{self.file.architecture}."), "a list of three numbers from 0 on", value)
+        return value[:3]
+
     def flag(self, key: str, default: bool) -> bool:
         value = self.value(key, default)
         if type(value) is not bool:

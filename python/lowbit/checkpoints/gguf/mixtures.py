@@ -22,12 +22,13 @@ from lowbit.checkpoints.gguf.architectures import (
 )
 from lowbit.checkpoints.gguf.expert_keys import SIGMOID, SOFTMAX_OF_CHOSEN, ExpertKeys
 from lowbit.checkpoints.gguf.file import GgufFile
+from lowbit.checkpoints.gguf.further_layers import without_further_layers
+from lowbit.checkpoints.gguf.latent_attention import DEEPSEEK_V2, DEEPSEEK_V3, scores_by_softmax
+from lowbit.checkpoints.gguf.linear_attention import QWEN35, QWEN35MOE
 from lowbit.checkpoints.gguf.metadata import Metadata
 
 _EPSILON = ROOT_MEAN_SQUARE, "rms_norm_eps"
 _MIXTRAL = "num_local_experts"
-FURTHER_LAYERS = "nextn_predict_layers"
-"""The key for the number of layers behind those of the model, which predict further tokens and are not read."""
 
 
 def _qwen2moe(keys: Metadata, known: dict[str, Any]) -> dict[str, Any]:
@@ -63,11 +64,9 @@ def _gpt_oss(keys: Metadata, known: dict[str, Any]) -> dict[str, Any]:
 
 
 def _glm4moe(keys: Metadata, known: dict[str, Any]) -> dict[str, Any]:
-    further, layers = keys.value(FURTHER_LAYERS, 0), known["num_hidden_layers"]
-    if type(further) is not int or not 0 <= further < layers:
-        keys.refuse(FURTHER_LAYERS, f"0 to {layers - 1}, of {layers} layers", further)
     told = {"attention_bias": has(keys, "attn_q.bias"), "use_qk_norm": has(keys, "attn_q_norm.weight")}
-    return told | {"num_nextn_predict_layers": 0, "num_hidden_layers": layers - further} | no_window(keys, known)
+    told |= {"num_nextn_predict_layers": 0}
+    return told | without_further_layers(keys, known) | no_window(keys, known)
 
 
 MIXTURES = {
@@ -149,40 +148,32 @@ MIXTURES = {
         experts=ExpertKeys(count=_MIXTRAL, inner="intermediate_size", scores=SIGMOID, norm_by_default=True),
         names={"exp_probs_b.bias": "mlp.e_score_correction_bias"},
     ),
+    "deepseek2": DEEPSEEK_V3,
+    "qwen35moe": QWEN35MOE,
 }
 """Architectures with experts by ``general.architecture``."""
-_REFUSED = {
-    "deepseek2": "its latent attention has no tables here",
-    "qwen35moe": "its linear attention has no tables here",
-    "qwen3next": "its linear attention has no tables here",
-}
+_DENSE = ARCHITECTURES | {"qwen35": QWEN35}
+_REFUSED = {"qwen3next": "the rows of one projection of its linear attention are in tensors of different types"}
 """Known mixtures that are not read, by reason."""
 
 
 def architecture_of(file: GgufFile) -> Architecture:
-    """Return the architecture of a file. A ``llama`` with experts is a Mixtral.
+    """Return the architecture of a file. A ``llama`` with experts is a Mixtral; a ``deepseek2`` is a DeepSeek V3, or a
+    V2 if its router scores by softmax.
 
     Raises:
         ValueError: lowbit does not read this architecture. The message names the file.
     """
     name = file.architecture
     count = file.value(f"{name}.expert_count", 0)
-    found = MIXTURES.get(name) if count or name not in ARCHITECTURES else ARCHITECTURES.get(name)
+    found = MIXTURES.get(name) if count or name not in _DENSE else _DENSE[name]
     if found is not None:
-        return found
-    if count and name in ARCHITECTURES:
+        return DEEPSEEK_V2 if found is DEEPSEEK_V3 and scores_by_softmax(file) else found
+    if count and name in _DENSE:
         raise ValueError(
             f"{file.paths[0]}: {name}.expert_count must be 0 (experts are read in {', '.join(MIXTURES)}), got {count!r}"
         )
     reason = f" ({_REFUSED[name]})" if name in _REFUSED else ""
     raise ValueError(
-        f"{file.paths[0]}: general.architecture must be one of {', '.join(ARCHITECTURES | MIXTURES)}, "
-        f"got {name!r}{reason}"
+        f"{file.paths[0]}: general.architecture must be one of {', '.join(_DENSE | MIXTURES)}, got {name!r}{reason}"
     )
-
-
-def is_of_further_layer(file: GgufFile, tensor: str) -> bool:
-    """Return whether a tensor belongs to a layer that predicts further tokens."""
-    further = file.value(f"{file.architecture}.{FURTHER_LAYERS}", 0)
-    first = file.value(f"{file.architecture}.block_count") - further
-    return bool(further) and any(tensor.startswith(f"blk.{first + i}.") for i in range(further))

@@ -44,7 +44,7 @@ def _scaled(keys: Metadata, architecture: Architecture, rotated: int) -> dict[st
     attention = keys.positive("rope.scaling.attn_factor", 1.0)
     context = keys.count("context_length")
     trained = keys.count("rope.scaling.original_context_length", context)
-    yarn = _yarn(keys, factor, attention)
+    yarn = _yarn(keys, architecture, kind, factor, attention)
     keys.only("rope.scaling.alpha", 0.0, 1.0, reason="it is of another scaling")
     tensors = (name for name in architecture.rope_tensors if name in keys.file.tensors)
     divisors = {name: _divisors(keys, name, rotated) for name in tensors}
@@ -75,12 +75,21 @@ def _factor(keys: Metadata) -> float:
     return 1.0 if keys.value("rope.scaling.type", "linear") == "none" else float(factor)
 
 
-def _yarn(keys: Metadata, factor: float, attention: float) -> dict[str, Any]:
-    """Return YaRN's magnitude, by default 1 + 0.1 ln(factor), and the limits of its ramp."""
+def _yarn(keys: Metadata, architecture: Architecture, kind: str, factor: float, attention: float) -> dict[str, Any]:
+    """Return YaRN's magnitude, by default 1 + 0.1 ln(factor), and the limits of its ramp.
+
+    Where it multiplies the scores instead, by the square of 1 + 0.1 m ln(factor), the file has a tenth of m.
+    """
     keys.only("rope.scaling.yarn_ext_factor", 1.0, -1.0, reason="transformers has no such mixture")
-    keys.only("rope.scaling.yarn_log_multiplier", 0.0, reason="transformers' models of this architecture have none")
-    magnitude = keys.positive("rope.scaling.yarn_attn_factor", max(1.0, 1 + 0.1 * math.log(factor)))
-    return {
+    magnitude, of_scores = max(1.0, 1 + 0.1 * math.log(factor)), {}
+    if not architecture.scales_scores:
+        keys.only("rope.scaling.yarn_log_multiplier", 0.0, reason="transformers' models of this architecture have none")
+    elif multiplier := keys.positive_or_none("rope.scaling.yarn_log_multiplier"):
+        if kind != "yarn" and factor != 1:
+            keys.refuse("rope.scaling.type", "yarn where yarn_log_multiplier is not 0", kind)
+        magnitude, of_scores = 1.0, {"mscale_all_dim": multiplier / 0.1}
+    magnitude = keys.positive("rope.scaling.yarn_attn_factor", magnitude)
+    return of_scores | {
         "attention_factor": float(magnitude * attention),
         "beta_fast": keys.positive("rope.scaling.yarn_beta_fast", 32.0),
         "beta_slow": keys.positive("rope.scaling.yarn_beta_slow", 1.0),

@@ -13,8 +13,9 @@ import torch
 from gguf import GGMLQuantizationType
 from torch import Tensor, nn
 
+from lowbit.checkpoints.gguf.blocks import order_of_groups
 from lowbit.checkpoints.gguf.file import GgufFile, GgufTensor
-from lowbit.checkpoints.gguf.mixtures import is_of_further_layer
+from lowbit.checkpoints.gguf.further_layers import is_of_further_layer
 from lowbit.checkpoints.gguf.weights import StateReader
 from lowbit.documents.whole_file import replaced_file
 from lowbit.formats.spec import StoredWeight
@@ -115,22 +116,35 @@ def _encode(reader: StateReader, tensor: GgufTensor) -> tuple[np.ndarray, str]:
             f"save: no GGUF type holds {path}: it reads its inputs in another order (act order of GPTQ), and a block "
             "has neighbours"
         )
-    rows, kind = reader.rows(tensor), kind_of(module)
+    rows, columns, kind = reader.rows(tensor), reader.columns(tensor), kind_of(module)
     spec = kind.spec_of(module, weight) if is_packed(module) else None
+    if (joined := reader.joined(name)) is not None:
+        # float32 represents codes of any format exactly.
+        dtype = value.dtype if spec is None else getattr(torch, spec.format) if spec.is_float else torch.float32
+        matrix = value if spec is None else kind.dequantize(module, weight, dtype)
+        parts = joined.split(reader.model.config, matrix)
+        return _floats(parts[reader.tensors_of[name].index(tensor.name)].contiguous())
     if spec is not None and spec.is_float:
         value = kind.dequantize(module, weight, getattr(torch, spec.format))
     if spec is None or spec.is_float:
         matrix = _part(reader, tensor, weight.matrix(value)).contiguous()
         matrix = matrix.float() if len(tensor.shape) == 1 else matrix
-        values = _in_order(matrix, rows).view(tensor.shape)
-        of_numpy = values.view(torch.uint8) if values.dtype is torch.bfloat16 else values
-        return of_numpy.numpy(), _FLOATS[values.dtype]
+        matrix = matrix if columns is None else matrix[:, columns.argsort()]
+        return _floats(_in_order(matrix, rows).view(tensor.shape))
     try:
         blocks, type = _blocks_of_all(value, numbers_of(module._buffers[layout_name(weight.key)]))
+        if columns is not None:
+            groups = order_of_groups(columns, _BLOCK).argsort()
+            blocks = blocks.view(len(blocks), len(groups), -1)[:, groups].flatten(1)
     except ValueError as error:
         raise ValueError(f"save: no GGUF type holds {path}: {error}") from None
     blocks = _in_order(_part(reader, tensor, blocks), rows)
     return blocks.reshape(*tensor.shape[:-1], -1).numpy(), type
+
+
+def _floats(values: Tensor) -> tuple[np.ndarray, str]:
+    of_numpy = values.view(torch.uint8) if values.dtype is torch.bfloat16 else values
+    return of_numpy.numpy(), _FLOATS[values.dtype]
 
 
 def _part(reader: StateReader, tensor: GgufTensor, matrix: Tensor) -> Tensor:
@@ -146,6 +160,8 @@ def _never_packed(reader: StateReader, tensor: GgufTensor, value: Tensor) -> np.
         axis = reader.axis(name)
         value = value.unflatten(-1, (-1, len(names)) if axis == -1 else (len(names), -1))
         value = value.select(axis, names.index(tensor.name))
+    if restore := getattr(reader.processor, "restore", None):
+        return np.ascontiguousarray(restore(value.float().numpy(), tensor.name), np.float32)
     # transformers subtracts 1 from the norms of some architectures.
     shift = reader.processor.process(weights=np.zeros(tensor.shape, np.float32), name=tensor.name).weights
     return (value.float() - torch.from_numpy(shift)).contiguous().numpy()

@@ -11,10 +11,20 @@ _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _QWEN2 = _ENDINGS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}" + _REST
 _LLAMA3 = _ENDINGS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}" + _REST
+_QWEN35 = _ENDINGS + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}" + _REST.replace(r"\s\p{L}\p{N}", r"\s\p{L}\p{M}\p{N}")
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _TEKKEN = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+ENDING|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*ENDING"
     r"|\p{N}COUNT| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_KIMI = (
+    r"\p{Han}+|"
+    + "".join(
+        rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER[:-1]}&&[^\p{{Han}}]]{upper}{_LOWER[:-1]}&&[^\p{{Han}}]]{lower}{_ENDINGS}?|"
+        for upper, lower in ("*+", "+*")
+    )
+    + r"\p{N}{1,3}"
+    + _REST
 )
 _CASED = (
     "A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫᵫ-ᵷᵹ-ᶚ"
@@ -55,8 +65,11 @@ _KINDS = {
     "llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano": Splitting(
         (_LLAMA3,), whole_words=True, begins=True
     ),
-    "dbrx smaug-bpe": Splitting((_LLAMA3,)),
+    "glm4 glm5": Splitting((_LLAMA3,), whole_words=True),
+    "dbrx smaug-bpe chatglm-bpe": Splitting((_LLAMA3,)),
     "qwen2 deepseek-r1-qwen kormo f2llmv2 megrez stablelm2 hunyuan solar-open": Splitting((_QWEN2,)),
+    "qwen35": Splitting((_QWEN35,)),
+    "kimi-k2": Splitting((_KIMI,)),
     "gpt-2 phi-2 gigachat a.x-4.0 mellum exaone4 mpt olmo jais trillion granite-docling": Splitting((_GPT2,)),
     "starcoder refact command-r smollm codeshell exaone minerva-7b mellum2": Splitting((r"\p{N}", _GPT2)),
     "tekken": Splitting((_TEKKEN.replace("ENDING", "").replace("COUNT", ""),), whole_words=True, begins=True),

@@ -3,7 +3,7 @@
 
 Most parameters are one tensor, named by transformers' own tables. Experts are not: where the model has one weight with
 the rows of gate and up, a file has two tensors, ``ffn_gate_exps [E, I, H]`` and ``ffn_up_exps [E, I, H]``, or sometimes
-one, ``ffn_gate_up_exps [E, 2 I, H]``.
+one, ``ffn_gate_up_exps [E, 2 I, H]``. Nor are the matrices of `JoinedTensors`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ _MERGED = "ffn_gate_up_exps"
 def tensor_names(
     file: GgufFile, model: nn.Module, architecture: Architecture, processor: TensorProcessor
 ) -> dict[str, tuple[str, ...]]:
-    """Return the names of the tensors of each parameter and buffer. The rows of several tensors follow each other.
+    """Return the names of the tensors of each parameter and buffer. The rows of several tensors follow each other,
+    except in `JoinedTensors`.
 
     Raises:
         ValueError: transformers has no names for the tensors of this architecture.
@@ -38,7 +39,11 @@ def tensor_names(
     for path, _ in model.named_modules():
         if found := _LAYER.fullmatch(path):
             of_layer = {f"{path}.{of}": (f"blk.{found[1]}.{name}",) for name, of in architecture.names.items()}
-            names |= {parameter: tensors for parameter, tensors in of_layer.items()}
+            for of, joined in architecture.joined.items():
+                tensors = tuple(f"blk.{found[1]}.{name}" for name in joined.tensors)
+                if file.tensors.keys() & set(tensors):
+                    of_layer[f"{path}.{of}"] = tensors
+            names |= of_layer
     return names | dict(_experts(model, file.tensors))
 
 

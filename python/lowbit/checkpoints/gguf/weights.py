@@ -9,18 +9,20 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
 from torch import Tensor, nn
 from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor
 
 from lowbit import _C
 from lowbit.checkpoints.gguf.blocks import BLOCK_TYPES, FLOAT_TYPES, pack_blocks
 from lowbit.checkpoints.gguf.file import GgufFile, GgufTensor
-from lowbit.checkpoints.gguf.mixtures import architecture_of, is_of_further_layer
+from lowbit.checkpoints.gguf.further_layers import is_of_further_layer
+from lowbit.checkpoints.gguf.joined_tensors import JoinedTensors
+from lowbit.checkpoints.gguf.mixtures import architecture_of
 from lowbit.checkpoints.gguf.tensor_names import tensor_names
 from lowbit.checkpoints.tied_modules import tied_modules
-from lowbit.formats.spec import LinearSpec
-from lowbit.quant.kinds import layout_name, layout_of_all, weight_named, weights_of
+from lowbit.formats.spec import LinearSpec, StoredWeight
+from lowbit.quant.kinds import LayerWeight, layout_name, layout_of_all, weight_named, weights_of
 from lowbit.quant.packing import pack_weight
 from lowbit.tables.folding import first_five
 
@@ -63,6 +65,7 @@ class StateReader:
         """The names of the tensors of each parameter, in the order of their rows."""
         self.names = {tensor: name for name, tensors in self.tensors_of.items() for tensor in tensors}
         """The parameter of each tensor."""
+        self._joined = {joined.tensors: joined for joined in architecture.joined.values()}
 
     def read(self) -> dict[str, Tensor]:
         """Return packed weights with their layout numbers, and all other parameters as floats."""
@@ -105,6 +108,10 @@ class StateReader:
         if found is None:
             return dict.fromkeys(names, self._floats(tensors, name))
         weight = found[2]
+        layout = layout_of_all(map(self.model.get_submodule, shared))
+        if (joined := self.joined(name)) is not None:
+            packed, spec = self._pack_joined(tensors, joined, weight, layout)
+            return _state(names, packed, weight.stored(spec, layout))
         *front, n, k = weight.shape
         for tensor in tensors:
             wanted = (*front, n // len(tensors), k)
@@ -112,17 +119,33 @@ class StateReader:
                 raise ValueError(f"the shape of {tensor.name} must be {list(wanted)}, got {list(tensor.shape)}")
             if tensor.type != tensors[0].type:
                 raise ValueError(f"{tensor.name} must have the same type, got {tensor.type}")
-        layout = layout_of_all(map(self.model.get_submodule, shared))
         packed, spec = self._packed(tensors, weight.shape, layout)
-        numbers = weight.stored(spec, layout).numbers
-        state = dict.fromkeys(names, packed)
-        return state | {layout_name(other): torch.tensor(numbers, dtype=torch.int64) for other in names}
+        return _state(names, packed, weight.stored(spec, layout))
+
+    def joined(self, name: str) -> JoinedTensors | None:
+        """Return how the tensors of a parameter are joined, or None if their rows follow each other."""
+        return self._joined.get(tuple(tensor.split(".", 2)[-1] for tensor in self.tensors_of[name]))
+
+    def _pack_joined(
+        self, tensors: list[GgufTensor], joined: JoinedTensors, weight: LayerWeight, layout: str
+    ) -> tuple[Tensor, LinearSpec]:
+        """Return the float matrix of tensors whose rows are not its rows; float16 if the file has blocks."""
+        for tensor, wanted in zip(tensors, joined.shapes(self.model.config, weight.n, weight.k), strict=True):
+            if tensor.shape != wanted:
+                raise ValueError(f"the shape of {tensor.name} must be {list(wanted)}, got {list(tensor.shape)}")
+        dtypes = {FLOAT_TYPES.get(tensor.type, torch.float16) for tensor in tensors}
+        dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
+        matrix = joined.join(self.model.config, [values_of(tensor) for tensor in tensors]).to(dtype)
+        if not matrix.isfinite().all():
+            raise ValueError(f"the values must be finite as {dtype}, got inf or nan")
+        spec = LinearSpec(str(dtype).removeprefix("torch."))
+        return pack_weight(matrix, spec, layout=layout)[0].data, spec
 
     def _packed(self, tensors: list[GgufTensor], shape: tuple[int, ...], layout: str) -> tuple[Tensor, LinearSpec]:
         """Return the packed weight. It is packed a few rows at a time, because unpacked blocks take several times as
         many bytes, and an embedding may be half of the file."""
         (*front, n, k), type = shape, tensors[0].type
-        spec, rows = self._spec(tensors[0]), self.rows(tensors[0])
+        spec, rows, columns = self._spec(tensors[0]), self.rows(tensors[0]), self.columns(tensors[0])
         moved = None if rows is None else _bytes_of(tensors[0].data, n)
         packed = torch.empty(*front, *spec.shape(n, k, layout), dtype=torch.uint8, device="cpu")
         step = max(_PANEL, _AT_A_TIME // k // _PANEL * _PANEL)
@@ -132,7 +155,7 @@ class StateReader:
                 end = min(begin + step, n)
                 of_step = _rows(tensors, matrix, n, begin, end) if moved is None else moved[rows[begin:end]]
                 with _C.OnCallerIfCrowded():  # dozens of small ops of torch
-                    part = _pack(of_step, type, spec, layout)
+                    part = _pack(of_step, type, spec, layout, columns)
                     to[at : at + len(part)] = part
                 at += len(part)
         return packed, spec
@@ -158,13 +181,18 @@ class StateReader:
             raise ValueError(f"{type(self.processor).__name__} of transformers moves more than whole rows")
         return torch.from_numpy(rows.astype(np.int64))
 
+    def columns(self, tensor: GgufTensor) -> Tensor | None:
+        """Return the column of the file for each column of the model, or None if the order is the same."""
+        columns = getattr(self.processor, "columns", lambda name: None)(tensor.name)
+        return None if columns is None else torch.from_numpy(columns)
+
     def _floats(self, tensors: list[GgufTensor], name: str) -> Tensor:
         """Return the values of a parameter that is never packed. Those of several tensors, the biases of gate and up,
         follow each other or alternate, as the rows of their weight do."""
         shape, parts = tuple(self.parameters[name].shape), []
         for tensor in tensors:
-            values = torch.frombuffer(tensor.data, dtype=FLOAT_TYPES[tensor.type]).view(tensor.shape).float()
-            parts.append(torch.from_numpy(self.processor.process(weights=values.numpy(), name=tensor.name).weights))
+            values = values_of(tensor).numpy()
+            parts.append(torch.from_numpy(self.processor.process(weights=values, name=tensor.name).weights))
         if len({part.shape for part in parts}) > 1:
             raise ValueError(f"{tensors[1].name} must have shape {list(parts[0].shape)}, got {list(parts[1].shape)}")
         made = parts[0] if len(parts) == 1 else torch.stack(parts, self.axis(name)).flatten(-2)
@@ -179,12 +207,31 @@ class StateReader:
         return -1 if any(weight.interleaved for weight in weights if weight.bias == key) else -2
 
 
-def _pack(rows: Tensor, type: str, spec: LinearSpec, layout: str) -> Tensor:
+def _state(names: list[str], packed: Tensor, stored: StoredWeight) -> dict[str, Tensor]:
+    numbers = torch.tensor(stored.numbers, dtype=torch.int64)
+    return dict.fromkeys(names, packed) | {layout_name(name): numbers.clone() for name in names}
+
+
+def values_of(tensor: GgufTensor) -> Tensor:
+    """Return the values of a tensor of any supported type, as float32."""
+    if tensor.type in FLOAT_TYPES:
+        return torch.frombuffer(tensor.data, dtype=FLOAT_TYPES[tensor.type]).view(tensor.shape).float()
+    if tensor.type not in BLOCK_TYPES:
+        raise ValueError(f"the type must be one of {', '.join([*FLOAT_TYPES, *BLOCK_TYPES])}")
+    type = GGMLQuantizationType[tensor.type]
+    blocks = np.frombuffer(tensor.data, np.uint8).reshape(
+        -1, tensor.shape[-1] // GGML_QUANT_SIZES[type][0] * GGML_QUANT_SIZES[type][1]
+    )
+    return torch.from_numpy(dequantize(blocks, type)).view(tensor.shape)
+
+
+def _pack(rows: Tensor, type: str, spec: LinearSpec, layout: str, columns: Tensor | None) -> Tensor:
     """Return the packed weight of rows of a tensor of this type, ``[n, bytes]``."""
     if type in FLOAT_TYPES:
-        return pack_weight(rows.view(FLOAT_TYPES[type]), spec, layout=layout)[0].data
+        values = rows.view(FLOAT_TYPES[type])
+        return pack_weight(values if columns is None else values[:, columns], spec, layout=layout)[0].data
     size = GGML_QUANT_SIZES[GGMLQuantizationType[type]][1]
-    return pack_blocks(rows.view(len(rows), -1, size), BLOCK_TYPES[type], layout=layout)
+    return pack_blocks(rows.view(len(rows), -1, size), BLOCK_TYPES[type], layout, columns)
 
 
 def _bytes_of(data: bytearray, rows: int) -> Tensor:
