@@ -39,7 +39,10 @@ def same_gradients(
                 each(ids, labels=ids, use_cache=use_cache).loss.backward()
             assert calls
             calls.clear()
-            for (name, one), two in zip(model.named_parameters(), other.named_parameters(), strict=True):
-                assert (one.grad is None) == (two[1].grad is None), name
-                if one.grad is not None:
-                    assert (two[1].grad - one.grad).abs().max() <= 1e-3 * one.grad.abs().max() + 1e-8, name
+            # A gradient that is far smaller than others has the roundings of the sums that those have too.
+            parameters = {name: one for name, one in model.named_parameters() if one.grad is not None}
+            others = {name: two for name, two in other.named_parameters() if two.grad is not None}
+            assert parameters.keys() == others.keys()
+            rounding = 1e-6 * max(one.grad.abs().max() for one in parameters.values())
+            for name, one in parameters.items():
+                assert (others[name].grad - one.grad).abs().max() <= 1e-3 * one.grad.abs().max() + rounding, name
