@@ -30,8 +30,11 @@ def fuse(model: nn.Module) -> FusedModules:
     - In a mixture of experts, the router, the experts and the shared experts become one call.
     - A decoder layer whose modules are fused becomes one call, with ``attn_implementation="lowbit"`` and a cache that
       grows in place.
-    - The layers of an encoder (BERT, XLM-R, ModernBERT) become one call, with ``attn_implementation="lowbit"``. Of a
-      batch with padding it computes the real tokens alone; at the positions of padding the result of the layers is 0.
+    - The layers of an encoder (BERT, XLM-R, ModernBERT, Whisper, ViT) become one call, with
+      ``attn_implementation="lowbit"``. Of a batch with padding it computes the real tokens alone; at the positions of
+      padding the result of the layers is 0.
+    - The layers of a decoder with attention to the result of an encoder (Whisper, BART, Marian) become one call, with
+      ``attn_implementation="lowbit"`` and a cache that grows in place.
     - In transformers' ``generate``, greedy or sampling, each token becomes one call, from the embedding to the logits.
 
     `fuse` calls each module with random input before and after, and leaves it unchanged if its result differs. Names,
