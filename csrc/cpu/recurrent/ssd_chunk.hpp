@@ -10,6 +10,7 @@
 #pragma once
 
 #include "cpu/recurrent/sequences.hpp"
+#include "cpu/recurrent/softplus.hpp"
 #include "cpu/recurrent/state_step.hpp"
 #include "cpu/simd/math.hpp"
 #include "cpu/vector_io.hpp"
@@ -61,21 +62,6 @@ void multiply_rows(SsdChunk& chunk, int64_t s) {
     for (int64_t lane = 0; lane < kSsdLanes; lane += 16)
       transpose_16x16(chunk.b.row(lane) + i, chunk.b.stride, chunk.lanes.row(i) + lane, chunk.lanes.stride);
   multiply<float>(chunk.c, chunk.lanes, chunk.products, {chunk.count, kSsdLanes, s});
-}
-
-// max(x, 0) + log(1 + e) with e = exp(-|x|), and log(1 + e) = 2 atanh(z) with z = e / (2 + e), whose square is at most
-// 1/9: seven terms of the series leave a relative error of 1e-8.
-LOWBIT_INLINE f32x16 softplus(f32x16 x) {
-  const f32x16 e = exp(sub(set1(0.0f), abs(x))), z = div(e, add(e, set1(2.0f))), square = mul(z, z);
-  f32x16 p = set1(1.0f / 15);
-  p = fma(p, square, set1(1.0f / 13));
-  p = fma(p, square, set1(1.0f / 11));
-  p = fma(p, square, set1(1.0f / 9));
-  p = fma(p, square, set1(1.0f / 7));
-  p = fma(p, square, set1(1.0f / 5));
-  p = fma(p, square, set1(1.0f / 3));
-  p = fma(p, square, set1(1.0f));
-  return fma(add(z, z), p, relu(x));
 }
 
 LOWBIT_INLINE float of_head(const TensorView& tensor, int64_t head) { return tensor ? number_at(tensor, head) : 0; }
