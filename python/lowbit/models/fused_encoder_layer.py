@@ -111,7 +111,7 @@ def fuse_encoder_layer(module: nn.Module) -> str:
             "activations": found.activations,
             "idle": found.idle,
             "attention": found.pieces[attention],
-            "attention_name": attention,
+            "hidden": of_attention["hidden"],
             "joins": joins,
             "arguments": _arguments(module),
             "kinds": (0,),

@@ -138,9 +138,10 @@ def fuse_mamba2(module: Any, tried: list[Any]) -> str:
         return f"hooks on {hook}"
     if not all(tensor.is_cpu for tensor in (*module.parameters(), *module.buffers())):
         return "it is not on the CPU, where the kernel rows are"
-    facts = {"sizes": sizes, "limit": tuple(limit), "factor": factor, "noted": Attributes(module, without=_READ_NOW)}
+    hidden = module._modules[READER].in_features
+    facts = {"sizes": sizes, "limit": tuple(limit), "factor": factor, "hidden": hidden}
+    facts["noted"] = Attributes(module, without=_READ_NOW)
     if not any(are_alike(module, facts["noted"], other, CONV) for other in tried):
-        hidden = module._modules[READER].in_features
         probe = _probe(module)
         wanted = results_of(probe, hidden)
         of_probe = {"limit": _LIMIT_OF_TRIAL, "noted": Attributes(probe, _READ_NOW)}

@@ -76,7 +76,7 @@ def fuse_short_conv(module: Any, tried: list[Any]) -> str:
         return f"hooks on {hook}"
     if not all(tensor.is_cpu for tensor in (*module.parameters(), *module.buffers())):
         return "it is not on the CPU, where the kernel rows are"
-    facts = {"noted": Attributes(module, without=_READ_NOW)}
+    facts = {"hidden": reader.in_features, "noted": Attributes(module, without=_READ_NOW)}
     if not any(are_alike(module, facts["noted"], other, CONV) for other in tried):
         probe = probe_with_readers(module, [READER], [CONV], OUT, torch.Generator("cpu").manual_seed(0))
         wanted = results_of(probe, reader.in_features, "past_key_values")

@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from lowbit.models.fused_attention import whole_columns
 from lowbit.models.fused_decoder import FusedDecoder, stand_ins, with_children
 from lowbit.models.fused_layer import calls_lowbit_attention
-from lowbit.models.growing_cache import GrowingLayer
+from lowbit.models.growing_cache import GrowingSlidingLayer
 from lowbit.models.layer_program import NORMS, LayerProgram
 from lowbit.models.steps import MISSING
 from lowbit.ops.tracing import is_traced
@@ -183,8 +183,8 @@ class TokenRun:
         if not (self._rows or self._look_ahead(x)) or not (self._room or self._find_room(x)):
             return None
         written, mask, inputs = self._written, self._seen_tokens(), [x]
-        for cos, sin in self._rows.pop():
-            inputs += (cos, sin, mask)
+        for kind, (cos, sin) in enumerate(self._rows.pop()):
+            inputs += (cos, sin, MISSING if kind in program.recurrent else mask)  # a new token is no padding
         y = program.run(self._states, inputs, [start + written for start in self._starts])
         self._done += 1
         self._room -= 1
@@ -233,7 +233,12 @@ class TokenRun:
         return program.run is not None and (program.merged or batch == 1)
 
     def _look_ahead(self, x: Tensor) -> bool:
-        """Let the model compute the rotary embeddings of the next positions; return whether they are usable."""
+        """Let the model compute the rotary embeddings of the next positions, if it has any; return whether they are
+        usable."""
+        if not self._program.rotates:
+            kinds = self._parts.decoder.facts["kinds"]
+            self._rows = AHEAD * [len(set(kinds)) * ((MISSING, MISSING),)]
+            return True
         count = AHEAD if _is_fixed(self._parts.decoder) else 1
         positions = self._positions + torch.arange(self._done, self._done + count, device=x.device)
         pairs = rotary_embeddings(self._parts, x, positions)
@@ -258,7 +263,7 @@ class TokenRun:
         """Reserve memory for tokens in the cache; return whether the cache supports it. Only one token is reserved if
         layers have a window, which moves with each token."""
         self.count()
-        windows = not all(type(layer) is GrowingLayer for layer in self._cache.layers)
+        windows = any(type(layer) is GrowingSlidingLayer for layer in self._cache.layers)
         if windows and self._mask is not None:
             return False
         many = 1 if windows else self._room_ahead
