@@ -9,7 +9,6 @@ last linear layer adds to the stream, so the function does not write that layer.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
