@@ -198,7 +198,7 @@ REFUSED: dict[str, tuple[Callable[[Program], None], list[Tensor], list[Tensor], 
     "a state of another dtype": (
         conv, [torch.zeros(2, 40, 4).bfloat16()], [random(2, 3, 70)], TypeError, "state must be float32",
     ),
-    "another state": (rule, [STATE[..., 1:]], [random(2, 3, QKV), -GATES.abs()], ValueError, "state must have shape"),
+    "another state": (rule, [STATE[..., 1:].clone(memory_format=torch.contiguous_format)], [random(2, 3, QKV), -GATES.abs()], ValueError, "state must have shape"),
     "g": (rule, [STATE], [random(2, 3, QKV), GATES], ValueError, "g must be finite and at most 0"),
     "projected g": (with_gates, [STATE], [random(2, 3, QKV), GATES / 0], ValueError, "g must be finite, got"),
     "A_log": (

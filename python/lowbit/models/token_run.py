@@ -6,7 +6,7 @@ logits = head(norm(layers(embedding(token), cos, sin)))
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from itertools import chain
 from typing import Any
 
@@ -241,7 +241,7 @@ class TokenRun:
             return True
         count = AHEAD if _is_fixed(self._parts.decoder) else 1
         positions = self._positions + torch.arange(self._done, self._done + count, device=x.device)
-        pairs = rotary_embeddings(self._parts, x, positions)
+        pairs = rotary_embeddings(self._parts, x, positions, self._program.recurrent)
         if pairs is None:
             return False
         if self._program.half_rotary:
@@ -275,9 +275,11 @@ class TokenRun:
         return True
 
 
-def rotary_embeddings(parts: Parts, x: Tensor, positions: Tensor) -> list[tuple[Tensor, Tensor]] | None:
+def rotary_embeddings(
+    parts: Parts, x: Tensor, positions: Tensor, recurrent: Container[int] = ()
+) -> list[tuple[Tensor, Tensor]] | None:
     """Return the rotary embeddings that the model passes to its layers: cos and sin ``[B, L, R]`` for each kind of
-    layer, or None if they have another form.
+    layer, or None if they have another form. The kinds ``recurrent``, which read none, have those of another kind.
 
     Args:
         parts: the modules of the model.
@@ -295,7 +297,8 @@ def rotary_embeddings(parts: Parts, x: Tensor, positions: Tensor) -> list[tuple[
     inputs = x.new_zeros(*positions.shape, x.shape[-1])
     decoder.unfused.forward(twin, inputs_embeds=inputs, position_ids=positions, use_cache=False)
     pairs = dict(zip(reversed(facts["kinds"]), reversed(seen), strict=True))  # `seen` of the first layer of each kind
-    of_kinds = [pairs[kind] for kind in range(len(pairs))]
+    of_another = next((pair for kind, pair in pairs.items() if kind not in recurrent), None)
+    of_kinds = [of_another if kind in recurrent else pairs[kind] for kind in range(len(pairs))]
     return of_kinds if all(_are_rows(pair, positions) for pair in of_kinds) else None
 
 
