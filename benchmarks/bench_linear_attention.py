@@ -171,7 +171,8 @@ def models(name: str) -> dict[str, torch.nn.Module]:
     for module in by_modules.modules():
         if isinstance(module, (FusedDecoderLayer, FusedDecoder, FusedCausalLM)):
             module.give_back()
-    return {"transformers, bfloat16": plain, "int4": packed, "int4, fused, by modules": by_modules, "int4, fused": fused}
+    made = {"transformers, bfloat16": plain, "int4": packed}
+    return made | {"int4, fused, module by module": by_modules, "int4, fused": fused}
 
 
 def of_models(shape: str, rounds: int) -> str:

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// pointwise: y = scale * f(x) + add, element by element, in float32 and rounded once. In a program a gate multiplies too,
-// of one element for each row (Qwen2-MoE) or for each element: y = scale * sigmoid(gate) * f(x) + add. A mask is a gate
-// that multiplies as it is. The functions:
+// pointwise: y = scale * f(x) + add, element by element, in float32 and rounded once. In a program a gate multiplies
+// too, of one element for each row (Qwen2-MoE) or for each element: y = scale * sigmoid(gate) * f(x) + add. A mask is a
+// gate that multiplies as it is. The functions:
 //   0  x
 //   1  max(x, 0)^2 (So et al., 2021)
 //   2  positive * max(x, 0)^2 + negative * (e^min(x, 0) - 1 - min(x, 0)) + linear * x: xIELU (Huang et al., 2024)

@@ -195,8 +195,9 @@ class Reader {
     step.scale = real(1);
     step.gate_size = at_least("gate_size", 0, 0), step.gate_column = at_least("gate_column", 0, 0);
     step.gate_step = at_least("gate_step", 0, 0);
-    check(step.gate_size == 0 || (step.gate && step.gate_step >= step.gate_size), value, kRunProgram, ": gate_step of step ", at(),
-          " of program must be at least gate_size, and a gate given, got ", step.gate_step);
+    check(step.gate_size == 0 || (step.gate && step.gate_step >= step.gate_size), value, kRunProgram,
+          ": gate_step of step ", at(), " of program must be at least gate_size, and a gate given, got ",
+          step.gate_step);
     return step;
   }
 

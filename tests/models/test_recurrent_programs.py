@@ -37,6 +37,7 @@ GRANITE = dict(
 )  # fmt: skip
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_5": ("Qwen3_5Text", DELTA),
+    "qwen3_5_few_heads": ("Qwen3_5Text", {**DELTA, "linear_num_key_heads": 2, "linear_num_value_heads": 4}),
     "qwen3_5_moe": ("Qwen3_5MoeText", {**DELTA, **EXPERTS}),
     "olmo_hybrid": ("OlmoHybrid", {**DELTA, "linear_allow_neg_eigval": True, "num_key_value_heads": 4}),
     "lfm2": ("Lfm2", {"conv_bias": True, "layer_types": ["full_attention", "conv", "conv", "full_attention"]}),
@@ -264,6 +265,16 @@ def test_a_later_change_counts(change: Callable[[Any], Any]) -> None:
     for each in (model, other):
         logits(each, prompt())
         change(each.model.layers[0].linear_attn)
+    close(logits(other, prompt()), logits(model, prompt()))
+
+
+@torch.no_grad()
+def test_a_later_change_of_a_float_projection_counts() -> None:
+    model = made("qwen3_5_few_heads")
+    other = fused(model)
+    for each in (model, other):
+        logits(each, prompt())
+        each.model.layers[0].linear_attn.in_proj_a.weight.mul_(-2)
     close(logits(other, prompt()), logits(model, prompt()))
 
 

@@ -102,8 +102,9 @@ def inputs_of(
     half_rotary: bool,
     recurrent: Container[int] = (),
 ) -> list[Tensor] | None:
-    """Return the inputs of the program, or None if the layers have arguments that it does not support. ``recurrent`` are
-    the kinds whose mask ``[B, L]`` is that of padding."""
+    """Return the inputs of the program, or None if the layers have arguments that it does not support.
+
+    ``recurrent`` are the kinds whose mask ``[B, L]`` is that of padding."""
     first_calls = dict(zip(reversed(kinds), reversed(calls), strict=True))  # the first call of each kind
     objects = map(tuple, map(map, repeat(id), map(dict.values, calls)))
     # A loop in C, because this runs for every token and has an entry per layer.
@@ -117,10 +118,14 @@ def inputs_of(
             embeddings = (MISSING, MISSING)
         elif embeddings is None or embeddings[0].dim() != 3:
             return None
-        if (mask is not None and mask.dim() != (2 if kind in recurrent else 4)) or cache_of(call) is not cache:
+        if cache_of(call) is not cache:
             return None
         if mask is not None and kind in recurrent:
+            if mask.shape != x.shape[:2]:
+                return None
             mask = mask.to(x.dtype)[:, :, None].contiguous()
+        elif mask is not None and mask.dim() != 4:
+            return None
         others = {name for name in call.keys() - _READ if call[name] is not None} - {_RECORDS_ROUTERS}
         if others or call.get(_RECORDS_ROUTERS):
             return None

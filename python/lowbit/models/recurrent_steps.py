@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import nn
 
+from lowbit.formats.float import float_weight
 from lowbit.models.delta_net_forms import CONV, is_of_whole_panels
 from lowbit.models.fused_delta_net import FusedDeltaNet
 from lowbit.models.fused_mamba2 import NORM, FusedMamba2
@@ -95,8 +96,9 @@ def why_no_steps(layer: Any) -> str:
     modules, facts = layer._modules, layer.facts
     name = "a gated delta net" if isinstance(layer, FusedDeltaNet) else "a recurrent layer"
     if isinstance(layer, FusedDeltaNet):
-        form = facts["form"]
-        linear, norm = [*form.readers, form.out], form.norm
+        form, heads = facts["form"], facts["sizes"].heads
+        linear = [each for each in (*form.readers, form.out) if not _is_small(modules[each], heads)]
+        norm = form.norm
         if form.in_groups:
             return f"{name} whose projections lie head by head is no step of a program"
         if form.decay or form.behind_z:
@@ -158,7 +160,7 @@ def _normed(steps: Steps, norm: Any, x: int, gate: int, column: int) -> int:
 
 
 def _products(
-    steps: Steps, merged: MergedLinear, layers: Sequence[QuantLinear], first: int, x: int
+    steps: Steps, merged: MergedLinear, layers: Sequence[Any], first: int, x: int
 ) -> list[tuple[int, int]]:
     """Write the products of the layers, of the ``first`` of them side by side, and return operand and first column of
     these and of each other layer. Leading layers of one format are one product."""
@@ -169,7 +171,22 @@ def _products(
     for layer in joined[first:]:
         places.append((operand, column))
         column += layer.out_features
-    return places + [(steps.product(layer, x), 0) for layer in layers[len(joined) :]]
+    return places + [(_product(steps, layer, x), 0) for layer in layers[len(joined) :]]
+
+
+def _is_small(layer: Any, heads: int) -> bool:
+    """Whether this is a float layer with an output for each head, which `quantize_` leaves float where heads are few."""
+    return type(layer) is nn.Linear and layer.out_features == heads
+
+
+def _product(steps: Steps, layer: Any, x: int) -> int:
+    """Write a packed layer applied to x, or a small float one, of which the step has a copy."""
+    if type(layer) is QuantLinear:
+        return steps.product(layer, x)
+    steps.note(layer._parameters, "weight", "bias")
+    steps.note_contents(layer.weight)
+    packed = QuantLinear.from_linear(layer, float_weight().spec(layer.weight.dtype))
+    return steps.linear(packed.weight, layer.bias, packed.op_args, packed.row_number, x)
 
 
 RECURRENT_STEPS: dict[type[Fused], Callable[..., Written | None]] = {
