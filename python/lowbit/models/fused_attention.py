@@ -182,7 +182,9 @@ def fuse_attention(module: nn.Module, rotary_columns: Sequence[int]) -> str:
         "said": [said_eps(norm) for norm in norms],
         "noted": Attributes(module, without=READ_NOW),
     }
-    for columns, half_rotary in itertools.product(rotary_columns or (0,), (False, True)):
+    # A module that may get no cos and sin says so in its signature (Granite 4 hybrid); others may get what is not tried.
+    without = (0,) if "position_embeddings" in inspect.signature(type(module).forward).parameters else ()
+    for columns, half_rotary in itertools.product(rotary_columns or without, (False, True)):
         call = _call(facts["hidden"], columns // 2 if half_rotary else columns)
         seen = recorded(recording_probe(module), call)
         if seen is None:
