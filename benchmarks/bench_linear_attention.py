@@ -16,9 +16,9 @@ transformers has no decay per channel in these functions, so with --per-channel 
 
 With --backward: selective_scan and its gradients of all inputs, through autograd.
 
-With --model: four layers of the shape of Qwen3.5-0.8B, Granite-4.0-H-1B, LFM2-1.2B or Mamba-1.4B with random weights and a head of
-4096 words, a prompt of 512 tokens and the tokens after it, through transformers in bfloat16, and with int4 weights before
-and after `lowbit.fuse`.
+With --model: four layers of the shape of Qwen3.5-0.8B, Granite-4.0-H-1B, LFM2-1.2B or Mamba-1.4B with random weights and
+a head of 4096 words, a prompt of 512 tokens and the tokens after it, through transformers in bfloat16, with int4 weights
+before and after `lowbit.fuse`, and fused but module by module; and a token of `generate`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,11 @@ from transformers.models.mamba2 import modeling_mamba2 as mamba2
 from transformers.models.qwen3_next import modeling_qwen3_next as theirs
 
 import lowbit
+from lowbit.models.fused_causal_lm import FusedCausalLM
+from lowbit.models.fused_decoder import FusedDecoder
+from lowbit.models.fused_layer import FusedDecoderLayer
 
+ANSWER = 48  # tokens of `generate`
 STATES = 64 << 20  # bytes of states that calls of one token go through in turns
 
 
@@ -208,22 +212,34 @@ def models(name: str) -> dict[str, torch.nn.Module]:
     lowbit.fuse(fused := copy.deepcopy(packed))
     if name != "mamba":
         fused.set_attn_implementation("lowbit")
-    return {"transformers, bfloat16": plain, "int4": packed, "int4, fused": fused}
+    by_modules = copy.deepcopy(fused)
+    for module in by_modules.modules():
+        if isinstance(module, (FusedDecoderLayer, FusedDecoder, FusedCausalLM)):
+            module.give_back()
+    made = {"transformers, bfloat16": plain, "int4": packed}
+    return made | {"int4, fused, module by module": by_modules, "int4, fused": fused}
 
 
 def of_models(shape: str, rounds: int) -> str:
-    """Tokens a second of a prompt of 512, and of the tokens behind it."""
+    """Tokens a second of a prompt of 512, of the tokens behind it, and of `generate` behind a prompt of 8."""
     ids = torch.randint(0, 4096, (1, 512))
     prompts: dict[str, Call] = {}
     tokens: dict[str, Call] = {}
+    answers: dict[str, Call] = {}
     for name, model in models(shape).items():
         argument = "cache_params" if shape == "mamba" else "past_key_values"
         begun = {argument: getattr(model(ids, use_cache=True), argument)}
         prompts[name] = lambda model=model: model(ids, use_cache=True)
         tokens[name] = lambda model=model, begun=begun: model(ids[:, :1], **begun, use_cache=True)
-    of_prompts, of_tokens = interleave(prompts, rounds=rounds), interleave(tokens, rounds=rounds)
-    lines = [[name, f"{512 / of_prompts[name].best_s:.0f}", f"{1 / of_tokens[name].best_s:.1f}"] for name in prompts]
-    return table([f"four layers, {shape}", "prompt of 512, tokens/s", "after it, tokens/s"], lines)
+        more = {"max_new_tokens": ANSWER, "eos_token_id": None, "pad_token_id": 0, "do_sample": False}
+        answers[name] = lambda model=model, more=more: model.generate(ids[:, :8], **more)
+    times = [interleave(calls, rounds=rounds) for calls in (prompts, tokens, answers)]
+    lines = [
+        [name, *(f"{count / of[name].best_s:.1f}" for count, of in zip((512, 1, ANSWER), times, strict=True))]
+        for name in prompts
+    ]
+    columns = ["prompt of 512, tokens/s", "after it, tokens/s", f"generate of {ANSWER}, tokens/s"]
+    return table([f"four layers, {shape}", *columns], lines)
 
 
 def of_delta_rule(args: argparse.Namespace) -> str:

@@ -22,7 +22,7 @@ struct CausalConv1dArgs {
   TensorView cu_seqlens{};   // [N + 1] int32 or int64, contiguous: sequence n is tokens cu_seqlens[n] to
                              // cu_seqlens[n + 1] - 1, and B is 1; or none: N = B sequences of T tokens
   TensorView y{};            // [B, T, D], dtype of x, contiguous: written
-  TensorView final_state{};  // [N, D, S], dtype of x, contiguous: written; not the memory of `state`
+  TensorView final_state{};  // [N, D, S], dtype of x, contiguous: written; may be the memory of a contiguous `state`
 
   int64_t batch() const { return x.size(0); }
   int64_t tokens() const { return x.size(1); }

@@ -16,7 +16,8 @@ GatedDeltaRuleArgs checked(std::string_view op, const GatedDeltaRuleArgs& given)
   GatedDeltaRuleArgs args = given;
   const TensorView &q = args.q, &v = args.v, &ends = args.cu_seqlens;
   args.place = place_of(op, {{"q", q}, {"k", args.k}, {"v", v}, {"g", args.g}, {"beta", args.beta},
-                              {"state", args.state}, {"cu_seqlens", ends}});
+                              {"A_log", args.a_log}, {"dt_bias", args.dt_bias}, {"state", args.state},
+                              {"cu_seqlens", ends}});
   check(q.rank == 4 && q.size(2) >= 1 && q.size(3) >= 1, value, op,
         ": q must have shape [B, T, Hk, Dk], Hk and Dk at least 1, got ", shape_text(q));
   check(v.rank == 4 && v.size(2) >= 1 && v.size(3) >= 1, value, op,
@@ -32,6 +33,17 @@ GatedDeltaRuleArgs checked(std::string_view op, const GatedDeltaRuleArgs& given)
   if (args.per_channel()) check_tokens(op, "g", args.g, {batch, tokens, heads, dk});
   else check_tokens(op, "g", args.g, {batch, tokens, heads});
   check_tokens(op, "beta", args.beta, {batch, tokens, heads});
+  if (args.a_log) {
+    check(!args.per_channel(), value, op, ": g must have shape [B, T, Hv] where A_log is given, got ",
+          shape_text(args.g));
+    check(std::isfinite(args.beta_scale), value, op, ": beta_scale must be finite, got ", args.beta_scale);
+    for (const auto& [name, tensor] : {NamedTensor{"A_log", args.a_log}, {"dt_bias", args.dt_bias}}) {
+      if (!tensor) continue;
+      check_activation(op, name, tensor);
+      check_shape(op, name, tensor, {heads});
+      check_contiguous(op, name, tensor);
+    }
+  }
   check_cu_seqlens(op, ends, "q", q, "[1, T, Hk, Dk]");
   if (args.state)
     check_tensor(op, "state", args.state, DType::float32, {args.sequences(), heads, dk, args.dv()});

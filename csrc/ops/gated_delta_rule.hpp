@@ -4,7 +4,9 @@
 //   S = exp(g_t) S                     the decay: of the whole head, or of each of the Dk rows
 //   S = S + k_t (beta_t (v_t - S^T k_t))^T
 //   o_t = scale S^T q_t
-// In float32, o rounded once. l2norm: q and k are divided by sqrt(sum of squares + 1e-6) first.
+// In float32, o rounded once. l2norm: q and k are divided by sqrt(sum of squares + 1e-6) first. With A_log, g and beta
+// are what a layer projects, and the row makes of them
+//   g = -exp(A_log) softplus(g + dt_bias);   beta = beta_scale sigmoid(beta)
 #pragma once
 
 #include "core/tensor_view.hpp"
@@ -20,6 +22,10 @@ struct GatedDeltaRuleArgs {
   TensorView v{};             // [B, T, Hv, Dv], dtype of q, likewise; Hv a multiple of Hk
   TensorView g{};             // [B, T, Hv] or [B, T, Hv, Dk], any of the three dtypes, dense rows; finite and at most 0
   TensorView beta{};          // [B, T, Hv], any of the three dtypes, dense rows
+  TensorView a_log{};         // [Hv], any of the three dtypes, contiguous and finite; or none. With it g has rank 3 and
+                              // is finite, of any sign
+  TensorView dt_bias{};       // [Hv], likewise; or none: zeros
+  double beta_scale = 1;      // of projected beta; 2 gives the state negative eigenvalues (OLMo-hybrid)
   TensorView state{};         // [N, Hv, Dk, Dv] float32, contiguous; or none: zeros
   TensorView cu_seqlens{};    // [N + 1] int32 or int64, contiguous: sequence n is tokens cu_seqlens[n] to
                               // cu_seqlens[n + 1] - 1, and B is 1; or none: N = B sequences of T tokens

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "ops/pointwise.hpp"
 
+#include <algorithm>
 #include <cmath>
 
 #include "ops/checks.hpp"
@@ -30,9 +31,12 @@ PointwiseArgs pointwise_args(const TensorView& x, int64_t function, double scale
   }
   if (gate) {
     check_dtype(op, "gate", gate, x.dtype);
-    check(gate.size(-1) == 1 && gate.numel() * x.size(-1) == x.numel(), value, op,
-          ": gate must have one element for each row of x, got ", shape_text(gate), " for ", shape_text(x));
-    check_contiguous(op, "gate", gate);
+    const bool of_rows = gate.rank >= 1 && gate.size(-1) == 1 && gate.numel() * x.size(-1) == x.numel();
+    check(of_rows || std::ranges::equal(shape_text(gate).sizes, shape_text(x).sizes), value, op,
+          ": gate must have one element for each row of x, or the shape of x, got ", shape_text(gate), " for ",
+          shape_text(x));
+    if (of_rows) check_contiguous(op, "gate", gate);
+    else check_dense_rows(op, "gate", gate);
   }
   return {.place = place, .x = x, .function = static_cast<Pointwise>(function), .scale = scale, .add = add,
           .positive = positive, .negative = negative, .linear = linear, .y = {}, .gate = gate};

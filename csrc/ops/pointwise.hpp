@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// pointwise: y = scale * f(x) + add, element by element, in float32 and rounded once. In a program a gate of one element
-// for each row multiplies too: y = scale * sigmoid(gate) * f(x) + add (Qwen2-MoE). The functions:
+// pointwise: y = scale * f(x) + add, element by element, in float32 and rounded once. In a program a gate multiplies
+// too, of one element for each row (Qwen2-MoE) or for each element: y = scale * sigmoid(gate) * f(x) + add. A mask is a
+// gate that multiplies as it is. The functions:
 //   0  x
 //   1  max(x, 0)^2 (So et al., 2021)
 //   2  positive * max(x, 0)^2 + negative * (e^min(x, 0) - 1 - min(x, 0)) + linear * x: xIELU (Huang et al., 2024)
@@ -21,11 +22,13 @@ struct PointwiseArgs {
   double scale = 1;
   TensorView add;  // shape and dtype of x, contiguous, or empty
   double positive = 0, negative = 0, linear = 0;  // the coefficients of xIELU
-  TensorView y;    // shape and dtype of x, contiguous: written
-  TensorView gate{};  // [..., 1], dtype of x, contiguous, or empty
+  TensorView y;    // shape and dtype of x, contiguous: written; may be the memory of x
+  // Dtype of x: one element for each row of x, contiguous; or the shape of x, dense rows, any other strides; or empty.
+  TensorView gate{};
+  bool sigmoid = true;  // of the gate
 };
 
-// Checks all arguments but y. op is the name in errors.
+// Checks all arguments but y and sigmoid. op is the name in errors.
 LOWBIT_API PointwiseArgs pointwise_args(const TensorView& x, int64_t function, double scale, const TensorView& add,
                                         double positive, double negative, double linear, const TensorView& gate = {},
                                         std::string_view op = "pointwise");

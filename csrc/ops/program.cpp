@@ -50,6 +50,7 @@ class Reader {
   static int count_results(const ScoreModStep&) { return 0; }
   static int count_results(const LinearStep& step) { return step.into ? 0 : 1; }
   static int count_results(const RouteStep&) { return 2; }
+  static int count_results(const MaskRowsStep&) { return 0; }
   template <class Step>
   static int count_results(const Step&) { return 1; }
 
@@ -68,6 +69,11 @@ class Reader {
       case StepKind::pointwise: return pointwise();
       case StepKind::self_attention: return self_attention();
       case StepKind::cross_attention: return cross_attention();
+      case StepKind::mask_rows: return mask_rows();
+      case StepKind::causal_conv1d: return causal_conv1d();
+      case StepKind::gated_delta_rule: return gated_delta_rule();
+      case StepKind::ssd: return ssd();
+      case StepKind::gated_rms_norm: return gated_rms_norm();
     }
     check(false, value, kRunProgram, ": the kind of step ", at(), " of program must be known, got ", kind);
     return ScoreModStep{};
@@ -127,6 +133,7 @@ class Reader {
     step.q_weight = optional_constant("q_weight"), step.k_weight = optional_constant("k_weight");
     step.eps = real(0), step.offset = real(0);
     step.rotation = number(0), step.grouped = number(0) != 0, step.norm_behind = number(0) != 0;
+    step.gated = number(0) != 0;
     return step;
   }
 
@@ -195,6 +202,58 @@ class Reader {
     step.op = "scaled_add";
     step.x = shaping("x"), step.add = optional_operand("add"), step.gate = optional_operand("gate");
     step.scale = real(1);
+    step.gate_size = at_least("gate_size", 0, 0), step.gate_column = at_least("gate_column", 0, 0);
+    step.gate_step = at_least("gate_step", 0, 0);
+    check(step.gate_size == 0 || (step.gate && step.gate_step >= step.gate_size), value, kRunProgram,
+          ": gate_step of step ", at(), " of program must be at least gate_size, and a gate given, got ",
+          step.gate_step);
+    return step;
+  }
+
+  MaskRowsStep mask_rows() {
+    MaskRowsStep step;
+    step.x = of_kind("x", operand("x"), Operand::Kind::result, "result");
+    step.mask = of_kind("mask", operand("mask"), Operand::Kind::input, "input");
+    return step;
+  }
+
+  CausalConv1dStep causal_conv1d() {
+    CausalConv1dStep step;
+    step.x = shaping("x"), step.weight = constant("weight"), step.state = state("state");
+    step.bias = optional_constant("bias");
+    step.column = at_least("column", 0, 0), step.silu = number(0) != 0;
+    return step;
+  }
+
+  GatedDeltaRuleStep gated_delta_rule() {
+    GatedDeltaRuleStep step;
+    step.qkv = shaping("qkv"), step.g = shaping("g"), step.beta = shaping("beta"), step.state = state("state");
+    step.key_heads = at_least("key_heads", 1), step.dk = at_least("dk", 1);
+    step.heads = at_least("heads", 1), step.dv = at_least("dv", 1);
+    step.scale = real(), step.l2norm = number(0) != 0;
+    step.a_log = optional_constant("A_log"), step.dt_bias = optional_constant("dt_bias");
+    step.g_column = at_least("g_column", 0, 0), step.beta_column = at_least("beta_column", 0, 0);
+    step.beta_scale = real(1);
+    return step;
+  }
+
+  SsdStep ssd() {
+    SsdStep step;
+    step.xbc = shaping("xBC"), step.dt = shaping("dt"), step.a = constant("A"), step.state = state("state");
+    step.heads = at_least("heads", 1), step.p = at_least("p", 1);
+    step.groups = at_least("groups", 1), step.s = at_least("s", 1);
+    step.dt_min = real(), step.dt_max = real();
+    step.d = optional_constant("D"), step.dt_bias = optional_constant("dt_bias");
+    step.softplus = number(0) != 0, step.dt_column = at_least("dt_column", 0, 0);
+    return step;
+  }
+
+  GatedRmsNormStep gated_rms_norm() {
+    GatedRmsNormStep step;
+    step.x = shaping("x"), step.gate = shaping("gate"), step.weight = constant("weight");
+    step.eps = real(), step.group_size = number();
+    step.sigmoid = number(0) != 0, step.gate_first = number(0) != 0;
+    step.gate_column = at_least("gate_column", 0, 0);
     return step;
   }
 
@@ -215,8 +274,8 @@ class Reader {
     return std::bit_cast<double>(number(missing ? std::optional(std::bit_cast<int64_t>(*missing)) : std::nullopt));
   }
 
-  int64_t at_least(std::string_view name, int64_t least) {
-    const int64_t value_ = number();
+  int64_t at_least(std::string_view name, int64_t least, std::optional<int64_t> missing = {}) {
+    const int64_t value_ = number(missing);
     check(value_ >= least && value_ <= INT32_MAX, value, kRunProgram, ": ", name, " of step ", at(),
           " of program must be at least ", least, ", got ", value_);
     return value_;

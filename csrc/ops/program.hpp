@@ -25,6 +25,8 @@
 #include "ops/layer_norm.hpp"
 #include "ops/linear.hpp"
 #include "ops/pointwise.hpp"
+#include "ops/program_operand.hpp"
+#include "ops/program_recurrent.hpp"
 #include "ops/rms_norm.hpp"
 #include "ops/rope_append.hpp"
 #include "ops/route.hpp"
@@ -33,16 +35,8 @@ namespace lowbit {
 
 class AttentionMods;
 
-struct Operand {
-  enum class Kind : int8_t { constant, state, input, result, none };
-  Kind kind = Kind::none;
-  int32_t index = 0;
-
-  explicit operator bool() const { return kind != Kind::none; }
-};
-
-// Each step except ScoreModStep has one result, and a RouteStep has two; a LinearStep with `into` writes to the result
-// of another step.
+// Each step except ScoreModStep has one result, and a RouteStep has two; a LinearStep with `into` and a MaskRowsStep
+// write to the result of another step. Those of recurrent layers are in program_recurrent.hpp.
 struct ScoreModStep {  // a score_mod for attention
   std::shared_ptr<const AttentionMods> mods;
 };
@@ -63,6 +57,9 @@ struct PointwiseStep {
   int64_t function = 0;
   double scale = 1, positive = 0, negative = 0, linear = 0;
   std::string_view op = "pointwise";  // for errors; scaled_add is a step of another kind, with a gate and no function
+  // The gate has one element for each row of x; or, of rows of x as heads of gate_size, the columns of a head are those
+  // of the gate from gate_column on, which are gate_step behind those of the head before.
+  int64_t gate_size = 0, gate_column = 0, gate_step = 0;
 };
 struct LinearStep {
   Operand x, weight, bias, mul, add;
@@ -73,12 +70,12 @@ struct LinearStep {
   int64_t first_column = 0;
 };
 struct RopeAppendStep {
-  Operand qkv, cos, sin, q_weight, k_weight;  // qkv [B, L, (Hq + 2 Hkv) E], E of keys
+  Operand qkv, cos, sin, q_weight, k_weight;  // qkv [B, L, (Hq + 2 Hkv) E], E of keys, or with gated (2 Hq + 2 Hkv) E
   Operand keys, values;       // states [B, Hkv, S, E]
   int64_t start = 0;          // index into ProgramTensors::starts
   double eps = 0, offset = 0;
   int64_t rotation = 0;
-  bool grouped = false, norm_behind = false;
+  bool grouped = false, norm_behind = false, gated = false;
 };
 struct AttentionStep {        // attends to the tokens in the cache and the new ones; result [B, L, Hq Ev]
   Operand q, keys, values, mask, sink;
@@ -111,7 +108,8 @@ struct ExpertsStep {          // the result has the leading dimensions of x
 };
 using ProgramStep = std::variant<ScoreModStep, ColumnsStep, RmsNormStep, LayerNormStep, PointwiseStep, LinearStep,
                                  RopeAppendStep, AttentionStep, SelfAttentionStep, CrossAttentionStep, RouteStep,
-                                 ExpertsStep>;
+                                 ExpertsStep, MaskRowsStep, CausalConv1dStep, GatedDeltaRuleStep, SsdStep,
+                                 GatedRmsNormStep>;
 
 class Program {
  public:

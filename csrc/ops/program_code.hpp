@@ -9,7 +9,7 @@
 //   linear       x, weight, n, k, format, group_size, asymmetric, x_format, bias = none, activation = 0, mul = none,
 //                add = none, row = 0, into = none, first_column = 0
 //   rope_append  qkv, cos or none, sin or none, keys, values, start, q_weight = none, k_weight = none, eps = 0,
-//                offset = 0, rotation = 0, grouped = 0, norm_behind = 0; without cos and sin nothing is rotated
+//                offset = 0, rotation = 0, grouped = 0, norm_behind = 0, gated = 0; without cos and sin nothing is rotated
 //   attention    q, keys, values, start, scale, mask = none, causal = 0, score = none, sink = none,
 //                cu_seqlens = none
 //   route        x, k, scoring, weight = none, bias = none, rounds = 0, correction = none, groups = 1, groups_kept = 1,
@@ -17,11 +17,18 @@
 //                two results, the weights and then the index; without a weight, x are the logits
 //   experts      x, gate_up, down, index, weights, n, k, format, group_size, asymmetric, x_format of gate_up, the same
 //                of down, activation, gated, interleaved, alpha, limit, up_offset, gate_up_bias = none, down_bias = none
-//   scaled_add   x, add = none, gate = none, scale = 1
+//   scaled_add   x, add = none, gate = none, scale = 1, gate_size = 0, gate_column = 0, gate_step = 0
 //   layer_norm   x, weight or none, bias or none, eps, offset = 0, add = none
 //   pointwise    x, function = 0, scale = 1, add = none, positive = 0, negative = 0, linear = 0
 //   self_attention  qkv, kv_heads, e, scale, mask = none, cu_seqlens = none
 //   cross_attention  q, keys, values, scale, mask = none
+//   mask_rows    x, mask; no result
+//   causal_conv1d     x, weight, state, bias = none, column = 0, silu = 0
+//   gated_delta_rule  qkv, g, beta, state, key_heads, dk, heads, dv, scale, l2norm = 0, A_log = none, dt_bias = none,
+//                     g_column = 0, beta_column = 0, beta_scale = 1
+//   ssd               xBC, dt, A, state, heads, p, groups, s, dt_min, dt_max, D = none, dt_bias = none, softplus = 0,
+//                     dt_column = 0
+//   gated_rms_norm    x, gate, weight, eps, group_size, sigmoid = 0, gate_first = 0, gate_column = 0
 //
 // An operand is 4 * index + 0 for a constant, 1 for a state, 2 for an input, 3 for a result; -1 is none. A real number
 // is stored as the integer with its bits.
@@ -38,7 +45,8 @@ inline constexpr int64_t kProgramVersion = 1;
 enum class StepKind : int64_t {
   score = 1, columns = 2, rms_norm = 3, linear = 4, rope_append = 5, attention = 6, route = 7, experts = 8,
   scaled_add = 9,
-  layer_norm = 16, pointwise = 17, self_attention = 18, cross_attention = 19
+  layer_norm = 16, pointwise = 17, self_attention = 18, cross_attention = 19,
+  mask_rows = 24, causal_conv1d = 25, gated_delta_rule = 26, ssd = 27, gated_rms_norm = 28
 };
 
 }  // namespace lowbit

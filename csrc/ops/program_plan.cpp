@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
 #include <tuple>
-#include <utility>
 
 #include "core/bits.hpp"
 #include "core/parallel.hpp"
@@ -10,6 +9,7 @@
 #include "ops/preferred_row.hpp"
 #include "ops/program.hpp"
 #include "ops/program_code.hpp"
+#include "ops/program_views.hpp"
 
 namespace lowbit {
 
@@ -17,38 +17,9 @@ using enum ErrorKind;
 
 namespace {
 
-TensorView shaped(TensorView view, std::initializer_list<int64_t> shape) {  // dense
-  view.rank = static_cast<int>(shape.size());
-  std::copy(shape.begin(), shape.end(), view.shape.begin());
-  int64_t stride = 1;
-  for (int i = view.rank - 1; i >= 0; i--) view.stride[i] = std::exchange(stride, stride * view.shape[i]);
-  return view;
-}
-
-TensorView with_columns(const TensorView& x, int64_t columns) {  // [..., columns], dense
-  TensorView view{.dtype = x.dtype, .device = x.device, .rank = x.rank};
-  int64_t stride = 1;
-  for (int i = view.rank - 1; i >= 0; i--) {
-    view.shape[i] = i == view.rank - 1 ? columns : x.shape[i];
-    view.stride[i] = std::exchange(stride, stride * view.shape[i]);
-  }
-  return view;
-}
-
-TensorView as_rows(const TensorView& x) {  // [T, n]
-  const int64_t n = x.rank >= 1 ? x.size(-1) : 0;
-  check(n > 0, value, "x must have shape [..., n], got ", shape_text(x));
-  check_contiguous(kRunProgram, "x", x);
-  return shaped(x, {x.numel() / n, n});
-}
-
-bool alike(const TensorView& a, const TensorView& b) {  // equal but for the address
-  return a.dtype == b.dtype && a.device == b.device && a.rank == b.rank &&
-         std::equal(a.shape.begin(), a.shape.begin() + a.rank, b.shape.begin()) &&
-         std::equal(a.stride.begin(), a.stride.begin() + a.rank, b.stride.begin());
-}
-
-bool not_given(const TensorView& view) { return view.rank == 1 && view.size(0) == 0; }
+template <class Step>
+constexpr bool kRecurrent = std::is_same_v<Step, CausalConv1dStep> || std::is_same_v<Step, GatedDeltaRuleStep> ||
+                            std::is_same_v<Step, SsdStep> || std::is_same_v<Step, GatedRmsNormStep>;
 
 std::vector<TensorView> without_data(std::span<const TensorView> views) {
   std::vector<TensorView> all(views.begin(), views.end());
@@ -123,12 +94,37 @@ class ProgramRun {
   }
 
   PointwiseArgs args(const PointwiseStep& step) const {
-    const TensorView x = view(step.x);
+    TensorView x = view(step.x), add = view(step.add), gate = view(step.gate);
     check(x.rank >= 1, value, step.op, ": x must have shape [..., n], got ", shape_text(x));
-    PointwiseArgs args = pointwise_args(x, step.function, step.scale, view(step.add), step.positive, step.negative,
-                                        step.linear, view(step.gate), step.op);
-    args.y = with_columns(args.x, args.x.size(-1));
+    const TensorView y = with_columns(x, x.size(-1));
+    if (step.gate_size) {
+      const int64_t heads = x.size(-1) / step.gate_size;
+      check(heads * step.gate_size == x.size(-1), value, step.op, ": x must have heads of ", step.gate_size,
+            " columns, got ", shape_text(x));
+      x = heads_of(step.op, "x", x, 0, heads, step.gate_size);
+      if (add) add = heads_of(step.op, "add", add, 0, heads, step.gate_size);
+      gate = heads_of(step.op, "gate", gate, step.gate_column, heads, step.gate_size, step.gate_step);
+    }
+    PointwiseArgs args = pointwise_args(x, step.function, step.scale, add, step.positive, step.negative, step.linear,
+                                        gate, step.op);
+    args.y = y;
     return args;
+  }
+
+  PointwiseArgs args(const MaskRowsStep& step) const { return step_args(step, view(step.x), view(step.mask)); }
+  CausalConv1dArgs args(const CausalConv1dStep& step) const {
+    return step_args(step, view(step.x), view(step.weight), view(step.state), view(step.bias));
+  }
+  GatedDeltaRuleArgs args(const GatedDeltaRuleStep& step) const {
+    return step_args(step, view(step.qkv), view(step.g), view(step.beta), view(step.state), view(step.a_log),
+                     view(step.dt_bias));
+  }
+  SsdArgs args(const SsdStep& step) const {
+    return step_args(step, view(step.xbc), view(step.dt), view(step.a), view(step.state), view(step.d),
+                     view(step.dt_bias));
+  }
+  GatedRmsNormArgs args(const GatedRmsNormStep& step) const {
+    return step_args(step, view(step.x), view(step.gate), view(step.weight));
   }
 
   LinearArgs args(const LinearStep& step) const {
@@ -187,7 +183,8 @@ class ProgramRun {
                         .q_weight = view(step.q_weight), .k_weight = view(step.k_weight),
                         .eps = step.eps, .offset = step.offset, .start = start(step.start),
                         .keys = keys, .values = view(step.values), .rotated = {},
-                        .rotation = step.rotation, .grouped = step.grouped, .norm_behind = step.norm_behind};
+                        .rotation = step.rotation, .grouped = step.grouped, .norm_behind = step.norm_behind,
+                        .gated = step.gated};
     check_args(args);
     TensorView rotated = shaped(qkv, {args.batch(), args.heads(), args.tokens(), e});
     rotated.data = nullptr;
@@ -287,6 +284,10 @@ class ProgramRun {
   }
 
   static TensorView result_of(const RopeAppendArgs& args) { return args.rotated; }
+  static TensorView result_of(const CausalConv1dArgs& args) { return args.y; }
+  static TensorView result_of(const GatedDeltaRuleArgs& args) { return without_heads(args.o); }
+  static TensorView result_of(const SsdArgs& args) { return without_heads(args.y); }
+  static TensorView result_of(const GatedRmsNormArgs& args) { return without_heads(args.y); }
   static TensorView result_of(const AttentionForwardArgs& args) {
     return shaped(args.out, {args.out.size(0), args.out.size(2), args.out.size(1) * args.out.size(3)});
   }
@@ -306,6 +307,8 @@ class ProgramRun {
 
   void run(const PointwiseStep& step, PointwiseArgs args, int32_t y) const {
     args.x.data = address(step.x), args.add.data = address(step.add), args.gate.data = address(step.gate);
+    if (step.gate_size)
+      args.gate.data = args.gate.as<char>() + step.gate_column * static_cast<int64_t>(size_of(args.x.dtype));
     args.y.data = result(y);
     lowbit::run(args);
   }
@@ -341,6 +344,19 @@ class ProgramRun {
     lowbit::run(call);
   }
 
+  void run(const MaskRowsStep& step, int32_t) const {
+    if (!not_given(view(step.mask))) lowbit::run(args(step));
+  }
+
+  template <class Step>
+    requires kRecurrent<Step>
+  void run(const Step& step, int32_t y) const {
+    auto call = args(step);
+    if constexpr (std::is_same_v<Step, GatedDeltaRuleStep>) call.o.data = result(y);
+    else call.y.data = result(y);
+    lowbit::run(call);
+  }
+
   template <class Step>
     requires std::is_same_v<Step, AttentionStep> || std::is_same_v<Step, SelfAttentionStep> ||
              std::is_same_v<Step, CrossAttentionStep>
@@ -360,10 +376,12 @@ class ProgramRun {
 
 namespace {
 
-// Steps whose arguments depend on the number of tokens in the caches, or on masks, so that each run makes them.
+// Steps whose arguments depend on the number of tokens in the caches, on masks, or are columns of what another step made,
+// so that each run makes them.
 template <class Step>
 constexpr bool kGrows = std::is_same_v<Step, RopeAppendStep> || std::is_same_v<Step, AttentionStep> ||
-                        std::is_same_v<Step, SelfAttentionStep> || std::is_same_v<Step, CrossAttentionStep>;
+                        std::is_same_v<Step, SelfAttentionStep> || std::is_same_v<Step, CrossAttentionStep> ||
+                        std::is_same_v<Step, MaskRowsStep> || kRecurrent<Step>;
 // Steps that call a kernel row.
 template <class Step>
 constexpr bool kComputes = !std::is_same_v<Step, ScoreModStep> && !std::is_same_v<Step, ColumnsStep>;
@@ -392,6 +410,8 @@ ProgramPlan::ProgramPlan(std::shared_ptr<const Program> program, const ProgramTe
       const auto plan = [&]<class Step>(const Step& step) {
         if constexpr (std::is_same_v<Step, ColumnsStep>) {
           add(with_columns(run.view(step.x), step.columns));
+        } else if constexpr (std::is_same_v<Step, MaskRowsStep>) {
+          if (!not_given(run.view(step.mask))) run.args(step);
         } else if constexpr (kGrows<Step>) {
           add(ProgramRun::result_of(run.args(step)));
         } else if constexpr (kComputes<Step>) {
@@ -441,7 +461,10 @@ bool ProgramPlan::serves(const ProgramTensors& tensors) const {
   const ProgramRun run(*program_, tensors, results_);
   for (std::size_t i = 0; i < program_->steps.size(); i++) {
     const auto same = [&]<class Step>(const Step& step) {
-      if constexpr (kGrows<Step>) {
+      if constexpr (std::is_same_v<Step, MaskRowsStep>) {
+        if (!not_given(run.view(step.mask))) run.args(step);
+        return true;
+      } else if constexpr (kGrows<Step>) {
         const Result& result = results_[static_cast<std::size_t>(program_->result_of[i])];
         return alike(ProgramRun::result_of(run.args(step)), result.view);
       } else {

@@ -15,7 +15,7 @@ void check_args(RopeAppendArgs& args) {
   constexpr std::string_view op = "rope_append";
   args.place = place_of(op, {{"qkv", args.qkv}, {"cos", args.cos}, {"sin", args.sin}, {"keys", args.keys},
                              {"values", args.values}, {"q_weight", args.q_weight}, {"k_weight", args.k_weight}});
-  const auto& [place, qkv, cos, sin, q_weight, k_weight, eps, offset, start, keys, values, rotated, rotation, grouped, norm_behind] = args;
+  const auto& [place, qkv, cos, sin, q_weight, k_weight, eps, offset, start, keys, values, rotated, rotation, grouped, norm_behind, gated] = args;
   check_activation(op, "qkv", qkv);
   check(qkv.rank == 4, value, op, ": qkv must have shape [B, L, Hq + 2 Hkv, E], got ", shape_text(qkv));
   check(keys.rank == 4, value, op, ": keys must have shape [B, Hkv, S, E], got ", shape_text(keys));
@@ -24,6 +24,9 @@ void check_args(RopeAppendArgs& args) {
                 room = keys.size(2);
   check(args.heads() >= 0, value, op, ": qkv must have at least two heads for each of the ", kv_heads,
         " of keys, got ", qkv.size(2));
+  check(!gated || (!grouped && (qkv.size(2) - 2 * kv_heads) % 2 == 0), value, op,
+        ": gated heads must be pairs of a query and its gate, not grouped, got ", qkv.size(2), " heads with ",
+        2 * kv_heads, " keys and values");
   check(rotation >= 0 && rotation < kRotations, value, op, ": rotation must be 0 to ", kRotations - 1, ", got ",
         rotation);
   check(!grouped || (kv_heads > 0 && args.heads() % kv_heads == 0), value, op,
@@ -51,7 +54,7 @@ void check_args(RopeAppendArgs& args) {
     check_activation(op, name, tensor);
     const bool of_all = tensor.rank == 1 && tensor.size(0) == heads * e && heads != 1;
     if (!of_all) check_shape(op, name, tensor, {e});
-    check(!of_all || (!grouped && !norm_behind && qkv.stride[2] == e), value, op, ": ", name,
+    check(!of_all || (!grouped && !gated && !norm_behind && qkv.stride[2] == e), value, op, ": ", name,
           " of all heads must come with heads one behind another, normalized before they are rotated");
     check_contiguous(op, name, tensor);
   }

@@ -9,7 +9,8 @@
 // With rotation `neighbours` the pairs are 2i and 2i + 1 instead of i and i + R/2. With `neighbours_of_halves` they also
 // read cos[i] and sin[i] for both. With norm_behind, heads are normalized after they are rotated. A weight of all
 // heads, [Hq E] or [Hkv E], normalizes them as one row.
-// With grouped, the heads of qkv are Hkv groups of Hq / Hkv queries, a key and a value.
+// With grouped, the heads of qkv are Hkv groups of Hq / Hkv queries, a key and a value. With gated, a head behind each
+// query is the gate of what the query attends to, which this op leaves alone.
 //   keys[:, :, start + t] = rotated(k)[:, t];  values[:, :, start + t] = v[:, t];  result = rotated(q)
 // Computed in float32 and rounded once.
 #pragma once
@@ -24,7 +25,8 @@ inline constexpr int64_t kRotations = 3;
 
 struct RopeAppendArgs {
   Place place{};
-  // [B, L, Hq + 2 Hkv, E], as the projections leave it; float32, bfloat16 or float16; last dimension dense
+  // [B, L, Hq + 2 Hkv, E], or with gated [B, L, 2 Hq + 2 Hkv, E], as the projections leave it; float32, bfloat16 or
+  // float16; last dimension dense
   TensorView qkv;
   TensorView cos, sin;            // [B or 1, L, R], R even and at most E; any of the three dtypes, last dimension dense
   TensorView q_weight, k_weight;  // [E], or [Hq E] and [Hkv E]; any of the three dtypes, contiguous, or empty
@@ -34,12 +36,12 @@ struct RopeAppendArgs {
   TensorView keys, values;
   TensorView rotated;             // [B, Hq, L, E], dtype of qkv, contiguous: written
   int64_t rotation = 0;           // a Rotation
-  bool grouped = false, norm_behind = false;
+  bool grouped = false, norm_behind = false, gated = false;
 
   int64_t batch() const { return qkv.size(0); }
   int64_t tokens() const { return qkv.size(1); }
   int64_t kv_heads() const { return keys.size(1); }
-  int64_t heads() const { return qkv.size(2) - 2 * kv_heads(); }
+  int64_t heads() const { return (qkv.size(2) - 2 * kv_heads()) / (gated ? 2 : 1); }
   int64_t e() const { return qkv.size(3); }
 };
 

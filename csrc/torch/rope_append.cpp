@@ -10,7 +10,7 @@ struct RopeAppend : Returns<RopeAppend, &RopeAppendArgs::rotated, &RopeAppendArg
   static constexpr Text schema =
       "rope_append_(Tensor qkv, Tensor cos, Tensor sin, Tensor(a!) keys, Tensor(b!) values, SymInt start, "
       "Tensor? q_weight=None, Tensor? k_weight=None, float eps=0., float offset=0., "
-      "int rotation=0, bool grouped=False, bool norm_behind=False) -> Tensor";
+      "int rotation=0, bool grouped=False, bool norm_behind=False, bool gated=False) -> Tensor";
 
   static RopeAppendArgs args_of(auto& given) {
     RopeAppendArgs args{.qkv = dense_view<"qkv">(given),
@@ -26,7 +26,8 @@ struct RopeAppend : Returns<RopeAppend, &RopeAppendArgs::rotated, &RopeAppendArg
                         .rotated = {},
                         .rotation = get<"rotation">(given),
                         .grouped = get<"grouped">(given),
-                        .norm_behind = get<"norm_behind">(given)};
+                        .norm_behind = get<"norm_behind">(given),
+                        .gated = get<"gated">(given)};
     check_args(args);
     const int64_t shape[] = {args.batch(), args.heads(), args.tokens(), args.e()};
     args.rotated = contiguous_view(args.qkv.device, args.qkv.dtype, 4, shape);

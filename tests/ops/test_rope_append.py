@@ -102,6 +102,8 @@ def arguments(**changed: Any) -> dict[str, Any]:
         ({"cos": torch.ones(1, 3, 5), "sin": torch.ones(1, 3, 5)}, ValueError, "cos must have an even number of columns"),
         ({"q_weight": torch.ones(4)}, ValueError, r"q_weight must have shape \[8\], got \[4\]"),
         ({"k_weight": torch.ones(8), "eps": -1.0}, ValueError, "eps must be finite and not negative, got -1"),
+        ({"gated": True, "qkv": torch.ones(2, 3, 7, 8)}, ValueError, "gated heads must be pairs of a query and its gate"),
+        ({"gated": True, "grouped": True}, ValueError, "gated heads must be .* not grouped, got 8 heads with 4 keys and"),
         ({"qkv": torch.ones(2, 3, 8, 8).requires_grad_()}, NotImplementedError, "no argument may require a gradient"),
     ],
 )
@@ -120,3 +122,19 @@ def test_opcheck(dtype: torch.dtype) -> None:
     given = {name: x.to(dtype) if isinstance(x, Tensor) else x for name, x in arguments().items()}
     norms = torch.ones(8), torch.ones(8), EPS, 0.0
     torch.library.opcheck(torch.ops.lowbit.rope_append_.default, (*given.values(), *norms))
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("row", ROWS)
+def test_gates_between_queries_are_skipped(row: str) -> None:
+    """The bits are those of the same heads without gates."""
+    heads, kv_heads, length, e = 3, 2, 5, 24
+    gated, cos, sin = torch.randn(2, length, 2 * heads + 2 * kv_heads, e), *torch.randn(2, 1, length, 16)
+    plain = torch.cat([gated[:, :, : 2 * heads : 2], gated[:, :, 2 * heads :]], dim=2)
+    results = []
+    for qkv, is_gated in ((gated, True), (plain, False)):
+        keys, values = torch.zeros(2, 2, kv_heads, length, e)
+        with forced(row):
+            query = rope_append(qkv, cos, sin, keys, values, 0, torch.ones(e), torch.ones(e), EPS, gated=is_gated)
+        results.append((query, keys, values))
+    assert all(map(torch.equal, *results))

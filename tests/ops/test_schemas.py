@@ -45,7 +45,7 @@ SCHEMAS = (
     "rms_norm(Tensor x, Tensor weight, float eps, float offset, Tensor? add=None) -> Tensor",
     "rope_append_(Tensor qkv, Tensor cos, Tensor sin, Tensor(a!) keys, Tensor(b!) values, SymInt start, "
     "Tensor? q_weight=None, Tensor? k_weight=None, float eps=0., float offset=0., "
-    "int rotation=0, bool grouped=False, bool norm_behind=False) -> Tensor",
+    "int rotation=0, bool grouped=False, bool norm_behind=False, bool gated=False) -> Tensor",
     "run_program_(int[] program, Tensor[] constants, Tensor(a!)[] states, Tensor[] inputs, SymInt[] starts) -> Tensor",
     "route(Tensor logits, int k, int scoring, Tensor? correction=None, int groups=1, int groups_kept=1, "
     "int group_top=1, bool zero_outside=False, bool normalize=False, float eps=0., float least=0., float scale=1., "

@@ -84,7 +84,7 @@ def runs(model: nn.Module, ids: Tensor) -> bool:
     calls, call = [], KeptProgram.__call__
 
     def counted(self: KeptProgram, states: Any, *others: Any) -> Tensor:
-        calls.append(len(states) // 2)
+        calls.append(len(states))
         return call(self, states, *others)
 
     KeptProgram.__call__ = counted
@@ -92,7 +92,8 @@ def runs(model: nn.Module, ids: Tensor) -> bool:
         logits(model, ids)
     finally:
         KeptProgram.__call__ = call
-    return len(calls) == 1 and calls[0] > 1
+    layers = next(len(module.layers) for module in model.modules() if isinstance(module, FusedDecoder))
+    return len(calls) == 1 and calls[0] >= layers  # a layer has one state or two
 
 
 def reason(report: FusedModules) -> str:

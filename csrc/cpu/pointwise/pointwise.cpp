@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The row of the op pointwise. A task is a range of elements, or with a gate some rows of x.
+// The row of the op pointwise. A task is a range of elements, or with a gate some rows of x. A vector is read before it
+// is written, so that y may be the memory of x.
 #include LOWBIT_ISA_HEADER
 
 #include "ops/pointwise.hpp"
@@ -24,21 +25,41 @@ LOWBIT_INLINE f32x16 value_of(const PointwiseArgs& args, f32x16 x) {
              fma(curve, set1(static_cast<float>(args.negative)), line));
 }
 
-// The elements from begin to end, with this factor.
-void compute(const PointwiseArgs& args, f32x16 scale, int64_t begin, int64_t end) {
+// The elements from begin to end, where factor(i, count) is that of those from i on.
+template <class Factor>
+LOWBIT_INLINE void compute(const PointwiseArgs& args, int64_t begin, int64_t end, Factor factor) {
   const TensorView &x = args.x, &term = args.add, &y = args.y;
   for (int64_t i = begin; i < end; i += 16) {
-    const f32x16 value = value_of(args, load_as_float(x.data, x.dtype, i, end - i));
+    const f32x16 value = value_of(args, load_as_float(x.data, x.dtype, i, end - i)), scale = factor(i, end - i);
     const f32x16 result =
         term ? fma(value, scale, load_as_float(term.data, term.dtype, i, end - i)) : mul(value, scale);
     store_from_float(y.data, y.dtype, i, end - i, result);
   }
 }
 
-LOWBIT_INLINE f32x16 gated(f32x16 scale, const TensorView& gate, int64_t row) {
+// The factors of a gate from element `at` on.
+LOWBIT_INLINE f32x16 gated(const PointwiseArgs& args, f32x16 scale, int64_t at, int64_t count) {
+  const f32x16 gate = load_as_float(args.gate.data, args.gate.dtype, at, count);
+  return mul(scale, args.sigmoid ? sigmoid(gate) : gate);
+}
+
+// Where a row of the gate begins.
+LOWBIT_INLINE int64_t begin_of(const TensorView& gate, int64_t row) {
+  int64_t at = 0;
+  for (int dim = gate.rank - 2; dim >= 0; row /= gate.size(dim), dim--) at += row % gate.size(dim) * gate.stride[dim];
+  return at;
+}
+
+void compute_row(const PointwiseArgs& args, f32x16 scale, int64_t row) {
+  const int64_t n = args.x.size(-1), begin = row * n;
+  if (args.gate.size(-1) == n) {
+    const int64_t gate = begin_of(args.gate, row) - begin;
+    return compute(args, begin, begin + n,
+                   [&](int64_t i, int64_t count) { return gated(args, scale, gate + i, count); });
+  }
   alignas(64) float lanes[16];
-  store(lanes, mul(scale, sigmoid(load_as_float(gate.data, gate.dtype, row, 1))));
-  return set1(lanes[0]);
+  store(lanes, gated(args, scale, row, 1));
+  compute(args, begin, begin + n, [factor = set1(lanes[0])](int64_t, int64_t) { return factor; });
 }
 
 void run_pointwise(const PointwiseArgs& args) {
@@ -48,9 +69,9 @@ void run_pointwise(const PointwiseArgs& args) {
   const RowTiles tasks(count, larger(1, kSerialProducts / 16 / length));
   parallel_for(tasks.count, threads_worth(numel), [&](int64_t task) {
     const int64_t begin = tasks.begin(task), end = tasks.begin(task + 1);
-    if (!args.gate) return compute(args, scale, begin * length, smaller(end * length, numel));
-    for (int64_t row = begin; row < end; row++)
-      compute(args, gated(scale, args.gate, row), row * length, (row + 1) * length);
+    if (!args.gate)
+      return compute(args, begin * length, smaller(end * length, numel), [&](int64_t, int64_t) { return scale; });
+    for (int64_t row = begin; row < end; row++) compute_row(args, scale, row);
   });
 }
 

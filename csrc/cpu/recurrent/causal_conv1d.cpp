@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // The row of the op causal_conv1d. A task is some channels and some tokens of a sequence. A vector of channels walks
-// over a few tokens with its last inputs in registers, then the next vector over the same ones: rows stay in L1.
+// over a few tokens with its last inputs in registers, then the next vector over the same ones: rows stay in L1. The
+// first part of a sequence alone reads the state, and writes the new one, which may be the same memory: other parts
+// begin behind more inputs than there are taps.
 #include LOWBIT_ISA_HEADER
 
 #include "core/parallel.hpp"
@@ -15,7 +17,7 @@ struct Part {  // a part of a sequence
   int64_t number;
   Sequence sequence;
   Span tokens, channels;
-  bool is_last;
+  bool is_first;
 };
 
 // Tokens of 16 channels from `channel` on.
@@ -51,7 +53,8 @@ void run_span(const CausalConv1dArgs& args, const Part& part) {
   const SpanTaps span(args, part.channels);
   const int64_t begin = part.channels.begin, end = part.channels.end;
   alignas(64) Lanes states[kSpanBlocks];
-  for (int64_t d = begin, block = 0; d < end; d += 16, block++) load_state(args, part.number, d, states[block]);
+  for (int64_t d = begin, block = 0; part.is_first && d < end; d += 16, block++)
+    load_state(args, part.number, d, states[block]);
   for (int64_t token = part.tokens.begin; token < part.tokens.end; token += kWalk) {
     const Span walk{token, smaller(token + kWalk, part.tokens.end)};
     with_count<kTaps>(static_cast<int>(args.taps()), [&](auto kCount) {
@@ -59,7 +62,7 @@ void run_span(const CausalConv1dArgs& args, const Part& part) {
         convolve<kCount>(args, part, walk, d, span.taps[block], span.bias[block], states[block]);
     });
   }
-  if (part.is_last)
+  if (part.is_first)
     for (int64_t d = begin, block = 0; d < end; d += 16, block++) store_state(args, part, d, states[block]);
 }
 
@@ -79,7 +82,7 @@ void run_causal_conv1d(const CausalConv1dArgs& args) {
                     sequence,
                     {sequence.begin + part * length / parts, sequence.begin + (part + 1) * length / parts},
                     {spans.begin(span) * 16, smaller(spans.begin(span + 1) * 16, channels)},
-                    part + 1 == parts});
+                    part == 0});
   });
 }
 

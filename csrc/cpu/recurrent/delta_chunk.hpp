@@ -12,6 +12,7 @@
 #pragma once
 
 #include "cpu/recurrent/sequences.hpp"
+#include "cpu/recurrent/softplus.hpp"
 #include "cpu/recurrent/state_step.hpp"
 #include "cpu/simd/math.hpp"
 #include "cpu/vector_io.hpp"
@@ -92,10 +93,19 @@ LOWBIT_INLINE float dot(const float* a, const float* b, int64_t count) {  // bot
   return sum(products);
 }
 
+// What a layer projects for the gates of a head, [16] tokens, becomes logarithms of decays and beta.
+void make_gates(const GatedDeltaRuleArgs& args, int64_t head, float* logarithms, float* beta) {
+  const f32x16 bias = set1(args.dt_bias ? number_at(args.dt_bias, head) : 0.0f);
+  const f32x16 speed = exp(set1(number_at(args.a_log, head)));
+  store(logarithms, sub(set1(0.0f), mul(speed, softplus(add(load(logarithms), bias)))));
+  store(beta, mul(sigmoid(load(beta)), set1(static_cast<float>(args.beta_scale))));
+}
+
 void load_decays(DeltaChunk& chunk, const GatedDeltaRuleArgs& args, int64_t batch, int64_t head) {
   const int64_t dk = args.dk();
   const TensorView& g = args.g;
   alignas(64) float logarithms[16] = {};
+  store(chunk.beta, set1(0.0f));
   for (int64_t i = 0; i < chunk.count; i++) {
     chunk.beta[i] = number_at(args.beta, place_in(args.beta, batch, chunk.token + i, head));
     const int64_t at = place_in(g, batch, chunk.token + i, head);
@@ -104,6 +114,7 @@ void load_decays(DeltaChunk& chunk, const GatedDeltaRuleArgs& args, int64_t batc
       for (int64_t c = 0; c < dk; c += 16)
         store(chunk.decays.row(i) + c, exp(load_as_float(g.data, g.dtype, at + c, dk - c)));
   }
+  if (args.a_log) make_gates(args, head, logarithms, chunk.beta);
   store(chunk.token_decay, exp(load(logarithms)));
 }
 

@@ -92,7 +92,11 @@ void refuse_others(const Values& values) {
 void refuse_bad_values(const GatedDeltaRuleArgs& args) {
   constexpr std::string_view op = "gated_delta_rule";
   refuse_bad_lengths(op, args.cu_seqlens, "q", args.tokens());
-  refuse_others({op, "g", args.g, Wanted::decay, "finite and at most 0, the logarithm of a decay"});
+  if (!args.a_log)
+    return refuse_others({op, "g", args.g, Wanted::decay, "finite and at most 0, the logarithm of a decay"});
+  refuse_others({op, "A_log", args.a_log, Wanted::finite, "finite"});
+  refuse_others({op, "dt_bias", args.dt_bias, Wanted::finite, "finite"});
+  refuse_others({op, "g", args.g, Wanted::finite, "finite"});
 }
 
 namespace {

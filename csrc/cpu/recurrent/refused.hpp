@@ -10,7 +10,8 @@
 
 namespace lowbit::cpu {
 
-// Every g must be finite and at most 0; cu_seqlens must rise from 0 to the number of tokens.
+// Every g must be finite and, without A_log, at most 0; A_log and dt_bias must be finite; cu_seqlens must rise from 0
+// to the number of tokens.
 void refuse_bad_values(const GatedDeltaRuleArgs& args);
 
 // dt, dt_bias and A must be finite, and A at most 0; cu_seqlens must rise from 0 to the number of tokens.

@@ -10,6 +10,7 @@
 #pragma once
 
 #include "cpu/recurrent/sequences.hpp"
+#include "cpu/recurrent/softplus.hpp"
 #include "cpu/recurrent/state_step.hpp"
 #include "cpu/recurrent/time_steps.hpp"
 #include "cpu/recurrent/state_rows.hpp"

@@ -114,10 +114,14 @@ void run_rope_append(const RopeAppendArgs& args) {
   parallel_for(args.batch() * args.tokens(), threads_worth(qkv.numel()), [&](int64_t task) {
     const int64_t b = task / args.tokens(), t = task % args.tokens(), at = args.start + t;
     const Row cos = angles_of(args.cos, b, t), sin = angles_of(args.sin, b, t);
-    // Where the heads are in qkv: all queries, all keys, all values; or, for each key, its queries, itself, its value.
-    const int64_t queries = args.grouped ? heads / kv_heads : heads, step = args.grouped ? queries + 2 : 1;
+    // Where the heads are in qkv: all queries, each with its gate if there are gates, all keys, all values; or, for
+    // each key, its queries, itself, its value.
+    const int64_t each = args.gated ? 2 : 1, queries = args.grouped ? heads / kv_heads : each * heads;
+    const int64_t step = args.grouped ? queries + 2 : 1;
     const int64_t key_after = args.grouped ? 1 : kv_heads;
-    const auto query_of = [&](int64_t h) { return row_of(qkv, b, t, args.grouped ? h / queries * step + h % queries : h); };
+    const auto query_of = [&](int64_t h) {
+      return row_of(qkv, b, t, args.grouped ? h / queries * step + h % queries : each * h);
+    };
     const auto key_of = [&](int64_t h) { return row_of(qkv, b, t, queries + h * step); };
     rotate_heads(args, args.q_weight, heads, cos, sin, query_of,
                  [&](int64_t h) { return row_of(args.rotated, b, h, t); });

@@ -120,7 +120,7 @@ def projected(module: Any, form: Form, merged: MergedLinear, x: Tensor) -> tuple
 def _products(merged: MergedLinear, layers: Sequence[nn.Module], first: int, x: Tensor) -> list[Tensor]:
     """Return the results of the layers, of the ``first`` of them side by side. Leading packed layers of one format are
     one product."""
-    packed = list(takewhile(_is_of_whole_panels, layers))
+    packed = list(takewhile(is_of_whole_panels, layers))
     if len(packed) >= first and len(packed) > 1 and merged.holds(packed):
         widths = [layer.out_features for layer in packed]
         joined = merged(packed, x).split([sum(widths[:first]), *widths[first:]], dim=-1)
@@ -129,5 +129,6 @@ def _products(merged: MergedLinear, layers: Sequence[nn.Module], first: int, x: 
     return [torch.cat(results[:first], dim=-1) if first > 1 else results[0], *results[first:]]
 
 
-def _is_of_whole_panels(layer: nn.Module) -> bool:
+def is_of_whole_panels(layer: nn.Module) -> bool:
+    """Whether a packed layer can be joined to others."""
     return type(layer) is QuantLinear and layer.out_features % PANEL == 0

@@ -28,8 +28,8 @@ def fuse(model: nn.Module) -> FusedModules:
       (Mamba2, Bamba, Granite 4, Falcon-H1, Nemotron-H, Zamba2) on `ssd`, a Mamba-1 mixer (Mamba, Falcon-Mamba, Jamba)
       on `selective_scan`, and these, as the short convolutions of LFM2, on `causal_conv1d`; with their gradients.
     - In a mixture of experts, the router, the experts and the shared experts become one call.
-    - A decoder layer whose modules are fused becomes one call, with ``attn_implementation="lowbit"`` and a cache that
-      grows in place.
+    - A decoder layer whose modules are fused, recurrent ones too, becomes one call, with
+      ``attn_implementation="lowbit"`` and a cache that grows in place.
     - The layers of an encoder (BERT, XLM-R, ModernBERT, Whisper, ViT) become one call, with
       ``attn_implementation="lowbit"``. Of a batch with padding it computes the real tokens alone; at the positions of
       padding the result of the layers is 0.

@@ -79,10 +79,11 @@ class FusedAttention(AttentionPiece):
         cache = past_key_values if layer_past is None else layer_past
         facts, attend = self.facts, ALL_ATTENTION_FUNCTIONS.get(self.config._attn_implementation)
         layers = self.projections() if is_inference(hidden_states) and not self.training else None
-        if layers is None or attend is None or position_embeddings is None or position_embeddings[0].dim() != 3:
+        if layers is None or attend is None or not _is_rotary(position_embeddings, facts["embedded"]):
+            if position_embeddings is not None or facts["embedded"]:
+                named["position_embeddings"] = position_embeddings
             return super().forward(
                 hidden_states,
-                position_embeddings=position_embeddings,
                 attention_mask=attention_mask,
                 **({"past_key_values": past_key_values} | named if facts["takes_cache"] else named),
                 **kwargs,
@@ -96,7 +97,10 @@ class FusedAttention(AttentionPiece):
         if facts["sinks"] is not None:
             options[_SINK] = self._parameters[facts["sinks"]]
         out, weights = attend(self, query, key, value, attention_mask, dropout=0.0, **options)
-        return self._modules[facts["out"]](out.reshape(batch, length, -1)), weights
+        out = out.reshape(batch, length, -1)
+        if facts["layout"]["gated"]:
+            out = out * qkv[:, :, 1 : 2 * query.shape[1] : 2].flatten(2).sigmoid()
+        return self._modules[facts["out"]](out), weights
 
     def _append(self, qkv: Tensor, position_embeddings: tuple[Tensor, Tensor], cache: Any) -> tuple[Tensor, ...]:
         """Return the queries of the new tokens, and the keys and values of all tokens."""
@@ -135,6 +139,11 @@ class FusedAttention(AttentionPiece):
         return (*weights, norm["eps"], norm["offset"]) if norm else ()
 
 
+def _is_rotary(embeddings: tuple[Tensor, Tensor] | None, wanted: bool) -> bool:
+    """Whether cos and sin have the form that the module got when it was fused; some modules get none."""
+    return embeddings[0].dim() == 3 if wanted and embeddings is not None else (embeddings is None) is not wanted
+
+
 def whole_columns(embeddings: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """Return cos and sin ``[B, L, R]`` of a rotary embedding that has them once for both halves of a head (gpt-oss)."""
     cos, sin = embeddings
@@ -155,7 +164,8 @@ def fuse_attention(module: nn.Module, rotary_columns: Sequence[int]) -> str:
 
     Args:
         module: the attention module.
-        rotary_columns: the numbers of columns of a head that the model's rotary embeddings may rotate.
+        rotary_columns: the numbers of columns of a head that the model's rotary embeddings may rotate; none of a model
+            without one.
     """
     facts = _names_of(module)
     problem = _problem(module, facts)
@@ -172,7 +182,9 @@ def fuse_attention(module: nn.Module, rotary_columns: Sequence[int]) -> str:
         "said": [said_eps(norm) for norm in norms],
         "noted": Attributes(module, without=READ_NOW),
     }
-    for columns, half_rotary in itertools.product(rotary_columns, (False, True)):
+    # A module that may get no cos and sin says so in its signature (Granite 4 hybrid); others may get what is not tried.
+    without = (0,) if "position_embeddings" in inspect.signature(type(module).forward).parameters else ()
+    for columns, half_rotary in itertools.product(rotary_columns or without, (False, True)):
         call = _call(facts["hidden"], columns // 2 if half_rotary else columns)
         seen = recorded(recording_probe(module), call)
         if seen is None:
@@ -186,7 +198,8 @@ def fuse_attention(module: nn.Module, rotary_columns: Sequence[int]) -> str:
         if any(isinstance(value, Tensor) for value in options.values()):
             return "its attention has an option that is a tensor"
         facts |= {"kv_heads": seen["key"].shape[1], "head_dim": seen["key"].shape[-1], "options": options, "sinks": sinks}
-        facts["half_rotary"] = half_rotary
+        facts |= {"half_rotary": half_rotary, "embedded": columns > 0}
+        facts["gated"] = _is_gated(module, facts, seen["query"])
         for layout in _layouts(facts):
             FusedAttention.take(probe := recording_probe(module), facts | layout)
             if agree(seen, recorded(probe, call)):
@@ -211,12 +224,19 @@ def _names_of(module: nn.Module) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def _is_gated(module: nn.Module, facts: dict[str, Any], query: Tensor) -> bool:
+    """Whether the layer of queries has as many outputs again, for gates."""
+    outputs = module._modules[facts["projections"][0]].out_features
+    return len(facts["projections"]) > 1 and outputs == 2 * query.shape[1] * query.shape[3]
+
+
 def _layouts(facts: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Return the ways in which heads may lie in qkv, be rotated and be normalized, the usual one first."""
     packed, norms = len(facts["projections"]) == 1, bool(facts["norms"])
     for rotation, grouped, behind in itertools.product(_ROTATIONS, (False, packed), (False, norms)):
-        layout = {"rotation": rotation, "grouped": grouped, "norm_behind": behind}
-        yield {"rotates": True, "layout": layout}
+        layout = {"rotation": rotation, "grouped": grouped, "norm_behind": behind, "gated": facts["gated"]}
+        if facts["embedded"]:
+            yield {"rotates": True, "layout": layout}
         if rotation == HALVES and not behind:
             yield {"rotates": False, "layout": layout}
 
@@ -252,12 +272,12 @@ def _problem(module: nn.Module, facts: dict[str, Any]) -> str:
 def _call(hidden: int, columns: int) -> dict[str, Any]:
     generator = torch.Generator("cpu").manual_seed(0)
     angle = torch.rand(1, _PROBED, columns, dtype=torch.float32, device="cpu", generator=generator) * 6
-    return {
+    call = {
         "hidden_states": torch.randn(2, _PROBED, hidden, dtype=torch.float32, device="cpu", generator=generator),
-        "position_embeddings": (angle.cos(), angle.sin()),
         "attention_mask": None,
         "past_key_values": None,
     }
+    return call | ({"position_embeddings": (angle.cos(), angle.sin())} if columns else {})
 
 
 @torch.no_grad()

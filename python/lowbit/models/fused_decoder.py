@@ -137,12 +137,12 @@ def fuse_decoder(module: nn.Module) -> str:
     layer to the next, with the same cache. Layers with the same mask and rotary embedding are of one kind.
     """
     layers = tuple(module.layers)
-    if len({layer.facts["attention"].layer_idx for layer in layers}) < len(layers):
+    if len({layer.facts["mixer"].layer_idx for layer in layers}) < len(layers):
         return "two of its layers write to one layer of the cache (layer_idx)"
     kinds = _kinds_if_only_handing_on(module, layers)
     if kinds is None:
         return "it does not hand one cache and the result of each layer to the next"
-    attention = layers[0].facts["attention"]
+    attention = next((each for layer in layers if (each := layer.facts["attention"]) is not None), None)
     FusedDecoder.take(
         module,
         {
@@ -173,7 +173,8 @@ def _kinds_if_only_handing_on(module: nn.Module, layers: tuple[nn.Module, ...]) 
     numbers: dict[tuple[int, int], int] = {}
     kinds = []
     for (called, given, shared), layer, of in zip(calls, layers, handed, strict=True):
-        if called is not layer or not given.equal(of) or None in shared or shared[2] is not cache:
+        mask, _, of_layer = shared
+        if called is not layer or not given.equal(of) or mask is None or of_layer is None or of_layer is not cache:
             return None
         kinds.append(numbers.setdefault((id(shared[0]), id(shared[1])), len(numbers)))  # `calls` keeps the ids valid
     return tuple(kinds)
@@ -186,7 +187,7 @@ def depth_of(module: nn.Module) -> int | None:
 
 def hidden_of(layers: Sequence[nn.Module]) -> int:
     """Return the number of columns of the residual stream."""
-    return layers[0].facts["attention"].facts["hidden"]
+    return layers[0].facts["hidden"]
 
 
 _Call = tuple[Any, Tensor, tuple[Any, ...]]

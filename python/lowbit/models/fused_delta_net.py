@@ -89,13 +89,14 @@ def fuse_delta_net(module: Any, tried: list[Any]) -> str:
     facts = {
         "form": form,
         "sizes": sizes,
+        "hidden": module._modules[form.readers[0]].in_features,
         "noted": Attributes(module, without=_READ_NOW),
         "merged": MergedLinear(),
     }
     if alike := next((other for other in tried if are_alike(module, facts["noted"], other, CONV)), None):
         FusedDeltaNet.take(module, facts | {"beta": alike.facts["beta"]})
         return ""
-    hidden = module._modules[form.readers[0]].in_features
+    hidden = facts["hidden"]
     probe = _probe(module, form)
     wanted = results_of(probe, hidden)
     for beta in (1.0, 2.0):

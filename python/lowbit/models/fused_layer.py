@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from itertools import repeat
 from typing import Any
 
@@ -12,12 +12,12 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lowbit.models.decoder_pieces import HALVES
 from lowbit.models.fused_attention import IDLE, FusedAttention, whole_columns
-from lowbit.models.fused_delta_net import FusedDeltaNet
 from lowbit.models.fused_mixture import FusedMixture
 from lowbit.models.half_steps import HALF_STEPS
 from lowbit.models.layer_joins import joins_of
 from lowbit.models.layer_program import NORMS, LayerProgram
 from lowbit.models.lowbit_attention import lowbit_attention, weights_are_recorded
+from lowbit.models.recurrent_steps import RECURRENT_STEPS, why_no_steps
 from lowbit.models.steps import MISSING
 from lowbit.ops.tracing import is_traced
 from lowbit.quant.fused import Fused, has_own_tensors, hooked, is_inference
@@ -29,6 +29,8 @@ _SECOND_HALVES = ("mlp", "block_sparse_moe", "feed_forward", "moe")
 """Names of the half behind attention."""
 OPTIONS = {"scaling", "softcap", "sliding_window", "deterministic"}
 """Options of attention that steps serve: the window is in the mask, and every result is deterministic."""
+_MIXERS = (FusedAttention, *RECURRENT_STEPS)
+"""The classes of modules that mix tokens, of which a layer has one."""
 _READ = {"attention_mask", "position_embeddings", "past_key_values"}
 _READ |= {"layer_past", "position_ids", "use_cache", "cache_position", "return_dict"}  # arguments that nothing inside a layer reads
 
@@ -69,7 +71,8 @@ def in_one_call(
         program = facts["kept"] = LayerProgram(layers, kinds, x.dtype, crosses=of_encoder is not None)
     if program.run is None or not (program.merged or x.numel() == x.shape[-1]):
         return None
-    inputs, cache = inputs_of(x, kinds, calls, program.rotates, program.half_rotary), cache_of(calls[0])
+    inputs = inputs_of(x, kinds, calls, program.rotates, program.half_rotary, program.recurrent)
+    cache = cache_of(calls[0])
     places = None if inputs is None else program.places(x, cache)
     if places is None:
         return None
@@ -93,9 +96,16 @@ def cache_of(call: dict[str, Any]) -> Any:
 
 
 def inputs_of(
-    x: Tensor, kinds: Sequence[int], calls: Sequence[dict[str, Any]], rotates: bool, half_rotary: bool
+    x: Tensor,
+    kinds: Sequence[int],
+    calls: Sequence[dict[str, Any]],
+    rotates: bool,
+    half_rotary: bool,
+    recurrent: Container[int] = (),
 ) -> list[Tensor] | None:
-    """Return the inputs of the program, or None if the layers have arguments that it does not support."""
+    """Return the inputs of the program, or None if the layers have arguments that it does not support.
+
+    ``recurrent`` are the kinds whose mask ``[B, L]`` is that of padding."""
     first_calls = dict(zip(reversed(kinds), reversed(calls), strict=True))  # the first call of each kind
     objects = map(tuple, map(map, repeat(id), map(dict.values, calls)))
     # A loop in C, because this runs for every token and has an entry per layer.
@@ -105,30 +115,39 @@ def inputs_of(
     for kind in range(len(first_calls)):
         call = first_calls[kind]
         mask, embeddings = call.get("attention_mask"), call.get("position_embeddings")
-        if embeddings is None and not rotates:
+        if kind in recurrent or (embeddings is None and not rotates):
             embeddings = (MISSING, MISSING)
         elif embeddings is None or embeddings[0].dim() != 3:
             return None
-        if (mask is not None and mask.dim() != 4) or cache_of(call) is not cache:
+        if cache_of(call) is not cache:
+            return None
+        if mask is not None and kind in recurrent:
+            if mask.shape != x.shape[:2]:
+                return None
+            mask = mask.to(x.dtype)[:, :, None].contiguous()
+        elif mask is not None and mask.dim() != 4:
             return None
         if any(call[name] if name in _RECORDS else call[name] is not None for name in call.keys() - _READ):
             return None
-        embeddings = whole_columns(embeddings) if half_rotary and rotates else embeddings
+        if half_rotary and rotates and kind not in recurrent:
+            embeddings = whole_columns(embeddings)
         inputs += (*embeddings, MISSING if mask is None else mask)
     return inputs
 
 
-def calls_lowbit_attention(attention: nn.Module) -> bool:
-    """Whether the model now uses lowbit's attention and records no attention weights."""
+def calls_lowbit_attention(attention: nn.Module | None) -> bool:
+    """Whether the model now uses lowbit's attention and records no attention weights, or has no attention."""
+    if attention is None:
+        return True
     function = ALL_ATTENTION_FUNCTIONS.get(attention.config._attn_implementation)
     return function is lowbit_attention and not weights_are_recorded(attention)
 
 
 def may_be_layer(module: nn.Module) -> bool:
-    """Whether the module may be a decoder layer: it has attention or a gated delta net that is fused, or
-    the names of one."""
+    """Whether the module may be a decoder layer: it has attention or a recurrent layer that is fused, or the names of
+    one."""
     children = module._modules.values()
-    return bool(halves_of(module)) or any(isinstance(child, (FusedAttention, FusedDeltaNet)) for child in children)
+    return bool(halves_of(module)) or any(isinstance(child, _MIXERS) for child in children)
 
 
 def fuse_decoder_layer(module: nn.Module) -> str:
@@ -142,9 +161,9 @@ def fuse_decoder_layer(module: nn.Module) -> str:
     problem = _problem(module, children, pieces, idle)
     if problem:
         return problem
-    attention = next(name for name, child in pieces.items() if isinstance(child, FusedAttention))
+    mixer = next(child for child in pieces.values() if isinstance(child, _MIXERS))
     halves = tuple(name for name, piece in pieces.items() if _returns_more(piece))
-    joins = joins_of(module, tuple(pieces), halves, pieces[attention].facts["hidden"])
+    joins = joins_of(module, tuple(pieces), halves, mixer.facts["hidden"])
     if joins is None:
         return "it does not join its pieces as a decoder layer does"
     FusedDecoderLayer.take(
@@ -154,8 +173,9 @@ def fuse_decoder_layer(module: nn.Module) -> str:
             "containers": [("", Attributes(module, without=("training", "facts")))],
             "activations": {},
             "arguments": (),
-            "attention": pieces[attention],
-            "attention_name": attention,
+            "mixer": mixer,
+            "hidden": mixer.facts["hidden"],
+            "attention": mixer if isinstance(mixer, FusedAttention) else None,
             "idle": idle,
             "joins": joins,
             "kinds": (0,),
@@ -176,17 +196,18 @@ def _returns_more(piece: nn.Module) -> bool:
 
 
 def _problem(module: nn.Module, children: dict[str, nn.Module], pieces: dict[str, nn.Module], idle: list[str]) -> str:
-    attentions = [child for child in pieces.values() if isinstance(child, FusedAttention)]
-    if nets := [name for name, child in children.items() if isinstance(child, FusedDeltaNet)]:
-        return f"its {nets[0]}, a gated delta net, is no step of a program"
+    mixers = [(name, child) for name, child in pieces.items() if isinstance(child, _MIXERS)]
+    for name, mixer in mixers:
+        if isinstance(mixer, tuple(RECURRENT_STEPS)) and (reason := why_no_steps(mixer)):
+            return f"of its {name}: {reason}"
     if left := [name for name in children if name not in pieces and name not in idle]:
         known = [name for name in left if name == HALVES[0] or name in _SECOND_HALVES or "norm" in name]
         return f"its {known[0]} is not fused" if known else f"it has {', '.join(sorted(left))}"
-    if len(attentions) != 1:
-        return f"it has {len(attentions)} attentions"
+    if len(mixers) != 1:
+        return f"it has {len(mixers)} attentions or recurrent layers"
     if has_own_tensors(module):
         return "it has parameters of its own"
-    if unknown := set(attentions[0].facts["options"]) - OPTIONS:
+    if unknown := set(mixers[0][1].facts.get("options", ())) - OPTIONS:
         return f"its attention has the option {', '.join(sorted(unknown))}"
     hook = hooked(module, children)
     return f"hooks on {hook}" if hook else ""

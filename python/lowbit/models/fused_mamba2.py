@@ -118,9 +118,10 @@ def fuse_mamba2(module: Any, tried: list[Any]) -> str:
     activation = getattr(module, "activation", None) or "none"
     if refusal := refusal_of(module, CONV, activation, _CHILDREN):
         return refusal
-    facts = {"sizes": sizes, "limit": tuple(limit), "factor": factor, "noted": Attributes(module, without=_READ_NOW)}
+    hidden = module._modules[READER].in_features
+    facts = {"sizes": sizes, "limit": tuple(limit), "factor": factor, "hidden": hidden}
+    facts["noted"] = Attributes(module, without=_READ_NOW)
     if not any(are_alike(module, facts["noted"], other, CONV) for other in tried):
-        hidden = module._modules[READER].in_features
         probe = _probe(module)
         wanted = results_of(probe, hidden)
         of_probe = {"limit": _LIMIT_OF_TRIAL, "noted": Attributes(probe, _READ_NOW)}

@@ -79,7 +79,7 @@ def fuse_self_attention(module: nn.Module) -> str:
         "norm": None, "norms": [], "norm_names": (), "said": [], "noted": Attributes(module, without=READ_NOW),
         "kv_heads": seen["key"].shape[1], "head_dim": seen["key"].shape[-1], "options": seen["options"],
         "of_queries": of_queries, "arguments": arguments_of(module), "rotates": False,
-        "layout": {"rotation": HALVES, "grouped": False, "norm_behind": False},
+        "layout": {"rotation": HALVES, "grouped": False, "norm_behind": False, "gated": False},
     }  # fmt: skip
     FusedSelfAttention.take(probe := recording_probe(module), facts)
     if not agree(seen, recorded(probe, call)):

@@ -68,7 +68,7 @@ def fuse_short_conv(module: Any, tried: list[Any]) -> str:
         return "it does not have the attributes of a short convolution"
     if refusal := refusal_of(module, CONV, None, _CHILDREN):
         return refusal
-    facts = {"noted": Attributes(module, without=_READ_NOW)}
+    facts = {"hidden": reader.in_features, "noted": Attributes(module, without=_READ_NOW)}
     if not any(are_alike(module, facts["noted"], other, CONV) for other in tried):
         probe = probe_with_readers(module, [READER], [CONV], OUT, torch.Generator("cpu").manual_seed(0))
         wanted = results_of(probe, reader.in_features, "past_key_values")

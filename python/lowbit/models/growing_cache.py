@@ -9,7 +9,6 @@ of a sliding-window layer. Here a layer has spare capacity after its last token,
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -292,17 +291,6 @@ def growing_layer(cache: Any, index: int | None) -> GrowingLayer | GrowingSlidin
         return None
     layer = cache.layers[index]
     return layer if type(layer) in (GrowingLayer, GrowingSlidingLayer) else None
-
-
-def growing_layers(cache: Any, indices: Sequence[int]) -> list[GrowingLayer | GrowingSlidingLayer] | None:
-    """Return the layers of a cache at ``indices`` if new tokens can be written to all of them in place, else None."""
-    if type(cache) is not DynamicCache or cache.offloading:
-        return None
-    held = cache.layers
-    if max(indices) >= len(held):
-        return None
-    found = list(map(held.__getitem__, indices))
-    return found if {GrowingLayer, GrowingSlidingLayer}.issuperset(map(type, found)) else None
 
 
 def grow_caches_in_place(implementation: str) -> None:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The functions that write attention and MLP of a decoder layer as steps of a program.
 
-A half is a module between a norm and the residual stream: attention or MLP. Its last linear layer adds to the stream,
-so the function does not write that layer. It returns the operand and the layer, for ``stream + linear(operand)``. A half
-of experts returns what is to be added to the stream.
+A half is a module between a norm and the residual stream: attention, a recurrent layer (recurrent_steps.py) or MLP. Its
+last linear layer adds to the stream, so the function does not write that layer. It returns the operand and the layer, for
+``stream + linear(operand)``. A half of experts returns what is to be added to the stream.
 """
 
 from __future__ import annotations
@@ -17,14 +17,17 @@ from lowbit.models.fused_attention import AttentionPiece, FusedAttention
 from lowbit.models.fused_mixture import FusedMixture, mixture_steps
 from lowbit.models.fused_self_attention import FusedSelfAttention
 from lowbit.models.gated_mlp_steps import gated_mlp_steps
+from lowbit.models.layer_memory import KeysAndValues
 from lowbit.models.lowbit_attention import softcap_program
+from lowbit.models.products import projected
+from lowbit.models.recurrent_steps import RECURRENT_STEPS
 from lowbit.models.steps import Steps, Written
 from lowbit.ops.program import NONE, Program
 from lowbit.quant.fused import Fused, hooked
 from lowbit.quant.fused_mlp import FusedMLP, scalars_of
 from lowbit.quant.fused_norm import EPS
 from lowbit.quant.gated_mlp import FusedGatedMLP
-from lowbit.quant.merged import split_halves
+from lowbit.quant.merged import split_parts
 from lowbit.quant.quant_linear import QuantLinear
 
 
@@ -36,12 +39,14 @@ def attention_steps(steps: Steps, attention: AttentionPiece, i: int, kind: int, 
     if not all(norm.weight.is_contiguous() for norm in of_heads):
         return None
     facts = attention.facts
-    qkv = _projected(steps, facts["merged"], projections, x)
+    qkv = projected(steps, facts["merged"], projections, x)
     if attention.piece is FusedSelfAttention and not steps.causal:  # no cache, no rotary embedding, no norms
         mask, heads = Program.input(3 + 3 * kind), (facts["kv_heads"], facts["head_dim"])
         attended = steps.program.self_attention(qkv, *heads, _scale_of(facts), mask, steps.cu_seqlens)
     else:
-        attended = _of_cache(steps, attention, i, kind, qkv)
+        attended = _of_cache(steps, attention, kind, qkv)
+    if attended is None:
+        return None
     _note_attention(steps, attention)
     for norm in of_heads:
         steps.note(norm._parameters, "weight")
@@ -82,26 +87,32 @@ def _note_attention(steps: Steps, attention: AttentionPiece) -> None:
     steps.note(attention.__dict__, "is_causal", *attention.facts["noted"].names)
 
 
-def _of_cache(steps: Steps, attention: AttentionPiece, i: int, kind: int, qkv: int) -> int:
-    """Write the step that adds the new tokens to the keys and values of layer i, and the attention to these."""
+def _of_cache(steps: Steps, attention: AttentionPiece, kind: int, qkv: int) -> int | None:
+    """Write the step that adds the new tokens to the keys and values of the layer, and the attention to these. Return
+    None if a layer before has a rotary embedding of another form."""
     program, facts = steps.program, attention.facts
-    steps.has_states = True
+    if facts["rotates"]:
+        if steps.rotates and steps.half_rotary != facts["half_rotary"]:
+            return None
+        steps.rotates, steps.half_rotary = True, facts["half_rotary"]
     cos, sin, mask = (Program.input(1 + 3 * kind + j) for j in range(3))
-    keys, values = Program.state(2 * i), Program.state(2 * i + 1)
+    keys, values = steps.keep(KeysAndValues(facts["kv_heads"], facts["head_dim"]), kind, attention)
     norms = [program.constant(norm.weight) for norm in facts["norms"]]
     if norms:
         norms += (facts["norm"]["eps"], facts["norm"]["offset"])
-    if facts["rotates"]:
-        steps.rotates = True
-    else:
+    if not facts["rotates"]:
         cos = sin = NONE
     query = program.rope_append(qkv, cos, sin, keys, values, kind, *norms, **facts["layout"])
     softcap = facts["options"].get("softcap")
     score_mod = () if softcap is None else softcap_program(float(softcap))
     sink = _sink(steps, attention)
-    return program.attention(
+    attended = program.attention(
         query, keys, values, kind, _scale_of(facts), mask, steps.causal, score_mod, sink, cu_seqlens=steps.cu_seqlens
     )
+    if not facts["layout"]["gated"]:
+        return attended
+    size = facts["head_dim"]
+    return program.gated_heads(attended, qkv, size, column=size, step=2 * size)
 
 
 def _sink(steps: Steps, attention: AttentionPiece) -> int:
@@ -116,35 +127,20 @@ def _sink(steps: Steps, attention: AttentionPiece) -> int:
     return steps.program.constant(sinks.detach().float())
 
 
-def _projected(steps: Steps, merged: Any, projections: list[QuantLinear], x: int) -> int:
-    """Write q, k and v as one product, or as three products into column ranges of one tensor."""
-    if merged.holds(projections):
-        steps.note(merged.__dict__, "weight", "bias")
-        parameters = (parameter for linear in projections for parameter in (linear.weight, linear.bias))
-        steps.note_addresses([parameter for parameter in parameters if parameter is not None])
-        for linear in projections:
-            steps.note_linear(linear)
-        return steps.linear(merged.weight, merged.bias, merged.op_args, projections[0].row_number, x)
-    steps.merged = False
-    qkv, at = steps.program.columns(x, sum(linear.out_features for linear in projections)), 0
-    for linear in projections:
-        steps.product(linear, x, into=qkv, first_column=at)
-        at += linear.out_features
-    return qkv
-
-
 def mlp_steps(steps: Steps, mlp: FusedMLP, i: int, kind: int, x: int) -> Written | None:
-    """Write ``act(first(x))``, or ``act(gate) * up`` of the halves of ``first(x)``."""
+    """Write ``act(first(x))``, ``act(first(x)) * up(x)``, or ``act(gate) * up`` of the halves of ``first(x)``."""
     if not mlp.is_as_fused():
         return None
     facts = mlp.facts
     first, last = mlp._modules[facts["first"]], mlp._modules[facts["last"]]
     if facts["gate"] is None:
         hidden = steps.product(first, x, activation=facts["activation"])
+        if facts["up"] is not None:
+            hidden = steps.product(mlp._modules[facts["up"]], x, mul=hidden)
         if facts["function"]:
             hidden = steps.program.pointwise(hidden, facts["function"], parameters=facts.get("numbers", ()))
     else:
-        halves = split_halves(first)
+        halves = split_parts(first, 2)
         if halves is None:
             return None
         steps.note_linear(first)
@@ -171,6 +167,7 @@ HALF_STEPS: dict[type[Fused], Callable[..., Written | None]] = {
     FusedMixture: mixture_steps,
     FusedMLP: mlp_steps,
     FusedSelfAttention: attention_steps,
+    **RECURRENT_STEPS,
 }
 """The function that writes the steps of each class of fused half.
 

@@ -56,6 +56,12 @@ class Joins:
     clamps: bool
     """Whether the layer clamps its result in float16 (BART, Whisper), as a program does not."""
 
+    def are_read_once(self, join: Join) -> bool:
+        """Whether a piece reads the result of another one, and nothing else reads it."""
+        (_, source), *more = join.terms
+        sums = [*(piece.terms for piece in self.pieces), self.result]
+        return not more and source > 0 and sum(any(of == source for _, of in terms) for terms in sums) == 1
+
 
 @torch.no_grad()
 def joins_of(

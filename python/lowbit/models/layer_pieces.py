@@ -101,6 +101,7 @@ class LayerPieces:
             "idle": self.idle,
             "attention": self.pieces[attention],
             "attention_name": attention,
+            "hidden": self.pieces[attention].facts["hidden"],
             "joins": joins,
             "arguments": arguments_of(self.layer),
             "kinds": (0,),

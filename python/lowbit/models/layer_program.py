@@ -19,9 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from lowbit.models.fused_attention import IDLE
-from lowbit.models.growing_cache import GrowingLayer, GrowingSlidingLayer, growing_layers, new_tokens
 from lowbit.models.half_steps import HALF_STEPS, cross_attention_steps
 from lowbit.models.layer_joins import Sums
+from lowbit.models.layer_memory import KeysAndValues, RecurrentStates, layers_in
+from lowbit.models.recurrent_steps import RECURRENT_STEPS
 from lowbit.models.steps import Steps
 from lowbit.ops.program import NONE, Program
 from lowbit.ops.run_program import KeptProgram
@@ -39,8 +40,8 @@ class LayerProgram(Steps):
     """The program of one or more layers. ``run`` executes it; it is None if the layers cannot be a program, for
     instance because one has a hook.
 
-    The inputs are x, then cos, sin and mask for each kind of layer. The states are the keys and values of each layer.
-    The starts are the numbers of tokens in the caches of each kind. A program of several layers runs without calling
+    The inputs are x, then cos, sin and mask for each kind of layer. The states are the keys and values of each layer, or
+    those of a recurrent one. The starts are the numbers of tokens in the caches of each kind. A program of several layers runs without calling
     them, so hooks on them rule it out; a program of one layer runs inside its call. The program holds no reference to a
     layer, because a layer may hold the program.
 
@@ -72,13 +73,7 @@ class LayerProgram(Steps):
         if crosses:
             self.cross_states, self.cross_mask = 2 * len(layers), Program.input(1 + 3 * len(set(kinds)))
         self.norms: list[Tensor] = []
-        self.half_rotary = False
-        """Whether cos and sin of the model have one column for two of a head."""
         self._kinds = kinds
-        self._indices: list[int | None] = []
-        """The cache index of each layer."""
-        self._heads: list[tuple[int, int]] = []
-        """The number of key heads and the head size of each layer."""
         x: int | None = Program.input(0)
         for i, (layer, kind) in enumerate(zip(layers, kinds, strict=True)):
             if len(layers) > 1 and has_hooks(layer):
@@ -88,7 +83,12 @@ class LayerProgram(Steps):
                 self.note_module(layer)
         if end is not None and x is not None:
             x = end(self, x)
-        self.run = KeptProgram(self.program) if layers and x is not None else None
+        of_attention = {kind for memory, kind, _ in self.memories if isinstance(memory, KeysAndValues)}
+        self.recurrent = {kind for _, kind, _ in self.memories} - of_attention
+        """The kinds of recurrent layers, whose mask is that of padding."""
+        self._starts = max(of_attention, default=-1) + 1
+        mixed = any(kind in of_attention and isinstance(memory, RecurrentStates) for memory, kind, _ in self.memories)
+        self.run = KeptProgram(self.program) if layers and x is not None and not mixed else None
 
     def serves(self, dtype: torch.dtype) -> bool:
         """Whether the program is valid for the layers in their current state and for activations of this dtype."""
@@ -99,38 +99,37 @@ class LayerProgram(Steps):
 
     def places(
         self, x: Tensor, cache: Any, length: int | None = None
-    ) -> tuple[Sequence[GrowingLayer | GrowingSlidingLayer], list[Tensor], list[int]] | None:
-        """Return the memory for the keys and values of the new tokens ``x [B, L, k]``.
+    ) -> tuple[Sequence[Any], list[Tensor], list[int]] | None:
+        """Return the memory for what the layers keep of the new tokens ``x [B, L, k]``.
 
-        The result has the layers of the cache, whose `extend` counts the tokens, and the states and starts of the
-        program. The memory has space for ``length`` tokens, by default L. Without a cache, it is new. The result is
-        None if tokens can be added to this cache only through its ``update``.
+        The result has objects whose `extend` counts the tokens, and the states and starts of the program. Keys and
+        values have space for ``length`` tokens, by default L. Without a cache, the memory is new. The result is None if
+        tokens can be added to this cache only through its ``update``.
         """
-        batch, length = x.shape[0], x.shape[1] if length is None else length
+        length = x.shape[1] if length is None else length
         if cache is None:
-            made = [x.new_empty(2, batch, heads, length, size).unbind() for heads, size in self._heads]
-            return (), [*chain.from_iterable(made)], [0] * len(set(self._kinds))
-        grown = growing_layers(cache, self._indices)
-        if grown is None or len(set(map(id, grown))) < len(grown):  # two layers would write to one cache layer
+            return (), self._new(x, length), [0] * self._starts
+        layers = layers_in(cache, [index for _, _, index in self.memories])
+        if layers is None:
             return None
-        new = {heads: new_tokens(batch, *heads, x) for heads in set(self._heads)}
-        found = [layer.room_for(length, new[heads], x) for layer, heads in zip(grown, self._heads, strict=True)]
-        if None in found:
-            return None
-        keys, values, starts = zip(*found, strict=True)
-        of_kinds = dict(zip(self._kinds, starts, strict=True))
-        if starts != tuple(map(of_kinds.get, self._kinds)):
-            return None
-        return grown, [*chain.from_iterable(zip(keys, values, strict=True))], list(of_kinds.values())
+        found, of_kinds = [], {}
+        for layer, (memory, kind, _) in zip(layers, self.memories, strict=True):
+            place = memory.found(layer, x, length)
+            if place is None or of_kinds.setdefault(kind, place[2]) != place[2]:
+                return None
+            found.append(place)
+        grown, states, _ = zip(*found, strict=True)
+        return grown, [*chain.from_iterable(states)], [of_kinds.get(kind, 0) for kind in range(self._starts)]
+
+    def _new(self, x: Tensor, length: int) -> list[Tensor]:
+        return [*chain.from_iterable(memory.new(x, length) for memory, _, _ in self.memories)]
 
     def memory(self, x: Tensor) -> list[Tensor]:
         """Return the states of an encoder's program for ``x [B, L, k]``: memory for keys and values, which layers with
         the same heads share, or nothing if no step writes them."""
-        if not self.has_states:
-            return []
-        batch, length, _ = x.shape
-        made = {(heads, size): x.new_empty(2, batch, heads, length, size).unbind() for heads, size in set(self._heads)}
-        return [*chain.from_iterable(map(made.__getitem__, self._heads))]
+        kept = [memory for memory, _, _ in self.memories]
+        made = {memory: memory.new(x, x.shape[1]) for memory in set(kept)}
+        return [*chain.from_iterable(map(made.__getitem__, kept))]
 
     def takes_norm(self, norm: nn.Module) -> bool:
         """Whether a norm can be a step: it is unchanged since it was fused and has the dtype. `serves` checks the dtype
@@ -148,19 +147,14 @@ class LayerProgram(Steps):
         facts = layer.facts
         if not self._note_structure(layer) or (facts["joins"].clamps and self.dtype is torch.float16):
             return None
-        attention = submodule_at(layer, facts["attention_name"])
-        if attention.facts["rotates"]:
-            if self.rotates and self.half_rotary != attention.facts["half_rotary"]:
-                return None
-            self.half_rotary = attention.facts["half_rotary"]
-        self.note(attention.__dict__, "layer_idx")
-        self._indices.append(getattr(attention, "layer_idx", None))
-        self._heads.append((attention.facts["kv_heads"], attention.facts["head_dim"]))
         joins, sums = facts["joins"], Sums(self.program, x)
         for join in joins.pieces:
             piece, number = submodule_at(layer, join.name), facts["activations"].get(join.name)
             if number is None:
-                write = self._writer(piece, i, kind, sums.of(join.terms), join.crosses)
+                given = sums.of(join.terms)
+                if type(piece) is not QuantLinear and piece.piece in RECURRENT_STEPS and not joins.are_read_once(join):
+                    given = self.program.scaled_add(given)  # a recurrent layer masks padding in its input
+                write = self._writer(piece, i, kind, given, join.crosses)
             else:  # of a linear layer, which computes it too
                 of = joins.pieces[join.terms[0][1] - 1]
                 linear, given = submodule_at(layer, of.name), sums.of(of.terms)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lowbit.models.layer_memory import Memory
 from lowbit.ops.linear import LinearArgs
 from lowbit.ops.program import NONE, Program
 from lowbit.quant.fused_layer_norm import FusedLayerNorm
@@ -38,8 +39,11 @@ class Steps(Unchanged):
         """Whether q, k and v are one product in each layer."""
         self.rotates = False
         """Whether a step reads cos and sin."""
-        self.has_states = False
-        """Whether a step writes keys and values."""
+        self.half_rotary = False
+        """Whether cos and sin of the model have one column for two of a head."""
+        self.memories: list[tuple[Memory, int, int | None]] = []
+        """What each attention and each recurrent layer keeps of earlier tokens, the kind of its decoder layer, and its
+        index in the cache."""
         self.causal = True
         """Whether a token sees those before it alone, where no mask is given."""
         self.cu_seqlens = NONE
@@ -48,6 +52,13 @@ class Steps(Unchanged):
         """The index of the first state that is keys or values of an encoder's result."""
         self.cross_mask = NONE
         """The operand with the mask of an encoder's result."""
+
+    def keep(self, memory: Memory, kind: int, module: nn.Module) -> list[int]:
+        """Record what a module keeps of earlier tokens, and return the operands."""
+        first = sum(each.count for each, _, _ in self.memories)
+        self.note(module.__dict__, "layer_idx")
+        self.memories.append((memory, kind, getattr(module, "layer_idx", None)))
+        return [Program.state(first + i) for i in range(memory.count)]
 
     def norm(self, norm: nn.Module, x: int, **add: int) -> int:
         """Write the norm of x."""

@@ -6,7 +6,7 @@ logits = head(norm(layers(embedding(token), cos, sin)))
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from itertools import chain
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from lowbit.models.fused_attention import whole_columns
 from lowbit.models.fused_decoder import FusedDecoder, stand_ins, with_children
 from lowbit.models.fused_layer import calls_lowbit_attention
-from lowbit.models.growing_cache import GrowingLayer
+from lowbit.models.growing_cache import GrowingSlidingLayer
 from lowbit.models.layer_program import NORMS, LayerProgram
 from lowbit.models.steps import MISSING
 from lowbit.ops.tracing import is_traced
@@ -183,8 +183,8 @@ class TokenRun:
         if not (self._rows or self._look_ahead(x)) or not (self._room or self._find_room(x)):
             return None
         written, mask, inputs = self._written, self._seen_tokens(), [x]
-        for cos, sin in self._rows.pop():
-            inputs += (cos, sin, mask)
+        for kind, (cos, sin) in enumerate(self._rows.pop()):
+            inputs += (cos, sin, MISSING if kind in program.recurrent else mask)  # a new token is no padding
         y = program.run(self._states, inputs, [start + written for start in self._starts])
         self._done += 1
         self._room -= 1
@@ -233,10 +233,15 @@ class TokenRun:
         return program.run is not None and (program.merged or batch == 1)
 
     def _look_ahead(self, x: Tensor) -> bool:
-        """Let the model compute the rotary embeddings of the next positions; return whether they are usable."""
+        """Let the model compute the rotary embeddings of the next positions, if it has any; return whether they are
+        usable."""
+        if not self._program.rotates:
+            kinds = self._parts.decoder.facts["kinds"]
+            self._rows = AHEAD * [len(set(kinds)) * ((MISSING, MISSING),)]
+            return True
         count = AHEAD if _is_fixed(self._parts.decoder) else 1
         positions = self._positions + torch.arange(self._done, self._done + count, device=x.device)
-        pairs = rotary_embeddings(self._parts, x, positions)
+        pairs = rotary_embeddings(self._parts, x, positions, self._program.recurrent)
         if pairs is None:
             return False
         if self._program.half_rotary:
@@ -258,7 +263,7 @@ class TokenRun:
         """Reserve memory for tokens in the cache; return whether the cache supports it. Only one token is reserved if
         layers have a window, which moves with each token."""
         self.count()
-        windows = not all(type(layer) is GrowingLayer for layer in self._cache.layers)
+        windows = any(type(layer) is GrowingSlidingLayer for layer in self._cache.layers)
         if windows and self._mask is not None:
             return False
         many = 1 if windows else self._room_ahead
@@ -270,9 +275,11 @@ class TokenRun:
         return True
 
 
-def rotary_embeddings(parts: Parts, x: Tensor, positions: Tensor) -> list[tuple[Tensor, Tensor]] | None:
+def rotary_embeddings(
+    parts: Parts, x: Tensor, positions: Tensor, recurrent: Container[int] = ()
+) -> list[tuple[Tensor, Tensor]] | None:
     """Return the rotary embeddings that the model passes to its layers: cos and sin ``[B, L, R]`` for each kind of
-    layer, or None if they have another form.
+    layer, or None if they have another form. The kinds ``recurrent``, which read none, have those of another kind.
 
     Args:
         parts: the modules of the model.
@@ -290,7 +297,8 @@ def rotary_embeddings(parts: Parts, x: Tensor, positions: Tensor) -> list[tuple[
     inputs = x.new_zeros(*positions.shape, x.shape[-1])
     decoder.unfused.forward(twin, inputs_embeds=inputs, position_ids=positions, use_cache=False)
     pairs = dict(zip(reversed(facts["kinds"]), reversed(seen), strict=True))  # `seen` of the first layer of each kind
-    of_kinds = [pairs[kind] for kind in range(len(pairs))]
+    of_another = next((pair for kind, pair in pairs.items() if kind not in recurrent), None)
+    of_kinds = [of_another if kind in recurrent else pairs[kind] for kind in range(len(pairs))]
     return of_kinds if all(_are_rows(pair, positions) for pair in of_kinds) else None
 
 

@@ -22,6 +22,7 @@ NONE = -1
 CONSTANT, STATE, INPUT, RESULT = range(4)
 SCORE, COLUMNS, RMS_NORM, LINEAR, ROPE_APPEND, ATTENTION, ROUTE, EXPERTS, SCALED_ADD = range(1, 10)
 LAYER_NORM, POINTWISE, SELF_ATTENTION, CROSS_ATTENTION = 16, 17, 18, 19
+MASK_ROWS, CAUSAL_CONV1D, GATED_DELTA_RULE, SSD, GATED_RMS_NORM = range(24, 29)
 
 
 class Program:
@@ -105,12 +106,13 @@ class Program:
         rotation: int = 0,
         grouped: bool = False,
         norm_behind: bool = False,
+        gated: bool = False,
     ) -> int:
-        """Append a call of `rope_append` with ``qkv [B, L, (Hq + 2 Hkv) E]``. ``start`` is an index into ``starts``.
-        Without cos and sin nothing is rotated."""
+        """Append a call of `rope_append` with ``qkv [B, L, (Hq + 2 Hkv) E]``, or ``[B, L, (2 Hq + 2 Hkv) E]`` if
+        ``gated``. ``start`` is an index into ``starts``. Without cos and sin nothing is rotated."""
         fields = (qkv, cos, sin, keys, values, start, q_weight, k_weight, _bits(eps), _bits(offset))
         fields += (rotation, grouped, norm_behind)
-        return self._step(ROPE_APPEND, *fields)
+        return self._step(ROPE_APPEND, *fields, *([gated] if gated else []))
 
     def attention(
         self,
@@ -196,6 +198,75 @@ class Program:
         """Append ``scale * sigmoid(gate) * x + add``, computed in float32 and rounded once. A gate ``[..., 1]`` has one
         element for each row of x; without one, the factor is ``scale``."""
         return self._step(SCALED_ADD, x, add, gate, _bits(scale))
+
+    def gated_heads(self, x: int, gate: int, size: int, column: int, step: int) -> int:
+        """Append ``sigmoid(gate) * x`` with heads of ``size`` columns of x. The gate of the first one has the columns
+        from ``column`` on, and each further one is ``step`` columns behind."""
+        return self._step(SCALED_ADD, x, NONE, gate, _bits(1.0), size, column, step)
+
+    def mask_rows(self, x: int, mask: int) -> None:
+        """Append the multiplication of the rows of a result ``[B, T, n]`` by those of ``mask [B, T, 1]``, in place. An
+        input of shape [0] stands for a missing mask."""
+        self._step(MASK_ROWS, x, mask, results=0)
+
+    def causal_conv1d(
+        self, x: int, weight: int, state: int, bias: int = NONE, column: int = 0, silu: bool = False
+    ) -> int:
+        """Append a call of `causal_conv1d` with the columns of x from ``column`` on. The state is written in place."""
+        return self._step(CAUSAL_CONV1D, x, weight, state, bias, column, silu)
+
+    def gated_delta_rule(
+        self,
+        qkv: int,
+        g: int,
+        beta: int,
+        state: int,
+        heads: tuple[int, int, int, int],
+        scale: float,
+        l2norm: bool = False,
+        a_log: int = NONE,
+        dt_bias: int = NONE,
+        g_column: int = 0,
+        beta_column: int = 0,
+        beta_scale: float = 1.0,
+    ) -> int:
+        """Append a call of `gated_delta_rule`, with the result ``[B, T, Hv Dv]``. ``heads`` are Hk, Dk, Hv and Dv; q, k
+        and v are side by side in ``qkv``; g and beta are Hv columns of their operands. With ``a_log [Hv]`` they become
+        ``-exp(A_log) softplus(g + dt_bias)`` and ``beta_scale * sigmoid(beta)`` first. The state is written in place."""
+        gates = a_log, dt_bias, g_column, beta_column, _bits(beta_scale)
+        return self._step(GATED_DELTA_RULE, qkv, g, beta, state, *heads, _bits(scale), l2norm, *gates)
+
+    def ssd(
+        self,
+        xbc: int,
+        dt: int,
+        a: int,
+        state: int,
+        heads: tuple[int, int, int, int],
+        dt_limit: tuple[float, float],
+        d: int = NONE,
+        dt_bias: int = NONE,
+        softplus: bool = False,
+        dt_column: int = 0,
+    ) -> int:
+        """Append a call of `ssd`, with the result ``[B, T, H P]``. ``heads`` are H, P, G and S; x, B and C are side by
+        side in ``xbc``; dt are H columns of its operand. The state is written in place."""
+        return self._step(SSD, xbc, dt, a, state, *heads, *map(_bits, dt_limit), d, dt_bias, softplus, dt_column)
+
+    def gated_rms_norm(
+        self,
+        x: int,
+        gate: int,
+        weight: int,
+        eps: float,
+        group_size: int,
+        sigmoid: bool = False,
+        gate_first: bool = False,
+        gate_column: int = 0,
+    ) -> int:
+        """Append a call of `gated_rms_norm` over each ``n`` columns of x, with ``weight [n]``. The gate has as many
+        columns as x, from ``gate_column`` on."""
+        return self._step(GATED_RMS_NORM, x, gate, weight, _bits(eps), group_size, sigmoid, gate_first, gate_column)
 
     def _score(self, score_mod: Sequence[int]) -> int:
         key = tuple(score_mod)

@@ -29,6 +29,7 @@ def rope_append(
     rotation: int = HALVES,
     grouped: bool = False,
     norm_behind: bool = False,
+    gated: bool = False,
 ) -> Tensor:
     """Rotate the queries and keys of new tokens, write keys and values into a cache, and return the queries.
 
@@ -50,6 +51,8 @@ def rope_append(
             of pair i in column i.
         grouped: the heads are Hkv groups, each of Hq / Hkv queries, a key and a value.
         norm_behind: heads are normalized after the rotation, not before.
+        gated: behind each head of queries is its gate, so that qkv is ``[B, L, 2 Hq + 2 Hkv, E]``; the gates do not
+            change.
 
     Returns:
         Rotated queries ``[B, Hq, L, E]``, contiguous; computed in float32 and rounded once.
@@ -61,9 +64,10 @@ def rope_append(
     """
     if is_differentiated():
         refuse_derivatives("rope_append", (qkv, cos, sin, keys, values, q_weight, k_weight))
-    return _call(qkv, cos, sin, keys, values, start, q_weight, k_weight, eps, offset, rotation, grouped, norm_behind)
+    return _call(qkv, cos, sin, keys, values, start, q_weight, k_weight, eps, offset, rotation, grouped, norm_behind, gated)
 
 
-def fake(qkv: Tensor, keys: Tensor, **_: Any) -> Tensor:
+def fake(qkv: Tensor, keys: Tensor, gated: bool, **_: Any) -> Tensor:
     batch, length, heads, e = qkv.shape
-    return qkv.new_empty((batch, heads - 2 * keys.shape[1], length, e))
+    queries = heads - 2 * keys.shape[1]
+    return qkv.new_empty((batch, queries // 2 if gated else queries, length, e))

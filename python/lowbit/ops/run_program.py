@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Execution of a program (`lowbit.ops.program`) in one call: its operations `linear`, `rms_norm`, `rope_append`,
-`attention`, `route` and `experts` run without returning to Python in between. It has no derivative."""
+`attention`, `gated_delta_rule`, `experts` and others run without returning to Python in between. It has no derivative."""
 
 from __future__ import annotations
 
@@ -23,6 +23,8 @@ _call = function_of("run_program_")
 _KEPT = 0
 _N_OF_DOWN = 11
 """The field of a step `experts` that has the number of columns of its result."""
+_GATED = 13
+"""The field of a step `rope_append` that says whether queries have gates."""
 
 
 def run_program(
@@ -37,7 +39,8 @@ def run_program(
     Args:
         program: the ``code`` of a `Program`.
         constants, inputs: the tensors that operations read. An input of shape ``[0]`` stands for a missing mask.
-        states: keys and values ``[B, Hkv, S, E]``, to which the new tokens are written.
+        states: keys and values ``[B, Hkv, S, E]``, to which the new tokens are written, and the states of recurrent
+            layers, from which these go on and which they write.
         starts: the number of tokens in each cache, by the index that operations use.
 
     Returns:
@@ -94,7 +97,7 @@ def fake(program: Sequence[int], constants: Sequence[Tensor], states: Any, input
         kind, count = program[at : at + 2]
         fields = program[at + 2 : at + 2 + count]
         at += 2 + count
-        if kind == codes.SCORE or (kind == codes.LINEAR and count > 13 and fields[13] != codes.NONE):
+        if kind in (codes.SCORE, codes.MASK_ROWS) or (kind == codes.LINEAR and count > 13 and fields[13] != codes.NONE):
             continue
         x = of(fields[0])
         shape = list(x.shape)
@@ -112,7 +115,15 @@ def fake(program: Sequence[int], constants: Sequence[Tensor], states: Any, input
         elif kind == codes.ROPE_APPEND:
             keys = of(fields[3])
             size = keys.shape[3]
-            shape = [shape[0], shape[2] // size - 2 * keys.shape[1], shape[1], size]
+            queries = shape[2] // size - 2 * keys.shape[1]
+            gated = len(fields) > _GATED and fields[_GATED]
+            shape = [shape[0], queries // 2 if gated else queries, shape[1], size]
+        elif kind == codes.CAUSAL_CONV1D:
+            shape[-1] = of(fields[1]).shape[0]
+        elif kind == codes.GATED_DELTA_RULE:
+            shape[-1] = fields[6] * fields[7]
+        elif kind == codes.SSD:
+            shape[-1] = fields[4] * fields[5]
         elif kind == codes.SELF_ATTENTION:
             shape[-1] -= 2 * fields[1] * fields[2]
         elif kind == codes.CROSS_ATTENTION:

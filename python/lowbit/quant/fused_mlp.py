@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MLPs of two linear layers that can be steps of a program.
+"""MLPs of two or three linear layers that can be steps of a program.
 
     last(act(first(x)))             plain: Phi, StarCoder 2, GPT-NeoX, Nemotron
     last(xielu(first(x)))           Apertus, with numbers that were learned
     last(act(gate) * up)            gate, up = halves of first(x), in this order or the other: Phi-3, GLM
+    last(act(first(x)) * up(x))     gated, where the activation is no module: LFM2
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from lowbit.ops.linear import activation_functions
 from lowbit.ops.pointwise import RELU_SQUARED, XIELU
 from lowbit.quant.fused import Fused, has_own_tensors, hooked, probe_of
+from lowbit.quant.gated_mlp import GATED_LAYERS
 from lowbit.quant.quant_linear import QuantLinear
 from lowbit.quant.unchanged import Attributes
 
@@ -23,7 +25,7 @@ _TOLERANCE = 1e-5  # relative to the largest value
 
 
 class FusedMLP(Fused):
-    """An MLP of two linear layers whose activation is known. It runs its own code when it is called; a fused decoder
+    """An MLP whose activation is known. It runs its own code when it is called; a fused decoder
     layer has it as steps of its program."""
 
     def is_as_fused(self) -> bool:
@@ -52,12 +54,15 @@ class FusedMLP(Fused):
 
 
 def is_mlp(module: nn.Module) -> bool:
-    """Whether the module has two quantized layers and else nothing with parameters."""
+    """Whether the module has two or three quantized layers, else nothing with parameters, and not the names of those that
+    `fuse_gated_mlps` looks at."""
     children = [child for child in module._modules.values() if child is not None]
-    linears = sum(type(child) is QuantLinear for child in children)
+    linears = [child for child in children if type(child) is QuantLinear]
     rest = [child for child in children if type(child) is not QuantLinear]
+    sizes = sorted((layer.in_features, layer.out_features) for layer in linears)
+    gated = len(linears) == 3 and sizes[1] in (sizes[0], sizes[2]) and {sizes[0][::-1], sizes[2][::-1]} == {*sizes}
     return (
-        linears == 2 and not has_own_tensors(module) and not hasattr(module, "layer_idx")
+        (len(linears) == 2 or gated) and not module._modules.keys() >= set(GATED_LAYERS) and not has_own_tensors(module) and not hasattr(module, "layer_idx")
         and not any(child._modules or any(each.numel() > 1 or each.is_meta for each in scalars_of(child)) for child in rest)
     )  # fmt: skip
 
@@ -80,9 +85,9 @@ def fuse_mlp(module: nn.Module) -> str:
         return f"hooks on {hook}"
     facts = _facts(module)
     if facts is None:
-        return "its two linear layers are not joined by an activation that the op has"
+        return "its linear layers are not joined by an activation that the op has"
     children = [(name, child) for name, child in module._modules.items() if child is not None]
-    linears = (facts["first"], facts["last"])
+    linears = (facts["first"], facts["up"], facts["last"])
     facts |= {
         "noted": Attributes(module, without=("facts", "training")),
         "children": [(name, type(child)) for name, child in children],
@@ -139,15 +144,28 @@ def _facts(module: nn.Module) -> dict[str, Any] | None:
             y = probe(x)
         except (TypeError, RuntimeError, ValueError, AttributeError, IndexError):  # another signature
             continue
-        if len(calls) != 2 or not isinstance(y, Tensor) or not calls[0][1].equal(x):
+        if len(calls) != len(names) or not isinstance(y, Tensor) or not all(given.equal(x) for _, given in calls[:-1]):
             continue
-        first, last = calls[0][0], calls[1][0]
-        if first == last or not y.equal(results[last]):
+        *inner, last = [name for name, _ in calls]
+        if len({*inner, last}) != len(names) or not y.equal(results[last]):
             continue
-        between = _between(results[first], calls[1][1])
-        fits = calls[1][1].shape[-1] == module._modules[last].in_features and width == module._modules[first].in_features
-        if between is not None and fits:
-            return {"first": first, "last": last, **between}
+        h = calls[-1][1]
+        between = _between(results[inner[0]], h) if len(inner) == 1 else _gated([results[name] for name in inner], h)
+        inputs = [module._modules[name].in_features for name in (*inner, last)]
+        if between is not None and inputs == [*len(inner) * [width], h.shape[-1]]:
+            first = between.pop("first", 0)
+            up = inner[1 - first] if len(inner) == 2 else None
+            return {"first": inner[first], "up": up, "last": last, **between}
+    return None
+
+
+def _gated(results: list[Tensor], h: Tensor) -> dict[str, Any] | None:
+    """Return how h is a product of one of the two results and the activation of the other, the first."""
+    for number, act in enumerate(activation_functions):
+        for first in (0, 1):
+            gate, up = results[first], results[1 - first]
+            if gate.shape == up.shape == h.shape and _alike(act(gate) * up, h):
+                return {"activation": number, "function": 0, "gate": None, "first": first}
     return None
 
 

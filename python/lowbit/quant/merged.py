@@ -107,12 +107,12 @@ def _joined_biases(layers: Sequence[QuantLinear]) -> Tensor | None:
     return whole
 
 
-def split_halves(layer: QuantLinear) -> list[tuple[Tensor, Tensor | None, tuple]] | None:
-    """Return weight, bias and op_args of the first and the second half of the outputs, as views; None if a panel has
-    outputs of both."""
-    n, weight, bias = layer.out_features // 2, layer.weight, layer.bias
-    if layer.out_features != 2 * n or n % PANEL or weight.shape[0] % 2:
+def split_parts(layer: QuantLinear, count: int) -> list[tuple[Tensor, Tensor | None, tuple]] | None:
+    """Return weight, bias and op_args of each of ``count`` equal parts of the outputs, as views; None if a panel has
+    outputs of two of them."""
+    n, weight, bias = layer.out_features // count, layer.weight, layer.bias
+    if layer.out_features != count * n or n % PANEL or weight.shape[0] % count:
         return None
-    biases = (None, None) if bias is None else bias.data.split(n)
+    biases = count * (None,) if bias is None else bias.data.split(n)
     op_args = (n, *layer.op_args[1:])
-    return [(part, own, op_args) for part, own in zip(weight.data.chunk(2, dim=0), biases, strict=True)]
+    return [(part, own, op_args) for part, own in zip(weight.data.chunk(count, dim=0), biases, strict=True)]

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a layer of a decoder keeps of earlier tokens, and where: keys and values, or the states of a recurrent layer, in a
+cache that is written in place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import DynamicCache
+
+from lowbit.models.growing_cache import GrowingLayer, GrowingSlidingLayer, new_tokens
+from lowbit.models.recurrent_layers import LinearAttentionLayer
+
+Found = tuple[Any, Sequence[Tensor], int]
+"""An object whose `extend` counts new tokens, the states, and the number of tokens in front of the new ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeysAndValues:
+    """The keys and values of attention, ``[B, heads, S, size]``."""
+
+    heads: int
+    size: int
+    count: ClassVar[int] = 2
+
+    def new(self, x: Tensor, length: int) -> Sequence[Tensor]:
+        """Return memory for ``length`` tokens of a call without a cache."""
+        return x.new_empty(2, x.shape[0], self.heads, length, self.size).unbind()
+
+    def found(self, layer: Any, x: Tensor, length: int) -> Found | None:
+        """Return where in a layer of a cache the next ``length`` tokens are written, or None if only its ``update`` can
+        add them."""
+        if type(layer) not in (GrowingLayer, GrowingSlidingLayer):
+            return None
+        room = layer.room_for(length, new_tokens(x.shape[0], self.heads, self.size, x), x)
+        return None if room is None else (layer, room[:2], room[2])
+
+
+@dataclass(frozen=True, slots=True)
+class RecurrentStates:
+    """The last inputs of a convolution ``[B, channels, taps]``, and the float32 state ``[B, *shape]`` behind it, if the
+    layer has one."""
+
+    channels: int
+    taps: int
+    shape: tuple[int, ...] = ()
+
+    @property
+    def count(self) -> int:
+        """The number of tensors."""
+        return 2 if self.shape else 1
+
+    def new(self, x: Tensor, length: int) -> Sequence[Tensor]:
+        """Return the states before the first token."""
+        conv = x.new_zeros(x.shape[0], self.channels, self.taps)
+        return (conv, x.new_zeros(x.shape[0], *self.shape, dtype=torch.float32)) if self.shape else (conv,)
+
+    def found(self, layer: Any, x: Tensor, length: int) -> Found | None:
+        """Return the states of a layer of a cache, which are made first if it has none, or None if a step cannot go on
+        from them: they have another dtype or layout, or past ones are recorded for assisted decoding."""
+        if LinearAttentionLayer is None or type(layer) is not LinearAttentionLayer or layer.record_past:
+            return None
+        conv, state = layer.conv_states, layer.recurrent_states
+        if conv[0] is None:
+            layer.lazy_initialization(conv_states=x.new_empty(x.shape[0], self.channels, self.taps))
+        if self.shape and state[0] is None:
+            layer.lazy_initialization(recurrent_states=x.new_empty(x.shape[0], *self.shape, dtype=torch.float32))
+        wanted = [(conv[0], x.dtype, (x.shape[0], self.channels, self.taps))]
+        if self.shape:
+            wanted.append((state[0], torch.float32, (x.shape[0], *self.shape)))
+        for tensor, dtype, shape in wanted:
+            if tensor.dtype is not dtype or tensor.shape != shape or not (tensor.is_cpu and tensor.is_contiguous()):
+                return None
+            if tensor.is_inference() and not torch.is_inference_mode_enabled():  # torch refuses to write to it
+                return None
+        return _Stepped(layer), [tensor for tensor, _, _ in wanted], 0
+
+
+class _Stepped:
+    """A layer of a cache whose states a step writes."""
+
+    __slots__ = ("layer",)
+
+    def __init__(self, layer: Any) -> None:
+        self.layer = layer
+
+    def extend(self, length: int) -> None:
+        self.layer.has_previous_state[0] = True
+
+
+Memory = KeysAndValues | RecurrentStates
+
+
+def layers_in(cache: Any, indices: Sequence[int | None]) -> list[Any] | None:
+    """Return the layers of a cache at ``indices``, or None if it has them elsewhere than in memory, does not have all of
+    them, or two are the same."""
+    if type(cache) is not DynamicCache or cache.offloading or None in indices or max(indices) >= len(cache.layers):
+        return None
+    found = [cache.layers[index] for index in indices]
+    return None if len(set(map(id, found))) < len(found) else found

@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The functions that write recurrent layers as steps of a program: gated delta nets, Mamba-2 mixers and short
+convolutions. As those of half_steps.py, they leave the last linear layer to the residual stream.
+
+A program is the same for each call, so that what depends on the call is left to the modules: packed sequences, and
+steps of time that are limited in prompts alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from itertools import takewhile
+from typing import Any
+
+from torch import nn
+
+from lowbit.formats.float import float_weight
+from lowbit.models.delta_net_forms import CONV, is_of_whole_panels
+from lowbit.models.fused_delta_net import FusedDeltaNet
+from lowbit.models.fused_mamba2 import NORM, FusedMamba2
+from lowbit.models.fused_short_conv import FusedShortConv
+from lowbit.models.layer_memory import RecurrentStates
+from lowbit.models.products import projected
+from lowbit.models.steps import Steps, Written
+from lowbit.ops.program import NONE, Program
+from lowbit.quant.fused import Fused, hooked, not_packed
+from lowbit.quant.fused_gated_norm import FusedGatedNorm
+from lowbit.quant.merged import MergedLinear, split_parts
+from lowbit.quant.quant_linear import QuantLinear
+
+
+def delta_net_steps(steps: Steps, net: Any, i: int, kind: int, x: int) -> Written | None:
+    """Write a gated delta net."""
+    form, sizes = net.facts["form"], net.facts["sizes"]
+    norm, conv = _begun(steps, net, form.norm), net._modules[CONV]
+    if norm is None:
+        return None
+    keys, state = steps.keep(_states_of(conv, (sizes.heads, sizes.dk, sizes.dv)), kind, net)
+    program, parameters = steps.program, net._parameters
+    program.mask_rows(x, Program.input(3 + 3 * kind))
+    layers = [net._modules[name] for name in form.readers]
+    (qkv, _), z, b, a = _products(steps, net.facts["merged"], layers, len(form.of_qkv), x)
+    mixed = program.causal_conv1d(qkv, *_taps(steps, conv, keys), silu=True)
+    steps.note(parameters, "A_log", "dt_bias")
+    o = program.gated_delta_rule(
+        mixed, a[0], b[0], state, (sizes.key_heads, sizes.dk, sizes.heads, sizes.dv), sizes.dk**-0.5, True,
+        program.constant(parameters["A_log"]), program.constant(parameters["dt_bias"]), a[1], b[1], net.facts["beta"],
+    )  # fmt: skip
+    return _normed(steps, norm, o, *z), net._modules[form.out]
+
+
+def mamba2_steps(steps: Steps, mixer: Any, i: int, kind: int, x: int) -> Written | None:
+    """Write a Mamba-2 mixer."""
+    sizes, modules, parameters = mixer.facts["sizes"], mixer._modules, mixer._parameters
+    norm, conv = _begun(steps, mixer, NORM), modules[CONV]
+    if norm is None:
+        return None
+    last, state = steps.keep(_states_of(conv, (sizes.heads, sizes.p, sizes.s)), kind, mixer)
+    program, mask = steps.program, Program.input(3 + 3 * kind)
+    program.mask_rows(x, mask)
+    made = steps.product(modules["in_proj"], x)
+    inner = sizes.columns[0]
+    mixed = program.causal_conv1d(made, *_taps(steps, conv, last), column=inner, silu=True)
+    program.mask_rows(mixed, mask)  # whose bias made something of padding
+    steps.note(parameters, "A_log", "dt_bias", "D")
+    steps.note_contents(parameters["A_log"])
+    y = program.ssd(
+        mixed, made, program.constant(-parameters["A_log"].detach().float().exp()), state,
+        (sizes.heads, sizes.p, sizes.groups, sizes.s), mixer.facts["limit"], program.constant(parameters["D"]),
+        program.constant(parameters["dt_bias"]), softplus=True, dt_column=inner + sum(sizes.columns),
+    )  # fmt: skip
+    return _normed(steps, norm, y, made, 0), modules["out_proj"]
+
+
+def short_conv_steps(steps: Steps, layer: Any, i: int, kind: int, x: int) -> Written | None:
+    """Write a short convolution. Its three projections are thirds of one weight, whose products are factors of the
+    products behind them."""
+    modules = layer._modules
+    if _begun(steps, layer, None) is None:
+        return None
+    reader, conv = modules["in_proj"], modules["conv"]
+    (last,) = steps.keep(_states_of(conv, ()), kind, layer)
+    steps.program.mask_rows(x, Program.input(3 + 3 * kind))
+    steps.note_linear(reader)
+    steps.note_addresses([each for each in (reader.weight, reader.bias) if each is not None])
+    b, c, value = split_parts(reader, 3)
+    row = reader.row_number
+    given = steps.linear(*value, row, x, mul=steps.linear(*b, row, x))
+    mixed = steps.program.causal_conv1d(given, *_taps(steps, conv, last))
+    return steps.linear(*c, row, x, mul=mixed), modules["out_proj"]
+
+
+def why_no_steps(layer: Any) -> str:
+    """Return why a fused recurrent layer cannot be steps of a program, or an empty string."""
+    modules, facts = layer._modules, layer.facts
+    name = "a gated delta net" if isinstance(layer, FusedDeltaNet) else "a recurrent layer"
+    if isinstance(layer, FusedDeltaNet):
+        form, heads = facts["form"], facts["sizes"].heads
+        linear = [each for each in (*form.readers, form.out) if not _is_small(modules[each], heads)]
+        norm = form.norm
+        if form.in_groups:
+            return f"{name} whose projections lie head by head is no step of a program"
+        if form.decay or form.behind_z:
+            return f"{name} with modules that make its gates is no step of a program"
+    else:
+        linear, norm = ["in_proj", "out_proj"], NORM if isinstance(layer, FusedMamba2) else None
+    if unpacked := [each for each in linear if type(modules[each]) is not QuantLinear]:
+        return not_packed(unpacked[0], modules[unpacked[0]])
+    if norm is not None and not isinstance(modules[norm], FusedGatedNorm):
+        return f"its {norm} is no gated norm that is fused"
+    if isinstance(layer, FusedMamba2):
+        if facts["factor"] != 1 or layer._buffers.get("mup_vector") is not None:
+            return "a Mamba-2 mixer with factors of its projections is no step of a program"
+        if facts["limit"] != (0, math.inf):
+            return "a Mamba-2 mixer that limits its steps of time is no step of a program"
+    if isinstance(layer, FusedShortConv) and split_parts(modules["in_proj"], 3) is None:
+        return "its in_proj has panels with outputs of two parts"
+    return ""
+
+
+def _begun(steps: Steps, layer: Any, norm: str | None) -> Any:
+    """Record a recurrent layer, if it can be steps in its current state, and return its gated norm, or True if it has
+    none; None if it cannot."""
+    modules, noted = layer._modules, layer.facts["noted"]
+    if layer.training or hooked(layer, modules) or not noted.hold(layer) or why_no_steps(layer):
+        return None
+    steps.note_half(layer)
+    steps.note(layer.__dict__, *noted.names)
+    for child in modules.values():
+        if isinstance(child, nn.Module) and type(child) is not QuantLinear:
+            steps.note_module(child)
+    if norm is None:
+        return True
+    of_norm = modules[norm]
+    if not of_norm.facts["noted"].hold(of_norm) or not of_norm.weight.is_contiguous():
+        return None
+    steps.note(of_norm._parameters, "weight")
+    steps.note(of_norm.__dict__, "facts", *of_norm.facts["noted"].names)
+    return of_norm
+
+
+def _states_of(conv: Any, shape: tuple[int, ...]) -> RecurrentStates:
+    return RecurrentStates(conv.weight.shape[0], conv.weight.shape[-1], shape)
+
+
+def _taps(steps: Steps, conv: Any, state: int) -> tuple[int, int, int]:
+    """Return the operands of a convolution: its taps ``[D, K]``, its state and its bias."""
+    steps.note(conv._parameters, "weight", "bias")
+    steps.note_addresses([conv.weight])
+    constant = steps.program.constant
+    return constant(conv.weight.detach().squeeze(1)), state, NONE if conv.bias is None else constant(conv.bias)
+
+
+def _normed(steps: Steps, norm: Any, x: int, gate: int, column: int) -> int:
+    options = norm.facts["options"]
+    of_gate = options["activation"] == "sigmoid", options["gate_first"]
+    weight = steps.program.constant(norm.weight)
+    return steps.program.gated_rms_norm(x, gate, weight, options["eps"], options["group_size"], *of_gate, column)
+
+
+def _products(
+    steps: Steps, merged: MergedLinear, layers: Sequence[Any], first: int, x: int
+) -> list[tuple[int, int]]:
+    """Write the products of the layers, of the ``first`` of them side by side, and return operand and first column of
+    these and of each other layer. Leading layers of one format are one product."""
+    packed = list(takewhile(is_of_whole_panels, layers))
+    joined = packed if len(packed) >= first and merged.holds(packed) else list(layers[:first])
+    operand, column = projected(steps, merged, joined, x), sum(layer.out_features for layer in layers[:first])
+    places = [(operand, 0)]
+    for layer in joined[first:]:
+        places.append((operand, column))
+        column += layer.out_features
+    return places + [(_product(steps, layer, x), 0) for layer in layers[len(joined) :]]
+
+
+def _is_small(layer: Any, heads: int) -> bool:
+    """Whether this is a float layer with an output for each head, which `quantize_` leaves float where heads are few."""
+    return type(layer) is nn.Linear and layer.out_features == heads
+
+
+def _product(steps: Steps, layer: Any, x: int) -> int:
+    """Write a packed layer applied to x, or a small float one, of which the step has a copy."""
+    if type(layer) is QuantLinear:
+        return steps.product(layer, x)
+    steps.note(layer._parameters, "weight", "bias")
+    steps.note_contents(layer.weight)
+    packed = QuantLinear.from_linear(layer, float_weight().spec(layer.weight.dtype))
+    return steps.linear(packed.weight, layer.bias, packed.op_args, packed.row_number, x)
+
+
+RECURRENT_STEPS: dict[type[Fused], Callable[..., Written | None]] = {
+    FusedDeltaNet: delta_net_steps,
+    FusedMamba2: mamba2_steps,
+    FusedShortConv: short_conv_steps,
+}
+"""The function that writes the steps of each class of recurrent layers, as `HALF_STEPS`."""
