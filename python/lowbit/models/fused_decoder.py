@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lowbit.models.fused_layer import FusedDecoderLayer, cache_of, in_one_call, named
-from lowbit.models.layer_program import LayerProgram
+from lowbit.models.steps import KeptPrograms
 from lowbit.ops.tracing import is_traced
 from lowbit.quant.fused import Fused, probe_of
 
@@ -144,7 +144,7 @@ def fuse_decoder(module: nn.Module) -> str:
     attention = layers[0].facts["attention"]
     FusedDecoder.take(
         module,
-        {"layers": layers, "list": "layers", "kinds": kinds, "attention": attention, "kept": LayerProgram()},
+        {"layers": layers, "list": "layers", "kinds": kinds, "attention": attention, "kept": KeptPrograms()},
     )
     return ""
 

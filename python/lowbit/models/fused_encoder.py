@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lowbit.models.fused_decoder import FusedStack, hidden_of, probe_of_stack, stand_ins
 from lowbit.models.fused_encoder_layer import FusedEncoderLayer, encoded
 from lowbit.models.fused_layer import cache_of, named
-from lowbit.models.layer_program import LayerProgram
+from lowbit.models.steps import KeptPrograms
 
 _LISTS = ("layer", "layers")
 """Names of the list of layers."""
@@ -57,7 +57,7 @@ def fuse_encoder(module: nn.Module) -> str:
             "kinds": kinds,
             "windows": tuple(windows.values()),
             "attention": layers[0].facts["attention"],
-            "kept": LayerProgram(),
+            "kept": KeptPrograms(),
         },
     )
     return ""

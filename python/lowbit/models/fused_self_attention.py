@@ -31,7 +31,7 @@ class FusedSelfAttention(AttentionPiece):
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         facts, attend = self.facts, ALL_ATTENTION_FUNCTIONS.get(self.config._attn_implementation)
-        layers = self.projections() if is_inference(hidden_states) and not self.training else None
+        layers = self.plain_projections() if is_inference(hidden_states) and not self.training else None
         if layers is None or attend is None or past_key_values is not None:
             return super().forward(
                 hidden_states, attention_mask=attention_mask, past_key_values=past_key_values, **kwargs

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 
 from lowbit.models.fused_attention import AttentionPiece, FusedAttention
 from lowbit.models.fused_mixture import FusedMixture, mixture_steps
@@ -24,8 +25,8 @@ from lowbit.quant.fused import Fused, hooked
 from lowbit.quant.fused_mlp import FusedMLP, scalars_of
 from lowbit.quant.fused_norm import EPS
 from lowbit.quant.gated_mlp import FusedGatedMLP
+from lowbit.quant.lora_layers import base_of, is_step
 from lowbit.quant.merged import split_halves
-from lowbit.quant.quant_linear import QuantLinear
 
 
 def attention_steps(steps: Steps, attention: AttentionPiece, i: int, kind: int, x: int) -> Written | None:
@@ -37,7 +38,7 @@ def attention_steps(steps: Steps, attention: AttentionPiece, i: int, kind: int, 
         return None
     if projections is None or hooked(attention, (out,)):
         return None
-    if out is not None and type(o_proj) is not QuantLinear:
+    if not all(map(is_step, projections if out is None else (*projections, o_proj))):
         return None
     if not all(norm.weight.is_contiguous() for norm in of_heads):
         return None
@@ -93,19 +94,20 @@ def _sink(steps: Steps, attention: AttentionPiece) -> int:
     return steps.program.constant(sinks.detach().float())
 
 
-def _projected(steps: Steps, merged: Any, projections: list[QuantLinear], x: int) -> int:
+def _projected(steps: Steps, merged: Any, projections: list[nn.Module], x: int) -> int:
     """Write q, k and v as one product, or as three products into column ranges of one tensor."""
-    if merged.holds(projections):
+    linears, added = [*map(base_of, projections)], steps.adapters(projections, x)
+    if merged.holds(linears):
         steps.note(merged.__dict__, "weight", "bias")
-        parameters = (parameter for linear in projections for parameter in (linear.weight, linear.bias))
+        parameters = (parameter for linear in linears for parameter in (linear.weight, linear.bias))
         steps.note_addresses([parameter for parameter in parameters if parameter is not None])
-        for linear in projections:
+        for linear in linears:
             steps.note_linear(linear)
-        return steps.linear(merged.weight, merged.bias, merged.op_args, projections[0].row_number, x)
+        return steps.linear(merged.weight, merged.bias, merged.op_args, linears[0].row_number, x, added)
     steps.merged = False
-    qkv, at = steps.program.columns(x, sum(linear.out_features for linear in projections)), 0
-    for linear in projections:
-        steps.product(linear, x, into=qkv, first_column=at)
+    qkv, at = steps.program.columns(x, sum(linear.out_features for linear in linears)), 0
+    for linear, adapter in zip(linears, added, strict=True):
+        steps.product_with(adapter, linear, x, into=qkv, first_column=at)
         at += linear.out_features
     return qkv
 
@@ -116,19 +118,22 @@ def mlp_steps(steps: Steps, mlp: FusedMLP, i: int, kind: int, x: int) -> Written
         return None
     facts = mlp.facts
     first, last = mlp._modules[facts["first"]], mlp._modules[facts["last"]]
+    if not is_step(first) or not is_step(last):
+        return None
     if facts["gate"] is None:
         hidden = steps.product(first, x, activation=facts["activation"])
         if facts["function"]:
             hidden = steps.program.pointwise(hidden, facts["function"], parameters=facts.get("numbers", ()))
     else:
-        halves = split_halves(first)
+        whole = base_of(first)
+        halves, added = split_halves(whole), steps.halves(first, x)
         if halves is None:
             return None
-        steps.note_linear(first)
-        steps.note_addresses([each for each in (first.weight, first.bias) if each is not None])
-        gate, up = halves[facts["gate"]], halves[1 - facts["gate"]]
-        gate = steps.linear(*gate, first.row_number, x, activation=facts["activation"])
-        hidden = steps.linear(*up, first.row_number, x, mul=gate)
+        steps.note_linear(whole)
+        steps.note_addresses([each for each in (whole.weight, whole.bias) if each is not None])
+        number = facts["gate"]
+        gate = steps.linear(*halves[number], whole.row_number, x, [added[number]], activation=facts["activation"])
+        hidden = steps.linear(*halves[1 - number], whole.row_number, x, [added[1 - number]], mul=gate)
     steps.note_half(mlp)
     steps.note(mlp.__dict__, *facts["noted"].names)
     for name, notes, _ in facts["activations"]:

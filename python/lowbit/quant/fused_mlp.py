@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from lowbit.ops.linear import activation_functions
 from lowbit.ops.pointwise import RELU_SQUARED, XIELU
 from lowbit.quant.fused import Fused, has_own_tensors, hooked, probe_of
-from lowbit.quant.quant_linear import QuantLinear
+from lowbit.quant.lora_layers import base_of, is_product
 from lowbit.quant.unchanged import Attributes
 
 _TOLERANCE = 1e-5  # relative to the largest value
@@ -33,7 +33,7 @@ class FusedMLP(Fused):
             return False
         children = [(name, child) for name, child in self._modules.items() if child is not None]
         same = len(children) == len(facts["children"]) and all(
-            one == other and type(child) is kind and child.__dict__.get("training") is False
+            one == other and type(base_of(child)) is kind and child.__dict__.get("training") is False
             for (one, child), (other, kind) in zip(children, facts["children"], strict=True)
         )
         return same and all(
@@ -54,10 +54,9 @@ class FusedMLP(Fused):
 def is_mlp(module: nn.Module) -> bool:
     """Whether the module has two quantized layers and else nothing with parameters."""
     children = [child for child in module._modules.values() if child is not None]
-    linears = sum(type(child) is QuantLinear for child in children)
-    rest = [child for child in children if type(child) is not QuantLinear]
+    rest = [child for child in children if not is_product(child)]
     return (
-        linears == 2 and not has_own_tensors(module) and not hasattr(module, "layer_idx")
+        len(children) - len(rest) == 2 and not has_own_tensors(module) and not hasattr(module, "layer_idx")
         and not any(child._modules or any(each.numel() > 1 or each.is_meta for each in scalars_of(child)) for child in rest)
     )  # fmt: skip
 
@@ -85,7 +84,7 @@ def fuse_mlp(module: nn.Module) -> str:
     linears = (facts["first"], facts["last"])
     facts |= {
         "noted": Attributes(module, without=("facts", "training")),
-        "children": [(name, type(child)) for name, child in children],
+        "children": [(name, type(base_of(child))) for name, child in children],
         "activations": [
             (name, Attributes(child, ("training",)), _numbers(child)) for name, child in children if name not in linears
         ],
@@ -112,10 +111,11 @@ def activation_of(module: nn.Module) -> int | None:
 @torch.no_grad()
 def _facts(module: nn.Module) -> dict[str, Any] | None:
     generator = torch.Generator("cpu").manual_seed(0)
-    names = [name for name, child in module._modules.items() if type(child) is QuantLinear]
+    linears = {name: base_of(child) for name, child in module._modules.items() if is_product(child)}
     calls: list[tuple[str, Tensor]] = []
     results = {
-        name: torch.randn(2, module._modules[name].out_features, generator=generator, device="cpu") * 3 for name in names
+        name: torch.randn(2, linear.out_features, generator=generator, device="cpu") * 3
+        for name, linear in linears.items()
     }
 
     def stand_in(name: str) -> nn.Module:
@@ -123,15 +123,15 @@ def _facts(module: nn.Module) -> dict[str, Any] | None:
             calls.append((name, x.clone()))
             return results[name].clone()
 
-        probe = probe_of(module._modules[name])
+        probe = probe_of(linears[name])
         probe.forward = forward
         return probe
 
-    probe = probe_of(module, **{name: stand_in(name) for name in names})
+    probe = probe_of(module, **{name: stand_in(name) for name in linears})
     for child in probe._modules.values():
         if child is not None and child.training:
             return None
-    widths = {module._modules[name].in_features for name in names}
+    widths = {linear.in_features for linear in linears.values()}
     for width in widths:
         calls.clear()
         x = torch.randn(2, width, generator=generator, device="cpu")
@@ -145,7 +145,7 @@ def _facts(module: nn.Module) -> dict[str, Any] | None:
         if first == last or not y.equal(results[last]):
             continue
         between = _between(results[first], calls[1][1])
-        fits = calls[1][1].shape[-1] == module._modules[last].in_features and width == module._modules[first].in_features
+        fits = calls[1][1].shape[-1] == linears[last].in_features and width == linears[first].in_features
         if between is not None and fits:
             return {"first": first, "last": last, **between}
     return None
