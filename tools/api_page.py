@@ -54,7 +54,7 @@ SECTIONS = {
     "Attention: ready-made score functions": "lowbit.attention.mods: *",
     "torch.compile": "lowbit: compile_options compile_blocks c_shim_options",
     "Optimizers": "lowbit.optim: *",
-    "Checkpoints of transformers": "lowbit: LowbitConfig load_gguf quantize_checkpoint save compare_checkpoints Comparison",
+    "Checkpoints of transformers": "lowbit: LowbitConfig load_gguf load_gguf_adapter quantize_checkpoint save compare_checkpoints Comparison",
     "transformers": "lowbit: QuantizedCache",
     "transformers: optimizers of the Trainer": "lowbit: trainer_optimizer",
     "Weights of bitsandbytes": "lowbit.peers.bitsandbytes: from_bitsandbytes to_bitsandbytes replace_linear4bit "

@@ -24,7 +24,7 @@ LinearArgs call_of(std::string_view asker, int64_t m, int64_t n, int64_t k, int6
                    bool asymmetric, int64_t x_format_, std::string_view dtype, std::string_view device) {
   const WeightSpec spec = weight_spec(asker, n, k, format, group_size, asymmetric);
   LinearArgs args{.m = m, .weight_spec = spec, .x_format = x_format(x_format_, spec),
-                  .dtype = activation_dtype(asker, dtype)};
+                  .dtype = activation_dtype(asker, dtype), .low_rank = {}};
   args.place.device.type = device_type(asker, device);
   return args;
 }

@@ -69,6 +69,8 @@ std::string_view not_offered(const Args& args) {
   constexpr std::string_view kPrograms = "rows of third parties are not given a score_mod or a mask_mod";
   if constexpr (requires { args.forward; }) return not_offered(args.forward);
   else if constexpr (requires { args.score_mod; }) return args.score_mod || args.mask_mod ? kPrograms : "";
+  else if constexpr (requires { args.low_rank; })
+    return args.low_rank ? "rows of third parties are not given an adapter's product of low rank" : "";
   else return "";
 }
 

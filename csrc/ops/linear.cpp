@@ -95,18 +95,53 @@ LinearArgs linear_args(const LinearTensors& tensors, const WeightSpec& spec, int
           .bias = bias.data,
           .mul = mul.data,
           .add = add.data,
-          .y = y.data};
+          .y = y.data,
+          .low_rank = {}};
+}
+
+void add_low_rank(LinearArgs& args, const TensorView& inner, const TensorView& up,
+                  std::span<const LowRank::Part> parts) {
+  const int64_t n = args.weight_spec.n, panels = args.weight_spec.panels();
+  place_of("linear", {{"inner", inner}, {"up", up}});
+  check(args.place.device.type == DeviceType::cpu && inner.device.type == DeviceType::cpu, not_implemented,
+        "linear: an adapter's product of low rank must be on the CPU, where the kernel rows are");
+  check(inner.dtype == args.dtype, type, "linear: inner must have the dtype of x, got ", name_of(inner.dtype), " and ",
+        name_of(args.dtype));
+  check(inner.rank >= 1 && inner.size(-1) > 0 && inner.numel() == args.m * inner.size(-1), value,
+        "linear: inner must have the ", args.m, " rows of x, got ", shape_text(inner));
+  check_contiguous("linear", "inner", inner);
+  check_activation("linear", "up", up);
+  check(up.rank == 3 && up.size(0) == panels && up.size(1) > 0 && up.size(2) == 16, value,
+        "linear: up must have shape [", panels, ", rank, 16] for n=", n, ", got ", shape_text(up));
+  check_contiguous("linear", "up", up);
+  const int64_t width = inner.size(-1), rank = up.size(1);
+  check(!parts.empty() && parts.size() <= LowRank::kParts && parts.back().end == n, value,
+        "linear: the parts of an adapter must be 1 to ", LowRank::kParts, " and end with output ", n, ", got ",
+        parts.size(), " that end with ", parts.empty() ? 0 : parts.back().end);
+  LowRank low{.inner = inner.data, .up = up.data, .up_dtype = up.dtype, .width = width, .rank = rank, .parts = {}};
+  int64_t begin = 0;
+  for (std::size_t i = 0; i < parts.size(); begin = parts[i++].end) {
+    const auto [end, column] = parts[i];
+    check(end > begin && (end == n || end % 16 == 0), value,
+          "linear: the parts of an adapter must rise by multiples of 16, got ", end, " behind ", begin);
+    check(column >= -1 && column <= width - rank, value, "linear: a part of an adapter must read ", rank, " of the ",
+          width, " columns of inner, or -1 for none, got the first as ", column);
+    low.parts[i] = parts[i];
+  }
+  args.low_rank = low;
 }
 
 Call describe(const LinearArgs& args) {
   const WeightSpec& spec = args.weight_spec;
+  const LowRank& low = args.low_rank;
   const int64_t m = args.m, element = static_cast<int64_t>(size_of(args.dtype)), result = m * spec.n * element;
   Call call{.arithmetic = stays_float(args.x_format) ? Arithmetic::floating : Arithmetic::integer,
             .read = m * spec.k * element + spec.panels() * spec.panel_bytes() +
                     (args.bias ? spec.n * static_cast<int64_t>(size_of(args.bias_dtype)) : 0) +
-                    result * ((args.mul != nullptr) + (args.add != nullptr)),
+                    result * ((args.mul != nullptr) + (args.add != nullptr)) + m * low.width * element +
+                    spec.panels() * 16 * low.rank * static_cast<int64_t>(size_of(low.up_dtype)),
             .written = result,
-            .operations = 2 * m * spec.n * spec.k};
+            .operations = 2 * m * spec.n * (spec.k + low.rank)};
   call.add(args.dtype, {m, spec.k});
   call.add(DType::uint8, {spec.panels(), spec.panel_bytes()});
   call.add(args.dtype, {m, spec.n});

@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // linear: y[m,n] = act(sum_k x[m,k] * w[n,k] + bias[n]) * mul[m,n] + add[m,n]. w is packed (formats/format.hpp).
+// In a program an adapter may add a product of low rank before the activation (LowRank).
 #pragma once
 
+#include <span>
 #include <string_view>
 
 #include "core/tensor_view.hpp"
@@ -10,6 +12,24 @@
 #include "ops/linear_formats.hpp"
 
 namespace lowbit {
+
+// What an adapter adds to the sums: sum_r inner[m, column + r] * up[n, r]. inner is the product of x and the adapter's
+// first factor, which serves several products and is a call of its own. Outputs that several layers computed before their
+// weights were joined (q, k and v) are in parts, each with columns of its own.
+struct LowRank {
+  static constexpr int kParts = 4;
+  struct Part {
+    int64_t end = 0;      // the outputs before this one, from the end of the part before on
+    int64_t column = -1;  // their first column of inner; -1: nothing is added to them
+  };
+  const void* inner = nullptr;  // [m, width], of the dtype of x
+  const void* up = nullptr;     // [panels, rank, 16], zero behind output n
+  DType up_dtype = DType::float32;
+  int64_t width = 0, rank = 0;  // rank 0: there is no adapter
+  Part parts[kParts];
+
+  explicit operator bool() const { return rank > 0; }
+};
 
 struct LinearArgs {
   Place place{};
@@ -25,6 +45,7 @@ struct LinearArgs {
   const void* mul = nullptr;          // [m, n] or null
   const void* add = nullptr;          // [m, n] or null
   void* y = nullptr;                  // [m, n]
+  LowRank low_rank;
 };
 
 // The arguments as a caller gives them; checked here, once, for every binding.
@@ -38,6 +59,10 @@ LOWBIT_API XFormat x_format(int64_t value, const WeightSpec& spec);
 LOWBIT_API void check_weight(std::string_view op, const TensorView& weight, const WeightSpec& spec);
 LOWBIT_API LinearArgs linear_args(const LinearTensors& tensors, const WeightSpec& spec, int64_t x_format,
                                   int64_t activation);
+
+// Adds an adapter to the arguments of a call on the CPU.
+LOWBIT_API void add_low_rank(LinearArgs& args, const TensorView& inner, const TensorView& up,
+                             std::span<const LowRank::Part> parts);
 
 LOWBIT_API Call describe(const LinearArgs& args);
 

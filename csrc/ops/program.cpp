@@ -120,6 +120,13 @@ class Reader {
     step.into = optional_operand("into"), step.first_column = number(0);
     check(!step.into || step.into.kind == Operand::Kind::result, value, kRunProgram, ": into of step ", at(),
           " of program must be a result");
+    step.inner = optional_operand("inner"), step.up = optional_constant("up");
+    check(static_cast<bool>(step.inner) == static_cast<bool>(step.up), value, kRunProgram, ": inner and up of step ",
+          at(), " of program must both be given, or none");
+    for (int64_t parts = number(0); parts > 0; parts--) {
+      const int64_t end = number(), column = number();
+      step.parts.push_back({end, column});
+    }
     return step;
   }
 

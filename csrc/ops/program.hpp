@@ -68,6 +68,8 @@ struct LinearStep {
   int64_t row = 0;            // the preferred row (ops/preferred_row.hpp)
   Operand into;               // y is written to this one-row result, from column `first_column` on
   int64_t first_column = 0;
+  Operand inner, up;          // an adapter (LowRank); may be absent
+  std::vector<LowRank::Part> parts;
 };
 struct RopeAppendStep {
   Operand qkv, cos, sin, q_weight, k_weight;  // qkv [B, L, (Hq + 2 Hkv) E], E of keys, or with gated (2 Hq + 2 Hkv) E

@@ -7,7 +7,8 @@
 //   columns      x, columns
 //   rms_norm     x, weight, eps, offset, add = none
 //   linear       x, weight, n, k, format, group_size, asymmetric, x_format, bias = none, activation = 0, mul = none,
-//                add = none, row = 0, into = none, first_column = 0
+//                add = none, row = 0, into = none, first_column = 0, inner = none, up = none, parts = 0, then the end and
+//                the column of each part (LowRank)
 //   rope_append  qkv, cos or none, sin or none, keys, values, start, q_weight = none, k_weight = none, eps = 0,
 //                offset = 0, rotation = 0, grouped = 0, norm_behind = 0, gated = 0; without cos and sin nothing is rotated
 //   attention    q, keys, values, start, scale, mask = none, causal = 0, score = none, sink = none,

@@ -131,8 +131,10 @@ class ProgramRun {
     const TensorView x = view(step.x), y = with_columns(x, step.spec.n);
     check(x.rank >= 1, value, "linear: x must have shape [..., k], got ", shape_text(x));
     if (step.into) check_part(step, x);
-    return linear_args({x, view(step.weight), view(step.bias), view(step.mul), view(step.add), y}, step.spec,
-                       step.x_format, step.activation);
+    LinearArgs args = linear_args({x, view(step.weight), view(step.bias), view(step.mul), view(step.add), y}, step.spec,
+                                  step.x_format, step.activation);
+    if (step.inner) add_low_rank(args, view(step.inner), view(step.up), step.parts);
+    return args;
   }
 
   RouteArgs args(const RouteStep& step) const {
@@ -316,6 +318,7 @@ class ProgramRun {
   void run(const LinearStep& step, LinearArgs args, int32_t y) const {
     args.x = address(step.x), args.weight = static_cast<const uint8_t*>(address(step.weight));
     args.bias = address(step.bias), args.mul = address(step.mul), args.add = address(step.add);
+    args.low_rank.inner = address(step.inner), args.low_rank.up = address(step.up);
     args.y = step.into ? static_cast<char*>(address(step.into)) +
                              step.first_column * static_cast<int64_t>(size_of(args.dtype))
                        : static_cast<char*>(result(y));

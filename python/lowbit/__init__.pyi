@@ -88,6 +88,7 @@ from lowbit.formats import (
     semi_sparse_weight as semi_sparse_weight,
 )
 from lowbit.huggingface.load_gguf import load_gguf as load_gguf
+from lowbit.huggingface.load_gguf_adapter import load_gguf_adapter as load_gguf_adapter
 from lowbit.huggingface.lowbit_config import LowbitConfig as LowbitConfig
 from lowbit.huggingface.quantize_checkpoint import quantize_checkpoint as quantize_checkpoint
 from lowbit.huggingface.save import save as save

@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// The epilogue, on 16 accumulators before they are stored: column scale, offset of asymmetric activations, bias,
-// activation, mul, add, rounding; or, after the bias, an addition: y += factor of the row * value.
+// The epilogue, on 16 accumulators before they are stored: column scale, offset of asymmetric activations, bias, an
+// adapter, activation, mul, add, rounding; or, after the bias, an addition: y += factor of the row * value.
 #pragma once
 
 #include "cpu/linear/product.hpp"
 #include "cpu/simd/math.hpp"
 #include "cpu/vector_io.hpp"
+#include "ops/linear.hpp"
 
 namespace lowbit::cpu::LOWBIT_ISA_NAME {
 namespace {
@@ -23,6 +24,7 @@ struct Sink {
   const int32_t* index = nullptr;
   int64_t column = 0;             // first column that y has
   const float* factor = nullptr;  // per row r: y += factor * value in float32, in the order of the calls; or null
+  const LowRank* low_rank = nullptr;  // an adapter, or null
 
   LOWBIT_INLINE int64_t row(int64_t r) const { return index ? index[r] : first + r; }
   LOWBIT_INLINE Sink from(int64_t r) const {
@@ -38,6 +40,7 @@ struct Sink {
 struct PanelEnd {
   f32x16 scale, sum, bias;  // sum: of a column's weights
   bool scales;
+  int64_t inner = -1;       // the first column of the adapter's inner; -1: nothing is added
   LOWBIT_INLINE PanelEnd(const PackedWeight& weight, const Sink& sink, int64_t panel, bool offsets) {
     const WeightSpec& spec = weight.spec;
     const uint8_t* header = weight.data + panel * spec.panel_bytes();
@@ -46,8 +49,41 @@ struct PanelEnd {
     if (offsets) sum = load(reinterpret_cast<const float*>(header + spec.column_sum_at()));
     const int64_t column = panel * kPanelColumns;
     if (sink.bias) bias = load_as_float(sink.bias, sink.bias_dtype, column, spec.n - column);
+    if (sink.low_rank) {
+      const LowRank::Part* part = sink.low_rank->parts;
+      while (part->end <= column) part++;
+      inner = part->column;
+    }
   }
 };
+
+// Adds an adapter's part to 16 columns of a row of y. inner: a column of this row, from which `rank` are read.
+// Four sums, because an FMA has a latency of 4 cycles.
+[[gnu::noinline]] inline void add_low_rank(const LowRank& low, DType dtype, int64_t row, int64_t inner, int64_t panel,
+                                           f32x16& value) {
+  constexpr int64_t kChains = 4;
+  alignas(64) float factors[kPanelColumns];
+  f32x16 sums[kChains] = {value, set1(0.0f), set1(0.0f), set1(0.0f)};
+  const int64_t at = row * low.width + inner, up = panel * low.rank * kPanelColumns;
+  for (int64_t first = 0; first < low.rank; first += kPanelColumns) {
+    const int64_t count = smaller(low.rank - first, kPanelColumns);
+    store(factors, load_as_float(low.inner, dtype, at + first, count));  // 0 behind the last one
+    const auto add_all = [&](auto load_up) {
+      for (int64_t r = 0; r < count; r += kChains)
+        unroll<kChains>([&](auto chain) {
+          if (r + chain < count)
+            sums[chain] = fma(set1(factors[r + chain]), load_up(up + (first + r + chain) * kPanelColumns), sums[chain]);
+        });
+    };
+    if (low.up_dtype == DType::float32)
+      add_all([&](int64_t i) { return load(static_cast<const float*>(low.up) + i); });
+    else if (low.up_dtype == DType::bfloat16)
+      add_all([&](int64_t i) { return load_bf16(static_cast<const uint16_t*>(low.up) + i); });
+    else
+      add_all([&](int64_t i) { return load_f16(static_cast<const uint16_t*>(low.up) + i); });
+  }
+  value = add(add(sums[0], sums[1]), add(sums[2], sums[3]));
+}
 
 // n: columns of y. offset: the factor of the columns' sums, or null.
 LOWBIT_INLINE void finish_row(const Sink& sink, int64_t n, const PanelEnd& end, int64_t row, int64_t panel,
@@ -59,6 +95,7 @@ LOWBIT_INLINE void finish_row(const Sink& sink, int64_t n, const PanelEnd& end, 
     if (offset) value = fma(set1(offset[row]), end.sum, value);
   }
   if (sink.bias) value = add(value, end.bias);
+  if (end.inner >= 0) add_low_rank(*sink.low_rank, sink.dtype, sink.row(row), end.inner, panel, value);
   switch (sink.activation) {
     case Activation::none: break;
     case Activation::relu: value = relu(value); break;

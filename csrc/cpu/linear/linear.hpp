@@ -17,7 +17,8 @@ LOWBIT_INLINE XView x_of(const LinearArgs& args) {
 
 LOWBIT_INLINE Sink sink_of(const LinearArgs& args) {
   return {.y = args.y, .dtype = args.dtype, .stride = args.weight_spec.n, .bias = args.bias,
-          .bias_dtype = args.bias_dtype, .activation = args.activation, .mul = args.mul, .add = args.add};
+          .bias_dtype = args.bias_dtype, .activation = args.activation, .mul = args.mul, .add = args.add,
+          .low_rank = args.low_rank ? &args.low_rank : nullptr};
 }
 
 template <class Rows>

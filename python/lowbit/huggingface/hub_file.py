@@ -19,6 +19,18 @@ def is_repository(path: str | os.PathLike[str]) -> bool:
     return is_name and not path.lower().endswith(_ENDING) and not Path(path).exists()
 
 
+def file_of(asker: str, path: str | os.PathLike[str], file: str | None) -> str | os.PathLike[str]:
+    """Return the path of a file that is here, or of one of a repository after its download. Raises the errors of
+    `download`, and ValueError if a ``file`` is given with a path."""
+    if is_repository(path):
+        return download(asker, str(path), file)
+    if file is not None:
+        raise ValueError(
+            f"{asker}: file must be None unless path is a repository of the Hub, got {file!r} with path={str(path)!r}"
+        )
+    return path
+
+
 def hub_files(asker: str, repository: str) -> list[str]:
     """Return the names of the files of a repository; where the Hub must not be asked, of those in the cache.
 

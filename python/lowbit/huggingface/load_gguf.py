@@ -14,7 +14,7 @@ from lowbit.checkpoints.gguf.errors import errors_of
 from lowbit.checkpoints.gguf.file import GgufFile
 from lowbit.checkpoints.gguf.tokenizer import load_tokenizer
 from lowbit.checkpoints.gguf.weights import ACTIVATIONS, StateReader
-from lowbit.huggingface.hub_file import download, is_repository
+from lowbit.huggingface.hub_file import file_of
 from lowbit.huggingface.lowbit_config import LowbitConfig
 from lowbit.models.fuse import fuse as fuse_pieces
 from lowbit.quant.load import load
@@ -60,12 +60,7 @@ def load_gguf(
         >>> print(tokenizer.decode(model.generate(**tokens, max_new_tokens=20)[0]))
     """
     _check_activations(activations)
-    if is_repository(path):
-        path = download("load_gguf", str(path), file)
-    elif file is not None:
-        raise ValueError(
-            f"load_gguf: file must be None unless path is a repository of the Hub, got {file!r} with path={str(path)!r}"
-        )
+    path = file_of("load_gguf", path, file)
     opened, config = _opened(path)
     with errors_of(path, "the tokenizer"):  # before the weights, which take longer
         tokenizer = load_tokenizer(opened)

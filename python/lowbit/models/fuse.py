@@ -15,6 +15,7 @@ from lowbit.quant.fused_layer_norm import FusedLayerNorm, layer_norm_facts
 from lowbit.quant.fused_mlp import fuse_mlp, is_mlp
 from lowbit.quant.fused_norm import FusedRMSNorm, norm_facts
 from lowbit.quant.gated_mlp import fuse_gated_mlps
+from lowbit.quant.lora_layers import left_to_peft
 
 
 def fuse(model: nn.Module) -> FusedModules:
@@ -36,17 +37,19 @@ def fuse(model: nn.Module) -> FusedModules:
     - The layers of a decoder with attention to the result of an encoder (Whisper, BART, Marian) become one call, with
       ``attn_implementation="lowbit"`` and a cache that grows in place.
     - In transformers' ``generate``, greedy or sampling, each token becomes one call, from the embedding to the logits.
+    - LoRA of peft on these layers, there before or added later, is part of the calls. Other adapters run peft's code.
 
     `fuse` calls each module with random input before and after, and leaves it unchanged if its result differs. Names,
     parameters and the state dict stay the same. A module runs its original code under gradients (but for recurrent
-    layers), autocast or torch.compile, with hooks or an adapter, and on devices other than the CPU.
+    layers), autocast or torch.compile, with hooks, and on devices other than the CPU.
 
     Args:
         model: any module; its quantized layers and its norms are fused.
 
     Returns:
         The names of the fused modules, as a list. Its ``left`` maps the names of the other candidates to the reason why
-        they were left unchanged, and ``(model)`` if the model has no candidate.
+        they were left unchanged, those of adapters that are no part of a call, and ``(model)`` if the model has no
+        candidate.
 
     Raises:
         ValueError: a gated MLP is on the meta device, where it cannot be called.
@@ -69,6 +72,7 @@ def fuse(model: nn.Module) -> FusedModules:
                 pieces.notes += [note for note in kind.notes if note not in pieces.notes]
             elif not any(left.startswith(f"{name}.") for left in pieces.left):  # the submodule's own reason is enough
                 pieces.left[name or _THE_MODEL] = reason
+    pieces.left |= left_to_peft(model)
     if not pieces and not pieces.left and not any(isinstance(module, Fused) for module in model.modules()):
         pieces.left[_THE_MODEL] = _NO_PIECE if "transformers" in sys.modules else f"{_NO_PIECE}; {_NO_TRANSFORMERS}"
     return pieces

@@ -23,6 +23,7 @@ from lowbit.models.growing_cache import GrowingLayer, GrowingSlidingLayer, growi
 from lowbit.ops.rope_append import HALVES, NEIGHBOURS, NEIGHBOURS_OF_HALVES, rope_append
 from lowbit.quant.fused import Fused, hooked, is_inference, not_packed, probe_of
 from lowbit.quant.fused_norm import norm_facts, said_eps
+from lowbit.quant.lora_layers import base_of, is_product, plain_children
 from lowbit.quant.merged import MergedLinear
 from lowbit.quant.quant_linear import QuantLinear
 from lowbit.quant.unchanged import Attributes
@@ -48,9 +49,9 @@ READ_NOW = {"config", "facts", "is_causal", "layer_idx", "training"}  # attribut
 class AttentionPiece(Fused):
     """An attention module of transformers whose projections are one product."""
 
-    def projections(self) -> list[QuantLinear] | None:
-        """Return the q, k and v layers, or None if one has an adapter or a hook, or if the scale, the softcap or an eps
-        has changed since the module was fused."""
+    def projections(self) -> list[nn.Module] | None:
+        """Return the q, k and v layers, each a `QuantLinear` or LoRA over one, or None if one is another layer or has a
+        hook, or if the scale, the softcap or an eps has changed since the module was fused."""
         facts = self.facts
         names = facts["projections"]
         if hooked(self, (*names, *facts["norm_names"])) or not facts["noted"].hold(self):
@@ -60,7 +61,12 @@ class AttentionPiece(Fused):
             if self._modules[name] is not norm or said_eps(norm) != said:
                 return None
         layers = [self._modules[name] for name in names]
-        return layers if all(type(layer) is QuantLinear for layer in layers) else None
+        return layers if all(map(is_product, layers)) else None
+
+    def plain_projections(self) -> list[QuantLinear] | None:
+        """Return the q, k and v layers if none has an adapter."""
+        layers = self.projections()
+        return layers if layers is not None and all(type(layer) is QuantLinear for layer in layers) else None
 
 
 class FusedAttention(AttentionPiece):
@@ -78,7 +84,7 @@ class FusedAttention(AttentionPiece):
         named = {} if layer_past is None else {"layer_past": layer_past}  # as GPT-NeoX calls the cache
         cache = past_key_values if layer_past is None else layer_past
         facts, attend = self.facts, ALL_ATTENTION_FUNCTIONS.get(self.config._attn_implementation)
-        layers = self.projections() if is_inference(hidden_states) and not self.training else None
+        layers = self.plain_projections() if is_inference(hidden_states) and not self.training else None
         if layers is None or attend is None or not _is_rotary(position_embeddings, facts["embedded"]):
             if position_embeddings is not None or facts["embedded"]:
                 named["position_embeddings"] = position_embeddings
@@ -242,8 +248,8 @@ def _layouts(facts: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def recording_probe(module: nn.Module) -> nn.Module:
-    """Return a copy of an attention module whose attention function records its arguments."""
-    probe = probe_of(module)
+    """Return a copy of an attention module, without LoRA, whose attention function records its arguments."""
+    probe = probe_of(module, **plain_children(module))
     probe.config = copy.deepcopy(module.config)
     probe.config._attn_implementation = _RECORDING
     return probe
@@ -251,7 +257,7 @@ def recording_probe(module: nn.Module) -> nn.Module:
 
 def _problem(module: nn.Module, facts: dict[str, Any]) -> str:
     children, names, out = module._modules, facts["projections"], facts["out"]
-    missing = [name for name in (*names, out) if type(children.get(name)) is not QuantLinear]
+    missing = [name for name in (*names, out) if not is_product(children.get(name))]
     if missing:
         return not_packed(missing[0], children.get(missing[0]))
     idle = {name for name, child in children.items() if child is None or type(child) in IDLE}
@@ -263,7 +269,7 @@ def _problem(module: nn.Module, facts: dict[str, Any]) -> str:
     for name in ("config", "layer_idx"):
         if not hasattr(module, name):
             return f"it has no {name}"
-    if not children[out].weight.is_cpu:
+    if not base_of(children[out]).weight.is_cpu:
         return "it is not on the CPU, where the kernel rows are"
     hook = hooked(module, (*names, *facts["norm_names"]))
     return f"hooks on {hook}" if hook else ""

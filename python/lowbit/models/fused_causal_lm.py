@@ -13,8 +13,9 @@ from transformers import GenerationMixin
 
 from lowbit.models.fused_decoder import FusedDecoder, hidden_of, probe_of_stack, stand_ins
 from lowbit.models.layer_program import NORMS
+from lowbit.models.steps import KeptPrograms
 from lowbit.models.token_loop import Generation, serves
-from lowbit.models.token_run import MULTIPLIERS, TokenProgram, numbers_of
+from lowbit.models.token_run import MULTIPLIERS, numbers_of
 from lowbit.quant.fused import Fused, probe_of
 
 _OF_TRANSFORMERS = (
@@ -73,7 +74,7 @@ def fuse_causal_lm(module: Any) -> str:
     head = _name_of(module, module.get_output_embeddings())
     if len(norm) != 1 or embedding is None or head is None:
         return "it is more than an embedding, layers, a norm and a head"
-    facts = {"decoder": decoder_name, "embedding": embedding, "norm": norm[0], "head": head, "kept": TokenProgram()}
+    facts = {"decoder": decoder_name, "embedding": embedding, "norm": norm[0], "head": head, "kept": KeptPrograms()}
     found = _how_it_joins(module, facts)
     if found is None:
         return "it does not join embedding, layers, norm and head as the program does"

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lowbit.models.fused_layer import FusedDecoderLayer, cache_of, in_one_call
-from lowbit.models.layer_program import LayerProgram
+from lowbit.models.steps import KeptPrograms
 from lowbit.ops.tracing import is_traced
 from lowbit.quant.fused import Fused, named, probe_of
 
@@ -151,7 +151,7 @@ def fuse_decoder(module: nn.Module) -> str:
             "depth": depth_of(module),
             "kinds": kinds,
             "attention": attention,
-            "kept": LayerProgram(),
+            "kept": KeptPrograms(),
         },
     )
     return ""

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lowbit.models.fused_decoder import FusedStack, depth_of, hidden_of, probe_of_stack, stand_ins
 from lowbit.models.fused_encoder_layer import FusedEncoderLayer, encoded
 from lowbit.models.fused_layer import cache_of
-from lowbit.models.layer_program import LayerProgram
+from lowbit.models.steps import KeptPrograms
 from lowbit.quant.fused import Fused, named
 
 _LISTS = ("layer", "layers")
@@ -80,7 +80,7 @@ def fuse_stack(
             "kinds": kinds,
             "windows": tuple(windows.values()),
             "attention": layers[0].facts["attention"],
-            "kept": LayerProgram(),
+            "kept": KeptPrograms(),
         },
     )
     return ""

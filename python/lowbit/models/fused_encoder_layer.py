@@ -39,15 +39,16 @@ def encoded(
     Args:
         layers: the layers in the order of their calls.
         facts: what is known of the module that has these layers. ``kinds`` has one number per layer: layers of one kind
-            get the same mask and rotary embedding, and have one of the ``windows``. ``kept`` is their program.
+            get the same mask and rotary embedding, and have one of the ``windows``. ``kept`` are their programs.
         x: the input of the first layer.
         calls: the other arguments of each layer.
     """
     if not is_inference(x) or not calls_lowbit_attention(facts["attention"]) or cache_of(calls[0]) is not None:
         return None
-    program, kinds = facts["kept"], facts["kinds"]
-    if not program.serves(x.dtype):
-        program = facts["kept"] = LayerProgram(layers, kinds, x.dtype, causal=False)
+    kinds, dtype = facts["kinds"], x.dtype
+    program = facts["kept"].serving(
+        lambda kept: kept.serves(dtype), lambda: LayerProgram(layers, kinds, dtype, causal=False)
+    )
     if program.run is None or not program.merged:
         return None
     inputs = inputs_of(x, kinds, calls, program.rotates, program.half_rotary)

@@ -18,7 +18,7 @@ from lowbit.models.layer_joins import joins_of
 from lowbit.models.layer_program import NORMS, LayerProgram
 from lowbit.models.lowbit_attention import lowbit_attention, weights_are_recorded
 from lowbit.models.recurrent_steps import RECURRENT_STEPS, why_no_steps
-from lowbit.models.steps import MISSING
+from lowbit.models.steps import MISSING, KeptPrograms
 from lowbit.ops.tracing import is_traced
 from lowbit.quant.fused import Fused, has_own_tensors, hooked, is_inference
 from lowbit.quant.unchanged import Attributes
@@ -58,7 +58,7 @@ def in_one_call(
     Args:
         layers: the layers in the order of their calls.
         facts: what is known of the module that has these layers. ``kinds`` has one number per layer: layers of one kind
-            get the same mask and rotary embedding. ``kept`` is their program.
+            get the same mask and rotary embedding. ``kept`` are their programs.
         x: the input of the first layer.
         calls: the other arguments of each layer.
         of_encoder: returns the keys and values of the cross attention of each layer, and its mask. It is called when
@@ -66,9 +66,10 @@ def in_one_call(
     """
     if not is_inference(x) or not calls_lowbit_attention(facts["attention"]):
         return None
-    program, kinds = facts["kept"], facts["kinds"]
-    if not program.serves(x.dtype):
-        program = facts["kept"] = LayerProgram(layers, kinds, x.dtype, crosses=of_encoder is not None)
+    kinds, dtype, crosses = facts["kinds"], x.dtype, of_encoder is not None
+    program = facts["kept"].serving(
+        lambda kept: kept.serves(dtype), lambda: LayerProgram(layers, kinds, dtype, crosses=crosses)
+    )
     if program.run is None or not (program.merged or x.numel() == x.shape[-1]):
         return None
     inputs = inputs_of(x, kinds, calls, program.rotates, program.half_rotary, program.recurrent)
@@ -179,7 +180,7 @@ def fuse_decoder_layer(module: nn.Module) -> str:
             "idle": idle,
             "joins": joins,
             "kinds": (0,),
-            "kept": LayerProgram(),
+            "kept": KeptPrograms(),
         },
     )
     return ""

@@ -29,7 +29,7 @@ class FusedSelfAttention(AttentionPiece):
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         facts, attend = self.facts, ALL_ATTENTION_FUNCTIONS.get(self.config._attn_implementation)
-        layers = self.projections() if is_inference(hidden_states) and not self.training else None
+        layers = self.plain_projections() if is_inference(hidden_states) and not self.training else None
         given = named(self, args) | kwargs
         mask = given.pop("attention_mask", None)
         others = [given.pop(name, None) for name in facts["arguments"]]  # which the module itself may read

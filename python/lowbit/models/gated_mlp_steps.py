@@ -6,7 +6,7 @@ from __future__ import annotations
 from lowbit.models.steps import Steps, Written
 from lowbit.quant.fused import hooked
 from lowbit.quant.gated_mlp import GATED_LAYERS, FusedGatedMLP
-from lowbit.quant.quant_linear import QuantLinear
+from lowbit.quant.lora_layers import is_step
 
 
 def gated_mlp_steps(steps: Steps, mlp: FusedGatedMLP, i: int, kind: int, x: int) -> Written | None:
@@ -15,9 +15,11 @@ def gated_mlp_steps(steps: Steps, mlp: FusedGatedMLP, i: int, kind: int, x: int)
     activation, act_fn = mlp.activation(), mlp._modules.get("act_fn")
     if mlp.training or activation is None or hooked(mlp, (*GATED_LAYERS, "act_fn")):
         return None
-    if any(type(linear) is not QuantLinear for linear in layers):
+    if not all(map(is_step, layers)):
         return None
-    gated = steps.product(up, x, mul=steps.product(gate, x, activation=activation))
+    of_gate, of_up = steps.adapters((gate, up), x)
+    gated = steps.product_with(of_gate, gate, x, activation=activation)
+    gated = steps.product_with(of_up, up, x, mul=gated)
     steps.note_half(mlp)
     steps.note(mlp.__dict__, "act_fn")
     steps.note(getattr(mlp.facts["act_fn"], "__dict__", {}), *mlp.facts["noted"].names)

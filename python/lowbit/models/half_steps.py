@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 
 from lowbit.models.fused_attention import AttentionPiece, FusedAttention
 from lowbit.models.fused_mixture import FusedMixture, mixture_steps
@@ -27,8 +28,8 @@ from lowbit.quant.fused import Fused, hooked
 from lowbit.quant.fused_mlp import FusedMLP, scalars_of
 from lowbit.quant.fused_norm import EPS
 from lowbit.quant.gated_mlp import FusedGatedMLP
+from lowbit.quant.lora_layers import base_of, is_step
 from lowbit.quant.merged import split_parts
-from lowbit.quant.quant_linear import QuantLinear
 
 
 def attention_steps(steps: Steps, attention: AttentionPiece, i: int, kind: int, x: int) -> Written | None:
@@ -67,14 +68,15 @@ def cross_attention_steps(steps: Steps, attention: AttentionPiece, i: int, x: in
     return attended, attention._modules[attention.facts["out"]]
 
 
-def _layers_of(attention: AttentionPiece) -> list[QuantLinear] | None:
+def _layers_of(attention: AttentionPiece) -> list[nn.Module] | None:
     """Return the q, k and v layers, or None if the attention cannot be steps in its current state."""
     out = attention.facts["out"]
     if attention.training or hooked(attention, (out,)):
         return None
-    if out is not None and type(attention._modules.get(out)) is not QuantLinear:
+    layers = attention.projections()
+    if layers is None or not all(map(is_step, layers if out is None else (*layers, attention._modules.get(out)))):
         return None
-    return attention.projections()
+    return layers
 
 
 def _scale_of(facts: dict[str, Any]) -> float:
@@ -133,6 +135,8 @@ def mlp_steps(steps: Steps, mlp: FusedMLP, i: int, kind: int, x: int) -> Written
         return None
     facts = mlp.facts
     first, last = mlp._modules[facts["first"]], mlp._modules[facts["last"]]
+    if not all(is_step(mlp._modules[facts[name]]) for name in ("first", "up", "last") if facts[name] is not None):
+        return None
     if facts["gate"] is None:
         hidden = steps.product(first, x, activation=facts["activation"])
         if facts["up"] is not None:
@@ -140,14 +144,15 @@ def mlp_steps(steps: Steps, mlp: FusedMLP, i: int, kind: int, x: int) -> Written
         if facts["function"]:
             hidden = steps.program.pointwise(hidden, facts["function"], parameters=facts.get("numbers", ()))
     else:
-        halves = split_parts(first, 2)
+        whole = base_of(first)
+        halves, added = split_parts(whole, 2), steps.halves(first, x)
         if halves is None:
             return None
-        steps.note_linear(first)
-        steps.note_addresses([each for each in (first.weight, first.bias) if each is not None])
-        gate, up = halves[facts["gate"]], halves[1 - facts["gate"]]
-        gate = steps.linear(*gate, first.row_number, x, activation=facts["activation"])
-        hidden = steps.linear(*up, first.row_number, x, mul=gate)
+        steps.note_linear(whole)
+        steps.note_addresses([each for each in (whole.weight, whole.bias) if each is not None])
+        number = facts["gate"]
+        gate = steps.linear(*halves[number], whole.row_number, x, [added[number]], activation=facts["activation"])
+        hidden = steps.linear(*halves[1 - number], whole.row_number, x, [added[1 - number]], mul=gate)
     steps.note_half(mlp)
     steps.note(mlp.__dict__, *facts["noted"].names)
     for name, notes, _ in facts["activations"]:

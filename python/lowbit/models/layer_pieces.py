@@ -12,7 +12,8 @@ from lowbit.models.fused_attention import IDLE, AttentionPiece
 from lowbit.models.fused_layer import OPTIONS
 from lowbit.models.half_steps import HALF_STEPS
 from lowbit.models.layer_joins import Joins, joins_of
-from lowbit.models.layer_program import NORMS, LayerProgram
+from lowbit.models.layer_program import NORMS
+from lowbit.models.steps import KeptPrograms
 from lowbit.quant.fused import arguments_of, has_own_tensors, hooked
 from lowbit.quant.fused_mlp import activation_of
 from lowbit.quant.quant_linear import QuantLinear
@@ -105,5 +106,5 @@ class LayerPieces:
             "joins": joins,
             "arguments": arguments_of(self.layer),
             "kinds": (0,),
-            "kept": LayerProgram(),
+            "kept": KeptPrograms(),
         }

@@ -22,7 +22,7 @@ from lowbit.models.layer_program import NORMS, LayerProgram
 from lowbit.models.steps import MISSING
 from lowbit.ops.tracing import is_traced
 from lowbit.quant.fused import Fused, has_hooks, is_inference
-from lowbit.quant.quant_linear import QuantLinear
+from lowbit.quant.lora_layers import is_step
 
 AHEAD = 64  # tokens per check of the model, per batch of rotary embeddings and per reservation in the cache
 _FIXED_ROPE = {"default", "linear", "llama3", "yarn"}
@@ -69,7 +69,7 @@ class TokenProgram(LayerProgram):
 
 
 def _is_step(head: nn.Module) -> bool:
-    return type(head) is QuantLinear and not has_hooks(head)
+    return is_step(head) and not has_hooks(head)
 
 
 class Parts:
@@ -224,9 +224,10 @@ class TokenRun:
             return False
         if not parts.are_plain():
             return False
-        program, dtype = facts["kept"], parts.dtype()
-        if not program.serves(dtype) or not program.is_of(parts.head):
-            program = facts["kept"] = TokenProgram(parts, dtype)
+        dtype = parts.dtype()
+        program = facts["kept"].serving(
+            lambda kept: kept.serves(dtype) and kept.is_of(parts.head), lambda: TokenProgram(parts, dtype)
+        )
         if program is not self._program:
             self.count()  # The other program may use other layers of the cache.
         self._program, self._checked, self._seen = program, self._looks_ahead, seen

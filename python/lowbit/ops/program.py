@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from itertools import chain
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -23,6 +25,17 @@ CONSTANT, STATE, INPUT, RESULT = range(4)
 SCORE, COLUMNS, RMS_NORM, LINEAR, ROPE_APPEND, ATTENTION, ROUTE, EXPERTS, SCALED_ADD = range(1, 10)
 LAYER_NORM, POINTWISE, SELF_ATTENTION, CROSS_ATTENTION = 16, 17, 18, 19
 MASK_ROWS, CAUSAL_CONV1D, GATED_DELTA_RULE, SSD, GATED_RMS_NORM = range(24, 29)
+
+
+class LowRank(NamedTuple):
+    """What an adapter adds to a product before its activation: ``inner[..., column:column + rank] @ up.T``."""
+
+    inner: int
+    """The operand ``[..., R]``, a product of x."""
+    up: int
+    """The operand of ``[panels, rank, 16]``, a constant: 16 outputs side by side, 0 behind the last one."""
+    parts: tuple[tuple[int, int], ...]
+    """The end and the column of each part of the outputs; -1 as a column adds nothing to a part."""
 
 
 class Program:
@@ -85,10 +98,13 @@ class Program:
         row: int = 0,
         into: int = NONE,
         first_column: int = 0,
+        low_rank: LowRank | None = None,
     ) -> int:
         """Append a call of `linear`. With ``into``, a result of one row, the columns from ``first_column`` on of
         ``into`` become y."""
         fields = (x, weight, *map(int, op_args), bias, activation, mul, add, row, into, first_column)
+        if low_rank is not None:
+            fields += (low_rank.inner, low_rank.up, len(low_rank.parts), *chain.from_iterable(low_rank.parts))
         return self._step(LINEAR, *fields, results=int(into == NONE))
 
     def rope_append(

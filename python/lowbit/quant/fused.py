@@ -213,7 +213,8 @@ def hooked(module: nn.Module, names: Iterable[str]) -> str:
 def not_packed(name: str, layer: nn.Module | None) -> str:
     """Say why this child, which is no `QuantLinear`, is part of no fused call."""
     if hasattr(layer, "get_base_layer"):
-        return f"{name} has an adapter of peft, which a fused call does not add: merge it, then fuse"
+        over = type(layer.get_base_layer()).__name__
+        return f"{name} has an adapter of peft over {over} that is no LoRA over a QuantLinear: merge it, then fuse"
     return f"{name} is {type(layer).__name__}, no QuantLinear"
 
 

@@ -18,7 +18,7 @@ from lowbit.ops.linear import activation_functions
 from lowbit.ops.pointwise import RELU_SQUARED, XIELU
 from lowbit.quant.fused import Fused, has_own_tensors, hooked, probe_of
 from lowbit.quant.gated_mlp import GATED_LAYERS
-from lowbit.quant.quant_linear import QuantLinear
+from lowbit.quant.lora_layers import base_of, is_product
 from lowbit.quant.unchanged import Attributes
 
 _TOLERANCE = 1e-5  # relative to the largest value
@@ -35,7 +35,7 @@ class FusedMLP(Fused):
             return False
         children = [(name, child) for name, child in self._modules.items() if child is not None]
         same = len(children) == len(facts["children"]) and all(
-            one == other and type(child) is kind and child.__dict__.get("training") is False
+            one == other and type(base_of(child)) is kind and child.__dict__.get("training") is False
             for (one, child), (other, kind) in zip(children, facts["children"], strict=True)
         )
         return same and all(
@@ -57,8 +57,8 @@ def is_mlp(module: nn.Module) -> bool:
     """Whether the module has two or three quantized layers, else nothing with parameters, and not the names of those that
     `fuse_gated_mlps` looks at."""
     children = [child for child in module._modules.values() if child is not None]
-    linears = [child for child in children if type(child) is QuantLinear]
-    rest = [child for child in children if type(child) is not QuantLinear]
+    linears = [base_of(child) for child in children if is_product(child)]
+    rest = [child for child in children if not is_product(child)]
     sizes = sorted((layer.in_features, layer.out_features) for layer in linears)
     gated = len(linears) == 3 and sizes[1] in (sizes[0], sizes[2]) and {sizes[0][::-1], sizes[2][::-1]} == {*sizes}
     return (
@@ -90,7 +90,7 @@ def fuse_mlp(module: nn.Module) -> str:
     linears = (facts["first"], facts["up"], facts["last"])
     facts |= {
         "noted": Attributes(module, without=("facts", "training")),
-        "children": [(name, type(child)) for name, child in children],
+        "children": [(name, type(base_of(child))) for name, child in children],
         "activations": [
             (name, Attributes(child, ("training",)), _numbers(child)) for name, child in children if name not in linears
         ],
@@ -117,10 +117,11 @@ def activation_of(module: nn.Module) -> int | None:
 @torch.no_grad()
 def _facts(module: nn.Module) -> dict[str, Any] | None:
     generator = torch.Generator("cpu").manual_seed(0)
-    names = [name for name, child in module._modules.items() if type(child) is QuantLinear]
+    linears = {name: base_of(child) for name, child in module._modules.items() if is_product(child)}
     calls: list[tuple[str, Tensor]] = []
     results = {
-        name: torch.randn(2, module._modules[name].out_features, generator=generator, device="cpu") * 3 for name in names
+        name: torch.randn(2, linear.out_features, generator=generator, device="cpu") * 3
+        for name, linear in linears.items()
     }
 
     def stand_in(name: str) -> nn.Module:
@@ -128,15 +129,15 @@ def _facts(module: nn.Module) -> dict[str, Any] | None:
             calls.append((name, x.clone()))
             return results[name].clone()
 
-        probe = probe_of(module._modules[name])
+        probe = probe_of(linears[name])
         probe.forward = forward
         return probe
 
-    probe = probe_of(module, **{name: stand_in(name) for name in names})
+    probe = probe_of(module, **{name: stand_in(name) for name in linears})
     for child in probe._modules.values():
         if child is not None and child.training:
             return None
-    widths = {module._modules[name].in_features for name in names}
+    widths = {linear.in_features for linear in linears.values()}
     for width in widths:
         calls.clear()
         x = torch.randn(2, width, generator=generator, device="cpu")
@@ -144,14 +145,14 @@ def _facts(module: nn.Module) -> dict[str, Any] | None:
             y = probe(x)
         except (TypeError, RuntimeError, ValueError, AttributeError, IndexError):  # another signature
             continue
-        if len(calls) != len(names) or not isinstance(y, Tensor) or not all(given.equal(x) for _, given in calls[:-1]):
+        if len(calls) != len(linears) or not isinstance(y, Tensor) or not all(given.equal(x) for _, given in calls[:-1]):
             continue
         *inner, last = [name for name, _ in calls]
-        if len({*inner, last}) != len(names) or not y.equal(results[last]):
+        if len({*inner, last}) != len(linears) or not y.equal(results[last]):
             continue
         h = calls[-1][1]
         between = _between(results[inner[0]], h) if len(inner) == 1 else _gated([results[name] for name in inner], h)
-        inputs = [module._modules[name].in_features for name in (*inner, last)]
+        inputs = [linears[name].in_features for name in (*inner, last)]
         if between is not None and inputs == [*len(inner) * [width], h.shape[-1]]:
             first = between.pop("first", 0)
             up = inner[1 - first] if len(inner) == 2 else None

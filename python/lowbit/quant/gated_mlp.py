@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from lowbit.ops.linear import activation_functions, linear
 from lowbit.ops.tracing import is_traced
 from lowbit.quant.fused import Fused, FusedModules, has_own_tensors, hooked, not_packed, probe_of
+from lowbit.quant.lora_layers import is_product, plain_children
 from lowbit.quant.quant_linear import QuantLinear
 from lowbit.quant.unchanged import Attributes
 
@@ -56,7 +57,7 @@ class FusedGatedMLP(Fused):
 def fuse_gated_mlps(model: nn.Module) -> FusedModules:
     """Fuse every gated MLP of ``model`` that consists of three `QuantLinear`, in place.
 
-    A gated MLP has ``gate_proj``, ``up_proj`` and ``down_proj`` (all quantized), ``act_fn`` (silu, gelu or relu), and
+    A gated MLP has ``gate_proj``, ``up_proj`` and ``down_proj`` (all quantized, with LoRA of peft or without), ``act_fn`` (silu, gelu or relu), and
     no other submodules or parameters. On two random float32 rows, its forward and the fused one must agree within 1e-2
     of the max value; ``down_proj`` may round an int8 activation to an adjacent code.
 
@@ -105,7 +106,7 @@ def _differs(module: nn.Module) -> str:
     """Say what a module with the three layers has that no gated MLP of ours has, or return an empty string."""
     layers = {layer: module._modules[layer] for layer in GATED_LAYERS}
     for name, layer in layers.items():
-        if type(layer) is not QuantLinear:
+        if not is_product(layer):
             return not_packed(name, layer)
     more = [name for name in module._modules if name not in (*GATED_LAYERS, "act_fn")]
     if more or has_own_tensors(module):
@@ -146,7 +147,7 @@ def _fuse(module: nn.Module, facts: dict[str, Any]) -> bool:
     """Fuse the MLP if that does not change its results; return whether it was fused."""
     generator = torch.Generator("cpu").manual_seed(0)
     x = torch.randn(2, module.gate_proj.in_features, dtype=torch.float32, device="cpu", generator=generator)
-    probe = probe_of(module)
+    probe = probe_of(module, **plain_children(module))
     wanted = probe(x)
     FusedGatedMLP.take(probe, facts)
     same = bool((probe(x) - wanted).abs().max() <= 1e-2 * wanted.abs().max())

@@ -11,9 +11,11 @@ import numpy as np
 import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
 from torch import Tensor, nn
+from transformers import PreTrainedConfig
 from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor
 
 from lowbit import _C
+from lowbit.checkpoints.gguf.architectures import Architecture
 from lowbit.checkpoints.gguf.blocks import BLOCK_TYPES, FLOAT_TYPES, pack_blocks
 from lowbit.checkpoints.gguf.file import GgufFile, GgufTensor
 from lowbit.checkpoints.gguf.further_layers import is_of_further_layer
@@ -49,11 +51,8 @@ class StateReader:
 
     def __init__(self, file: GgufFile, model: nn.Module, activations: str) -> None:
         self.file, self.model, self.activations = file, model, activations
-        config, architecture = model.config.get_text_config(), architecture_of(file)
-        undoes = architecture.tensors
-        if undoes is None:
-            undoes = TENSOR_PROCESSORS.get(file.architecture) if architecture.experts is None else None
-        self.processor = (undoes or TensorProcessor)(config=config.to_dict())
+        architecture = architecture_of(file)
+        self.processor = processor_of(file.architecture, architecture, model.config)
         self.of_configuration = architecture.rope_tensors
         self.tied = tied_modules(model)
         self.parameters = dict(model.named_parameters(remove_duplicate=False))
@@ -170,16 +169,7 @@ class StateReader:
     def rows(self, tensor: GgufTensor) -> Tensor | None:
         """Return the row of the file for each row of the model, or None if the order is the same, as in experts and
         vectors."""
-        if len(tensor.shape) != 2:
-            return None
-        numbers = np.broadcast_to(np.arange(tensor.shape[0], dtype=np.int32)[:, None], tensor.shape)
-        moved = self.processor.process(weights=numbers, name=tensor.name).weights
-        if moved is numbers or np.array_equal(moved.T, numbers):  # the transpose for a Conv1D is ignored
-            return None
-        rows = moved[:, 0]
-        if moved.shape != numbers.shape or not (moved == rows[:, None]).all():
-            raise ValueError(f"{type(self.processor).__name__} of transformers moves more than whole rows")
-        return torch.from_numpy(rows.astype(np.int64))
+        return row_order(self.processor, tensor.name, tensor.shape)
 
     def columns(self, tensor: GgufTensor) -> Tensor | None:
         """Return the column of the file for each column of the model, or None if the order is the same."""
@@ -223,6 +213,28 @@ def values_of(tensor: GgufTensor) -> Tensor:
         -1, tensor.shape[-1] // GGML_QUANT_SIZES[type][0] * GGML_QUANT_SIZES[type][1]
     )
     return torch.from_numpy(dequantize(blocks, type)).view(tensor.shape)
+
+
+def processor_of(name: str, architecture: Architecture, config: PreTrainedConfig) -> TensorProcessor:
+    """Return transformers' object that undoes the changes of llama.cpp's converter to the weights of an architecture."""
+    undoes = architecture.tensors
+    if undoes is None:
+        undoes = TENSOR_PROCESSORS.get(name) if architecture.experts is None else None
+    return (undoes or TensorProcessor)(config=config.get_text_config().to_dict())
+
+
+def row_order(processor: TensorProcessor, name: str, shape: tuple[int, ...]) -> Tensor | None:
+    """Return the row of the file for each row of the model in a tensor, or None if the order is the same."""
+    if len(shape) != 2:
+        return None
+    numbers = np.broadcast_to(np.arange(shape[0], dtype=np.int32)[:, None], shape)
+    moved = processor.process(weights=numbers, name=name).weights
+    if moved is numbers or np.array_equal(moved.T, numbers):  # the transpose for a Conv1D is ignored
+        return None
+    rows = moved[:, 0]
+    if moved.shape != numbers.shape or not (moved == rows[:, None]).all():
+        raise ValueError(f"{type(processor).__name__} of transformers moves more than whole rows")
+    return torch.from_numpy(rows.astype(np.int64))
 
 
 def _pack(rows: Tensor, type: str, spec: LinearSpec, layout: str, columns: Tensor | None) -> Tensor:
