@@ -14,18 +14,16 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import gguf
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from lowbit.checkpoints.gguf.architectures import ARCHITECTURES, Architecture
-from lowbit.checkpoints.gguf.blocks import FLOAT_TYPES
 from lowbit.checkpoints.gguf.file import GgufFile, GgufTensor
 from lowbit.checkpoints.gguf.metadata import WITHOUT_EFFECT
 from lowbit.checkpoints.gguf.mixtures import MIXTURES
 from lowbit.checkpoints.gguf.tensor_names import tensor_names
-from lowbit.checkpoints.gguf.weights import processor_of, row_order
+from lowbit.checkpoints.gguf.weights import column_order, processor_of, row_order, values_of
 from lowbit.quant.kinds import kind_of, weight_named
 from lowbit.tables.folding import first_five
 
@@ -91,9 +89,9 @@ def read_adapter(file: GgufFile, model: nn.Module) -> GgufAdapter:
                 f"{path}: {tensor} of the model has shape [{n}, {k}], so lora_a and lora_b must be [r, {k}] and [{n}, r], "
                 f"got {list(down.shape)} and {list(up.shape)}"
             )
-        rows = row_order(processor, tensor, (n, k))
-        factor = _floats(up)
-        layers[name] = Factors(_floats(down), factor if rows is None else factor[rows])
+        columns, rows = column_order(processor, tensor), row_order(processor, tensor, (n, k))
+        of_x, of_y = _floats(down), _floats(up)
+        layers[name] = Factors(of_x if columns is None else of_x[:, columns], of_y if rows is None else of_y[rows])
     file.check_unchanged()
     return GgufAdapter(alpha, layers)
 
@@ -158,11 +156,7 @@ def _layer(path: object, plain: nn.Module, parameters: dict[str, str], tensor: s
 
 def _floats(tensor: GgufTensor) -> Tensor:
     """Return the numbers of a factor in float32, which holds those of every type exactly."""
-    if tensor.type in FLOAT_TYPES:
-        values = torch.frombuffer(tensor.data, dtype=FLOAT_TYPES[tensor.type]).view(tensor.shape).float()
-    else:
-        blocks = np.frombuffer(tensor.data, dtype=np.uint8).reshape(tensor.shape[0], -1)
-        values = torch.from_numpy(gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType[tensor.type]))
+    values = values_of(tensor)
     if not values.isfinite().all():
         raise ValueError(f"{tensor.name} must be finite, got inf or nan")
     return values

@@ -173,8 +173,7 @@ class StateReader:
 
     def columns(self, tensor: GgufTensor) -> Tensor | None:
         """Return the column of the file for each column of the model, or None if the order is the same."""
-        columns = getattr(self.processor, "columns", lambda name: None)(tensor.name)
-        return None if columns is None else torch.from_numpy(columns)
+        return column_order(self.processor, tensor.name)
 
     def _floats(self, tensors: list[GgufTensor], name: str) -> Tensor:
         """Return the values of a parameter that is never packed. Those of several tensors, the biases of gate and up,
@@ -235,6 +234,12 @@ def row_order(processor: TensorProcessor, name: str, shape: tuple[int, ...]) -> 
     if moved.shape != numbers.shape or not (moved == rows[:, None]).all():
         raise ValueError(f"{type(processor).__name__} of transformers moves more than whole rows")
     return torch.from_numpy(rows.astype(np.int64))
+
+
+def column_order(processor: TensorProcessor, name: str) -> Tensor | None:
+    """Return the column of the file for each column of the model in a tensor, or None if the order is the same."""
+    columns = getattr(processor, "columns", lambda name: None)(name)
+    return None if columns is None else torch.from_numpy(columns)
 
 
 def _pack(rows: Tensor, type: str, spec: LinearSpec, layout: str, columns: Tensor | None) -> Tensor:
