@@ -18,10 +18,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lowbit.checkpoints.gguf.architectures import ARCHITECTURES, Architecture
+from lowbit.checkpoints.gguf.architectures import Architecture
 from lowbit.checkpoints.gguf.file import GgufFile, GgufTensor
 from lowbit.checkpoints.gguf.metadata import WITHOUT_EFFECT
-from lowbit.checkpoints.gguf.mixtures import MIXTURES
+from lowbit.checkpoints.gguf.mixtures import DENSE, MIXTURES
 from lowbit.checkpoints.gguf.tensor_names import tensor_names
 from lowbit.checkpoints.gguf.weights import column_order, processor_of, row_order, values_of
 from lowbit.quant.kinds import kind_of, weight_named
@@ -99,9 +99,7 @@ def read_adapter(file: GgufFile, model: nn.Module) -> GgufAdapter:
 def _architecture(file: GgufFile, model: nn.Module) -> Architecture:
     """Return the architecture of a file, which must be that of the model."""
     model_type = model.config.model_type
-    tables = {
-        name: [table[name] for table in (ARCHITECTURES, MIXTURES) if name in table] for name in ARCHITECTURES | MIXTURES
-    }
+    tables = {name: [table[name] for table in (DENSE, MIXTURES) if name in table] for name in DENSE | MIXTURES}
     wanted = [name for name, found in tables.items() if any(each.model_type == model_type for each in found)]
     if file.architecture not in wanted:
         told = (

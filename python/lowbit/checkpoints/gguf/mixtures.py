@@ -152,7 +152,7 @@ MIXTURES = {
     "qwen35moe": QWEN35MOE,
 }
 """Architectures with experts by ``general.architecture``."""
-_DENSE = ARCHITECTURES | {"qwen35": QWEN35}
+DENSE = ARCHITECTURES | {"qwen35": QWEN35}
 _REFUSED = {"qwen3next": "the rows of one projection of its linear attention are in tensors of different types"}
 """Known mixtures that are not read, by reason."""
 
@@ -166,14 +166,14 @@ def architecture_of(file: GgufFile) -> Architecture:
     """
     name = file.architecture
     count = file.value(f"{name}.expert_count", 0)
-    found = MIXTURES.get(name) if count or name not in _DENSE else _DENSE[name]
+    found = MIXTURES.get(name) if count or name not in DENSE else DENSE[name]
     if found is not None:
         return DEEPSEEK_V2 if found is DEEPSEEK_V3 and scores_by_softmax(file) else found
-    if count and name in _DENSE:
+    if count and name in DENSE:
         raise ValueError(
             f"{file.paths[0]}: {name}.expert_count must be 0 (experts are read in {', '.join(MIXTURES)}), got {count!r}"
         )
     reason = f" ({_REFUSED[name]})" if name in _REFUSED else ""
     raise ValueError(
-        f"{file.paths[0]}: general.architecture must be one of {', '.join(_DENSE | MIXTURES)}, got {name!r}{reason}"
+        f"{file.paths[0]}: general.architecture must be one of {', '.join(DENSE | MIXTURES)}, got {name!r}{reason}"
     )
