@@ -81,7 +81,8 @@ def _parser() -> argparse.ArgumentParser:
     quantize.add_argument("--modules-to-not-convert", nargs="+", metavar="NAME", help=told)
     told = (
         '"self": the model writes its own text, and GPTQ chooses the codes; or a text file, which weights the errors of '
-        "a search, or serves GPTQ where --config names it; the whole float model is then in memory"
+        "a search, or serves GPTQ where --config names it; the float model is then in memory, or, with self, one layer "
+        "of it if it does not fit"
     )
     quantize.add_argument("--calibration", metavar="self|FILE.txt", help=told)
     told = "of a folder that another package quantized: inputs of layers with integers; default: as its method does"

@@ -13,8 +13,10 @@ from torch import nn
 
 import lowbit
 from lowbit.__main__ import main
+from lowbit.quant.own_text import own_text
 
 transformers = pytest.importorskip("transformers")
+from lowbit.huggingface import calibrate_by_layer as by_layer  # noqa: E402
 CONFIG = "int8_dynamic_activation_int4_weight(group_size=32)"
 
 
@@ -112,3 +114,46 @@ def test_the_command_line_reads_a_text_file(tmp_path):
     ids = torch.tensor([[words[word] for word in text.split()]])
     lowbit.quantize_(model, lowbit.int8_dynamic_activation_int4_weight(32), calibration=[ids])
     assert same(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "packed"), model)
+
+
+def test_a_model_that_does_not_fit_is_calibrated_with_one_float_layer_at_a_time(tmp_path, monkeypatch):
+    folder, model = saved(tmp_path, max_shard_size="60KB")
+    monkeypatch.setattr(by_layer, "available_bytes", lambda: 0)
+    packed, floats, pack = [], [], by_layer.pack_calibrated
+    start = by_layer.calibrate_by_layer
+    monkeypatch.setattr(by_layer, "calibrate_by_layer", lambda model, *given: (packed.append(model), start(model, *given)))
+
+    def counted(*given: object) -> object:
+        floats.append(sum(type(module) is nn.Linear for module in packed[0].modules()))
+        return pack(*given)
+
+    monkeypatch.setattr(by_layer, "pack_calibrated", counted)
+    report = lowbit.quantize_checkpoint(folder, tmp_path / "packed", CONFIG, calibration="self")
+    assert floats == [1] * 14 and all(row.format for row in report.rows)
+    assert "calibrated on 16 x 24 tokens that the model wrote by itself, with weights packed without data" in str(report)
+
+    plain = transformers.AutoModelForCausalLM.from_pretrained(folder, quantization_config=lowbit.LowbitConfig(CONFIG))
+    text = [{"input_ids": torch.cat([batch["input_ids"] for batch in own_text(plain)])}]
+    gptq = lowbit.int8_dynamic_activation_int4_weight(32, algorithm=lowbit.GPTQ())
+    lowbit.quantize_(model, gptq, calibration=text)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "packed")
+    assert same(loaded, model) and not same(loaded, plain)
+
+
+def test_layer_by_layer_refuses_a_layer_that_is_called_twice_or_shares_its_weight(tmp_path, monkeypatch):
+    monkeypatch.setattr(by_layer, "available_bytes", lambda: 0)
+    folder, _ = saved(tmp_path, tied=True)
+    with pytest.raises(ValueError, match="a calibration layer by layer needs weights that no other layer has, got lm_head"):
+        lowbit.quantize_checkpoint(
+            folder, tmp_path / "out", CONFIG, embeddings="int4_weight_only(group_size=32)", calibration="self"
+        )
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, quantization_config=lowbit.LowbitConfig(CONFIG))
+    model.model.layers[1] = model.model.layers[0]
+    formats = {"model.layers.0.mlp.up_proj": lowbit.int8_dynamic_activation_int4_weight(32)}
+    with pytest.raises(ValueError, match="must be called once with a text, got two calls of model.layers.0.mlp.up_proj"):
+        by_layer.calibrate_by_layer(model, model.hf_quantizer.report, formats, lambda name: torch.randn(96, 64))
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_memory_that_is_free_is_told_in_bytes():
+    assert 2**20 < by_layer.available_bytes() < 2**50

@@ -76,7 +76,7 @@ def test_quantize_takes_gptq_on_it_where_the_format_has_it(mapping):
         wanted = [model(**batch).logits for batch in text]
     report = lowbit.quantize_(model, config, calibration="self")
     lowbit.quantize_(plain, config)
-    seen = lowbit.calibrate(by_hand, text, hessian=True)
+    seen = lowbit.calibrate(by_hand, "self", hessian=True)
     lowbit.quantize_(by_hand, lowbit.int8_dynamic_activation_int4_weight(32, mapping_type=mapping, algorithm=lowbit.GPTQ()), calibration=seen)
     assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), by_hand.state_dict().values(), strict=True))
     assert "calibrated on 16 x 40 tokens that the model wrote by itself" in report.notes
@@ -103,7 +103,7 @@ def test_an_encoder_is_given_random_words_within_its_positions():
     assert torch.equal(torch.get_rng_state(), seed)
     assert "calibrated on 16 x 23 tokens drawn at random from its vocabulary" in report.notes
     damped = lowbit.int8_dynamic_activation_int4_weight(32, algorithm=lowbit.GPTQ(damping=1.0))
-    lowbit.quantize_(plain, damped, calibration=own_text(plain))
+    lowbit.quantize_(plain, damped, calibration=lowbit.calibrate(plain, "self", hessian=True))
     assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), plain.state_dict().values(), strict=True))
 
 

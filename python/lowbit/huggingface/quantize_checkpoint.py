@@ -27,6 +27,7 @@ from lowbit.checkpoints.methods.settings import settings_of
 from lowbit.checkpoints.names import model_names
 from lowbit.checkpoints.progress import CheckpointProgress
 from lowbit.documents.whole_file import replaced_file, write_whole
+from lowbit.huggingface.calibrate_by_layer import calibrated_by_layer, fits
 from lowbit.huggingface.checkpoint_folder import copy_others, skeleton_of, write_config
 from lowbit.huggingface.convert_checkpoint import convert_checkpoint
 from lowbit.huggingface.lowbit_config import CHECKPOINT, METHOD, LowbitConfig
@@ -78,7 +79,9 @@ def quantize_checkpoint(
         config, modules_to_not_convert, embeddings, head: the arguments of `lowbit.LowbitConfig`. For a checkpoint with
             codes of another package, ``config`` is "checkpoint" or None, and the others are not given.
         calibration: the argument of `lowbit.LowbitConfig`; text goes through the tokenizer of the folder. The whole
-            float model is then in memory, and an interrupted run begins anew.
+            float model is then in memory, and an interrupted run begins anew. With "self", a model whose files take
+            more than half of the free memory is calibrated layer by layer, with one float layer at a time: weights that
+            were packed without data write its text (the report says so).
         plan: the argument of `lowbit.LowbitConfig`, or the path of a JSON file: a saved Plan of autoquant, or an object
             that maps names of layers to configurations. Without ``config``, a saved Plan must have a row for each
             linear layer.
@@ -125,7 +128,7 @@ def quantize_checkpoint(
     if lists_all and config is None:
         check_is_whole(Path(plan), formats, skeleton)
     if calibration is not None:
-        return _calibrated(source, target, settings, type(skeleton))
+        return _calibrated(source, target, settings, skeleton)
     run = _Run(source, target.with_name(f"{target.name}.partial"), settings, skeleton)
     with run.progress_bar() as tell:
         for file in run.files:
@@ -144,11 +147,19 @@ def _check_takes_codes(source: Path, told: Mapping[str, Any], asked: list[str]) 
         )
 
 
-def _calibrated(source: Path, target: Path, settings: LowbitConfig, cls: type[nn.Module]) -> QuantizationReport:
-    """Load the float model, of this class, pack its layers with the calibration of the settings, and save it."""
-    if settings.calibration != SELF:
-        settings.tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=True)
-    model = cls.from_pretrained(source, quantization_config=settings, dtype="auto", local_files_only=True)
+def _calibrated(source: Path, target: Path, settings: LowbitConfig, skeleton: nn.Module) -> QuantizationReport:
+    """Load the model, pack its layers with the calibration of the settings, and save it.
+
+    Its float weights are loaded as a whole if they fit into memory, and otherwise layer by layer.
+    """
+    own = settings.calibration == SELF
+    if own and not fits(source):
+        model = calibrated_by_layer(source, settings, skeleton)
+    else:
+        settings.tokenizer = None if own else AutoTokenizer.from_pretrained(source, local_files_only=True)
+        model = type(skeleton).from_pretrained(
+            source, quantization_config=settings, dtype="auto", local_files_only=True
+        )
     folder = target.with_name(f"{target.name}.partial")
     if folder.exists():  # of an interrupted run
         shutil.rmtree(folder)

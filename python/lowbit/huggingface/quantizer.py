@@ -42,12 +42,13 @@ from lowbit.huggingface.packed_checkpoint import PackedCheckpoint, prefer_lowbit
 from lowbit.huggingface.resizing import refuse_to_resize_packed_tables
 from lowbit.huggingface.selection import Selection
 from lowbit.huggingface.separate_experts import SeparateExperts
-from lowbit.models.fuse import fuse
+from lowbit.models.fuse import fuse, fuse_writer
 from lowbit.quant.changing_layers import OBSERVERS
 from lowbit.quant.dequantize import dequantize_
 from lowbit.quant.kinds import LayerWeight, is_packed, layout_name, packed_weights, weights_of
 from lowbit.quant.load import FOLDER_READERS, RENAMINGS
 from lowbit.quant.load_check import guard
+from lowbit.quant.own_text import FASTER
 from lowbit.quant.packing import Matrices, Selected, check_finite, hold_packed, pack_group, pack_weight
 from lowbit.quant.quantize import float_weights, pack_selected
 from lowbit.quant.report import QuantizationReport, ReportRow, in_model_order, model_bytes
@@ -401,4 +402,5 @@ RENAMINGS.append(renamed)
 FOLDER_READERS.append(read_folder)
 prefer_lowbit_config()
 OBSERVERS.append(note_formats)
+FASTER.append(fuse_writer)
 refuse_to_resize_packed_tables()

@@ -78,6 +78,13 @@ def fuse(model: nn.Module) -> FusedModules:
     return pieces
 
 
+def fuse_writer(model: nn.Module) -> None:
+    """Fuse a copy of a language model that will write text, with lowbit's attention in place of torch's."""
+    if getattr(model.config, "_attn_implementation", None) == "sdpa":
+        model.set_attn_implementation("lowbit")
+    fuse(model)
+
+
 @dataclass(frozen=True, slots=True)
 class _Kind:
     """A kind of module that can be fused.

@@ -194,7 +194,7 @@ def _parts(inputs: InputMoments) -> tuple[Tensor, Tensor]:
     In a language model, a few directions have most of the energy of x, and errors along them add up. If the calibration
     has no products, F is empty.
     """
-    if inputs.products is None:
+    if not inputs.has_products:
         return inputs.importance, inputs.importance.new_zeros(len(inputs.squares), 0)
     hessian = inputs.hessian
     factor = _factor(hessian, min(RANK, len(hessian)))

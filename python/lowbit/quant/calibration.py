@@ -17,9 +17,10 @@ from lowbit.documents.whole_file import replaced_file
 from lowbit.formats.algorithms import GPTQ
 from lowbit.quant.calibration_cost import tell_cost
 from lowbit.quant.evaluation import arguments_of, evaluating, without_encoder_fast_path
+from lowbit.quant.fused import unfuse
 from lowbit.quant.input_moments import InputMoments
 from lowbit.quant.kinds import kind_of, weights_of
-from lowbit.quant.own_text import SELF, own_text
+from lowbit.quant.own_text import SELF, body_of, own_text, writer_of
 from lowbit.quant.packing import Selected
 from lowbit.quant.read_state import unpickled
 from lowbit.quant.shared_inputs import SharedInputs
@@ -74,7 +75,7 @@ class Calibration:
     def __repr__(self) -> str:
         rows = [layer.rows for layer in self.layers.values()]
         seen = f"{len(rows)} layers, {min(rows)} to {max(rows)} rows" if rows else "no layers"
-        hessian = ", with hessians" if any(layer.products is not None for layer in self.layers.values()) else ""
+        hessian = ", with hessians" if any(layer.has_products for layer in self.layers.values()) else ""
         missed = f", {len(self.uncalled)} never called" if self.uncalled else ""
         of_experts = [expert.rows for each in self.experts.values() for expert in each]
         if of_experts:
@@ -105,8 +106,8 @@ def calibrate(
             words: 16 texts of 192 tokens, the same in each call.
         filter_fn: called with (module, qualified name) of each linear layer and module of experts; True includes it.
             None includes all.
-        hessian: also accumulate x x^T for linear layers, which `GPTQ` needs. It takes 4 k^2 bytes per layer;
-            layers that are called with the same tensor share them.
+        hessian: also accumulate x x^T for linear layers, which `GPTQ` needs. It takes 4 k^2 bytes per layer, or less
+            while there are fewer than k rows; layers that are called with the same tensor share them.
         tokenizer: a tokenizer of transformers, for batches of text.
 
     Returns:
@@ -124,29 +125,52 @@ def calibrate(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"calibrate: model must be a torch.nn.Module, got {type(model).__name__}")
-    if isinstance(batches, str) and batches == SELF:
-        batches = own_text(model)
+    writer, own = model, isinstance(batches, str) and batches == SELF
+    if own:
+        writer = writer_of(model)
+        batches = own_text(writer)
+        if writer is not model:
+            unfuse(writer)
     if isinstance(batches, (Tensor, Mapping, str)) or not isinstance(batches, Iterable):
         raise TypeError(f"calibrate: batches must be an iterable of inputs, got {type(batches).__name__}; [x] is one")
     layers: dict[str, nn.Module] = {}
-    seen = SharedInputs()
-    handles = []
     for name, module in model.named_modules():
         kind = kind_of(module)
         if kind is not None and kind.multiplies and (filter_fn is None or filter_fn(module, name)):
             layers[name] = module
-            count = _counting(seen, name, hessian and kind.has_products)
-            handles.append(module.register_forward_pre_hook(count, with_kwargs=True))
+    # The copy that wrote the text runs on it too, several times as fast; but packed experts do not tell their inputs.
+    runs = writer if all(kind_of(module).has_products for module in layers.values()) else model
+    seen = SharedInputs()
+    handles = []
+    for name, module in layers.items():
+        count = counting(seen, name, hessian and kind_of(module).has_products)
+        handles.append(runs.get_submodule(name).register_forward_pre_hook(count, with_kwargs=True))
+    if own:
+        runs = body_of(runs, layers)
     count = 0
     try:
-        with evaluating(model), without_encoder_fast_path(model):  # the fast path would not call the layers
+        with evaluating(runs), without_encoder_fast_path(runs):  # the fast path would not call the layers
             for batch in _progress(batches_of(batches, tokenizer)):
-                _run(model, batch, count)
+                _run(runs, batch, count)
                 seen.finish_call()
                 count += 1
     finally:
         for handle in handles:
             handle.remove()
+    calibration = collected(seen, layers)
+    if not calibration.layers and not calibration.experts:
+        raise ValueError(
+            f"calibrate: batches must reach a linear layer, got {count} batches that called none of {len(layers)}"
+        )
+    return calibration
+
+
+def collected(seen: SharedInputs, layers: Mapping[str, nn.Module]) -> Calibration:
+    """Return what was counted of the inputs of these layers.
+
+    Raises:
+        ValueError: a layer received inf or nan; the message names it.
+    """
     moments = seen.moments()
     calibration = Calibration()
     for name, module in layers.items():
@@ -159,10 +183,6 @@ def calibrate(
             else:
                 unused = [one or InputMoments.zero(weight.k, False) for one in each]
                 calibration.experts[f"{name}.{weight.key}" if name else weight.key] = unused
-    if not calibration.layers and not calibration.experts:
-        raise ValueError(
-            f"calibrate: batches must reach a linear layer, got {count} batches that called none of {len(layers)}"
-        )
     for name, each in [*((name, [layer]) for name, layer in calibration.layers.items()), *calibration.experts.items()]:
         if not all(one.importance.isfinite().all() for one in each):
             raise ValueError(f"calibrate: inputs of {_label(name)} must be finite, got inf or nan")
@@ -187,7 +207,9 @@ def _told(value: Any) -> str:
     return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
 
 
-def _counting(seen: SharedInputs, name: str, products: bool) -> Callable[..., None]:
+def counting(seen: SharedInputs, name: str, products: bool) -> Callable[..., None]:
+    """Return a forward pre-hook that counts the inputs of a layer of this name, with x x^T if ``products`` is True."""
+
     def count(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         for weight, number, rows in kind_of(module).inputs(module, args, kwargs):
             seen.add((name, weight.key, number), weight.k, products, rows)
@@ -211,7 +233,8 @@ def calibration_of(
 
     Raises unless the configuration can use a calibration and it covers every selected layer.
     """
-    selected = [item for item in selected if kind_of(item.module).multiplies]  # embeddings need no calibration
+    multiplied = [item for item in selected if kind_of(item.module).multiplies]
+    selected = [item for item in multiplied if not item.spec.takes_absmax]  # the codes of others depend on no inputs
     real = [item for item in selected if not item.value.is_meta]
     gptq = any(isinstance(item.spec.algorithm, GPTQ) for item in real)
     own = isinstance(given, str) and given == SELF
@@ -220,7 +243,7 @@ def calibration_of(
             "quantize_: calibration must be a result of lowbit.calibrate, an iterable of batches to run the model on, "
             f"or 'self', got {type(given).__name__}; [x] is one batch"
         )
-    if selected and all(item.spec.takes_absmax or item.spec.algorithm is not None for item in selected) and not gptq:
+    if multiplied and all(item.spec.algorithm is not None for item in selected) and not gptq:
         raise ValueError(
             f"quantize_: calibration must be None for formats that neither search for scales nor use GPTQ, got {config}"
         )
@@ -229,7 +252,7 @@ def calibration_of(
     else:
         names = {item.name for item in selected}
         if own:
-            tell_cost(real)
+            tell_cost([item for item in multiplied if not item.value.is_meta])
         only = lambda module, name: name in names  # noqa: E731
         calibration = calibrate(model, given, hessian=gptq, filter_fn=only, tokenizer=tokenizer)
     seen = calibration.layers.keys() | calibration.experts.keys()
@@ -261,9 +284,9 @@ def _check_moments(item: Selected, moments: list[InputMoments], gptq: bool) -> N
                 f"quantize_: calibration of {label} must be of squares that are finite and not negative, "
                 f"got {float(inputs.squares.min())} to {float(inputs.squares.max())}"
             )
-        if gptq and inputs.products is None:
+        if gptq and not inputs.has_products:
             raise ValueError("quantize_: GPTQ needs lowbit.calibrate(..., hessian=True), got one without")
-        if gptq and not inputs.products.isfinite().all():
+        if gptq and not inputs.products_are_finite:
             raise ValueError(f"quantize_: calibration of {label} must be of finite products, got inf or nan")
 
 

@@ -22,15 +22,15 @@ def tell_cost(selected: Sequence[Selected]) -> None:
     operations = moments = codes = weights = 0.0
     for item in selected:
         n, k, matrices = item.weight.n, item.weight.k, item.weight.experts or 1
-        operations += 4 * TEXTS * TOKENS * n * k  # written token by token, and then read as a whole
+        operations += TEXTS * TOKENS * n * k  # twice in 8 bits: written token by token, and then read as a whole
         weights += item.value.nbytes
         codes += n * k * matrices  # of the copy that writes
         if isinstance(item.spec.algorithm, GPTQ):
-            moments += 4 * k * k * matrices
-            operations += 2 * TEXTS * TOKENS * k * k + k**3 / 3 + 1.5 * n * k * k
+            moments += 4 * k * min(k, TEXTS * TOKENS) * matrices
+            operations += TEXTS * TOKENS * k * k + k**3 / 3 + 1.5 * n * k * k
     seconds = operations / _operations_per_second() + TOKENS * weights / _BYTES_PER_SECOND
     if seconds >= TOLD_FROM_S:
-        told = f"about {seconds:.0f} s, and at most {max(moments, codes) / 1e9:.1f} GB beside the model"
+        told = f"about {seconds:.0f} s, and at most {(moments + codes) / 1e9:.1f} GB beside the model"
         print(
             f"quantize_: calibration='self' takes {told}; calibration=None takes neither", file=sys.stderr, flush=True
         )

@@ -45,21 +45,13 @@ class CodedWeight:
     @classmethod
     def unpack(cls, packed: Tensor, stored: StoredWeight) -> CodedWeight:
         """Return the codes, scales and zero points of a packed weight; the inverse of `pack`."""
-        spec, k = stored.spec, stored.k
-        rows, begin, sections = repack_weight(packed, stored, "row-major"), 0, []
-        groups, bits = spec.groups(k), _C.FORMAT_FACTS[spec.format]["bits"]
-        per_group, code_bytes = 2 * groups, -(-k * bits // 8)
-        for size in (4, per_group * bool(spec.group_size), per_group * spec.asymmetric, code_bytes):
-            sections.append(rows[:, begin : begin + size].contiguous())
-            begin += size + -size % _SECTION
-        column_scale, group_scale, zero, stream = sections
-        return cls(
-            spec,
-            codes_of(stream, k, bits),
-            column_scale.view(torch.float32)[:, 0],
-            group_scale.view(torch.float16) if spec.group_size else None,
-            zero.view(torch.float16) if spec.asymmetric else None,
-        )
+        stream, *grid = _sections(packed, stored)
+        return cls(stored.spec, codes_of(stream, stored.k, _C.FORMAT_FACTS[stored.spec.format]["bits"]), *grid)
+
+    def rows(self, at: slice) -> CodedWeight:
+        """Return the weight of some of the rows."""
+        parts = self.codes, self.column_scale, self.group_scale, self.zero
+        return CodedWeight(self.spec, *(part if part is None else part[at] for part in parts))
 
     def pack(self, layout: str = _C.LAYOUT) -> Tensor:
         """Return the packed weight in this layout."""
@@ -70,15 +62,45 @@ class CodedWeight:
     @property
     def scale(self) -> Tensor:
         """The product of column scale and group scale, float32 ``[n, groups]``."""
-        column = self.column_scale[:, None]
-        return column if self.group_scale is None else column * self.group_scale.float()
+        return _joined_scale(self.column_scale, self.group_scale)
 
     @property
     def zero_point(self) -> Tensor:
         """The zero points, float32 ``[n, groups]``; for a symmetric weight, the constant of its format."""
-        if self.zero is not None:
-            return self.zero.float()
-        return torch.full_like(self.scale, _C.FORMAT_FACTS[self.spec.format]["zero"])
+        return _zero_point(self.zero, self.scale, self.spec)
+
+
+def grid_of(packed: Tensor, stored: StoredWeight) -> tuple[Tensor, Tensor]:
+    """Return the scales and zero points of a packed weight, float32 ``[n, groups]``, without reading its codes."""
+    _, column_scale, group_scale, zero = _sections(packed, stored)
+    scale = _joined_scale(column_scale, group_scale)
+    return scale, _zero_point(zero, scale, stored.spec)
+
+
+def _sections(packed: Tensor, stored: StoredWeight) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Return the stream of codes, the column scales, group scales and zero points of a packed weight."""
+    spec, k = stored.spec, stored.k
+    rows, begin, sections = repack_weight(packed, stored, "row-major"), 0, []
+    per_group, code_bytes = 2 * spec.groups(k), -(-k * _C.FORMAT_FACTS[spec.format]["bits"] // 8)
+    for size in (4, per_group * bool(spec.group_size), per_group * spec.asymmetric, code_bytes):
+        sections.append(rows[:, begin : begin + size])
+        begin += size + -size % _SECTION
+    column_scale, group_scale, zero, stream = sections
+    return (
+        stream.contiguous(),
+        column_scale.contiguous().view(torch.float32)[:, 0],
+        group_scale.contiguous().view(torch.float16) if spec.group_size else None,
+        zero.contiguous().view(torch.float16) if spec.asymmetric else None,
+    )
+
+
+def _joined_scale(column_scale: Tensor, group_scale: Tensor | None) -> Tensor:
+    column = column_scale[:, None]
+    return column if group_scale is None else column * group_scale.float()
+
+
+def _zero_point(zero: Tensor | None, scale: Tensor, spec: LinearSpec) -> Tensor:
+    return torch.full_like(scale, _C.FORMAT_FACTS[spec.format]["zero"]) if zero is None else zero.float()
 
 
 def pack_stream(

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """GPTQ (Frantar et al., arXiv 2210.17323): codes that minimize the error of the layer's output, not of its weight.
 
-Let H = R R^T be the mean of x x^T with an upper triangular R. The mean square of the output's error e x is |e R|^2, and
-column j of e R depends on the errors of the channels up to j alone. So the channels are rounded in this order, each to
-the code that makes its column smallest, given the errors of those before it:
-    target_j = w_j + sum over i < j of e_i R[i, j] / R[j, j];    e_j = w_j - decoded_j
-This is GPTQ without the inverse of H: a Cholesky factor, and one matrix product per block of channels.
+Let H = U^T U be the sum of x x^T, with an upper triangular U. The sum of squares of the output's error e x is |U e|^2,
+and row j of U e depends on the errors of the channels from j on alone. So the channels are rounded from the last to the
+first, each to the code that makes its row smallest, given the errors of those behind it:
+    target_j = w_j + sum over i > j of e_i U[j, i] / U[j, j];    e_j = w_j - decoded_j
+This is GPTQ without the inverse of H: a Cholesky factor, and matrix products of blocks of channels.
 """
 
 from __future__ import annotations
@@ -18,7 +18,12 @@ from torch import Tensor
 
 from lowbit.formats.algorithms import GPTQ
 
-BLOCK = 128  # channels between two matrix products; without act_order, a block is one group of the weight, if it fits
+BLOCK = 128
+"""Channels between two large matrix products. Without act_order, a block is one group of the weight, if it fits."""
+STEP = 16
+"""Channels that are rounded one by one. Between them, the halves of a block meet in matrix products."""
+PANEL = 512
+"""Rows of the Cholesky factor between two matrix products."""
 
 Scales = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """A function of a weight ``[n, k]`` and an importance ``[k]``, which weights the errors, that returns scales and zero
@@ -27,19 +32,17 @@ points ``[n, groups]``."""
 
 @dataclass(frozen=True, slots=True)
 class Factor:
-    """The factor R of a hessian, for all weights that multiply the same inputs.
+    """The factor U of a hessian, for all weights that multiply the same inputs.
 
     Args:
-        order: int64 ``[k]``, the channels in the order in which they are rounded.
-        unit: float32 ``[k, k]``, R with each column divided by its diagonal entry; upper triangular.
-        squares: float64 ``[k]``, the squared diagonal of R.
+        order: int64 ``[k]``, the channels from the one that is rounded last to the one that is rounded first.
+        upper: float32 ``[k, k]``, U. What lies below the diagonal is undefined.
         added: what damping added to the diagonal of the hessian.
         importance: float32 ``[k]``, the diagonal of the hessian, in the order of the weight.
     """
 
     order: Tensor
-    unit: Tensor
-    squares: Tensor
+    upper: Tensor
     added: float
     importance: Tensor
 
@@ -54,28 +57,43 @@ class Factor:
         order = torch.arange(len(importance), device=hessian.device)
         if options.act_order:
             order = importance.argsort(descending=True, stable=True)
-        last_first = order.flip(0)
+        order = order.flip(0)
         mean = float(importance.double().mean()) or 1.0  # 0: the inputs were always 0
-        # The lower factor of this matrix, whose diagonal has a mean of 1, is R in reverse order.
-        matrix = hessian[last_first][:, last_first].div_(mean)
         added = options.damping
-        while True:
-            lower, failed = torch.linalg.cholesky_ex(matrix.diagonal_scatter(matrix.diagonal() + added))
-            if not failed and lower.diagonal().isfinite().all():
-                break
+        while (upper := _cholesky(hessian, order, mean, added)) is None:
             added *= 10
-        factor = lower.flip(0, 1)
-        diagonal = factor.diagonal().clone()
-        return cls(order, factor.div_(diagonal), diagonal.double().square() * mean, added * mean, importance)
+        return cls(order, upper.mul_(mean**0.5), added * mean, importance)
 
-    def loss(self, matrix: Tensor) -> float:
-        """Return the sum over the rows e of ``matrix`` ``[n, k]`` of e H e^T."""
-        left, total = matrix.T[self.order], 0.0
-        for begin in range(0, len(left), BLOCK):
-            end = begin + BLOCK  # the factor is 0 below
-            sums = self.unit[:end, begin:end].T @ left[:end]
-            total += float(sums.square_().sum(1).double() @ self.squares[begin:end])
-        return max(total - self.added * float(left.square().sum(dtype=torch.float64)), 0.0)
+    def loss(self, matrix: Tensor) -> Tensor:
+        """Return e H e^T for each row e of ``matrix`` ``[n, k]``, float64 ``[n]``."""
+        left = matrix.T[self.order]
+        total = left.square().sum(0, dtype=torch.float64).mul_(-self.added)
+        for begin in range(0, len(left), PANEL):
+            rows = self.upper[begin : begin + PANEL, begin:].triu()
+            total += (rows @ left[begin:]).square_().sum(0, dtype=torch.float64)
+        return total.clamp_(min=0)
+
+
+def _cholesky(hessian: Tensor, order: Tensor, mean: float, added: float) -> Tensor | None:
+    """Return the upper factor of ``hessian[order][:, order] / mean + added * I``, or None if there is none.
+
+    Only the upper triangle is computed, in panels of rows, as nearly all operations are those of matrix products then.
+    torch.linalg.cholesky transposes the matrix twice, which takes longer than its products.
+    """
+    upper = torch.empty_like(hessian)
+    for begin in range(0, len(order), PANEL):
+        at = order[begin : begin + PANEL]
+        end = begin + len(at)
+        panel = hessian[at].index_select(1, order[begin:]).div_(mean)
+        panel.diagonal().add_(added)
+        panel.addmm_(upper[:begin, begin:end].T, upper[:begin, begin:], alpha=-1)
+        corner, failed = torch.linalg.cholesky_ex(panel[:, : len(at)], upper=True)
+        if failed or not corner.diagonal().isfinite().all():
+            return None
+        upper[begin:end, begin:end] = corner
+        rest = panel[:, len(at) :].T  # a factor on the right keeps the order of bytes
+        upper[begin:end, end:] = torch.linalg.solve_triangular(corner, rest, upper=True, left=False).T
+    return upper
 
 
 def gptq(
@@ -95,44 +113,58 @@ def gptq(
     n, k = weight.shape
     size = group_size or k
     in_order = not act_order and size <= BLOCK
-    columns = weight.T[factor.order]  # [k, n]
-    scale, zero = scales(weight, factor.importance)
-    codes, errors = weight.new_empty(k, n, dtype=torch.uint8), torch.empty_like(columns)
+    grid = [values.T.contiguous() for values in scales(weight, factor.importance)]  # [groups, n]
+    codes, errors = weight.new_empty(k, n, dtype=torch.uint8), weight.new_empty(k, n)
     block = size if in_order else BLOCK
-    for begin in range(0, k, block):
-        at = slice(begin, min(begin + block, k))
-        sums = factor.unit[:begin, at].T @ errors[:begin]
+    diagonal = factor.upper.diagonal()[:, None]
+    for first in range(0, k, block):  # in the order of rounding, which is that of the weight without act_order
+        end = k - first
+        at = slice(max(end - block, 0), end)
+        columns = weight.index_select(1, factor.order[at]).T.contiguous()
+        sums = (factor.upper[at, end:] @ errors[end:]).div_(diagonal[at])
         group = factor.order[at] // size
         if in_order:  # the errors of earlier channels have changed this group, so it gets new scales
-            one = slice(begin // size, begin // size + 1)
-            scale[:, one], zero[:, one] = scales((columns[at] + sums).T.contiguous(), factor.importance[at])
-        found = _round_block(
-            columns[at], sums, scale.T[group], zero.T[group], factor.unit[at, at], code_max, errors[at]
-        )
-        codes[factor.order[at]] = found
-    return codes.T.contiguous(), scale, zero
+            one = slice(first // size, first // size + 1)
+            part = (columns + sums).flip(0).T.contiguous()
+            for values, found in zip(grid, scales(part, factor.importance[first : first + block]), strict=True):
+                values[one] = found.T
+        unit = factor.upper[at, at] / diagonal[at]
+        scale, zero = (values.index_select(0, group) for values in grid)
+        codes[factor.order[at]] = _round_block(columns, sums, scale, zero, unit, code_max, errors[at])
+    return codes.T.contiguous(), *(values.T.contiguous() for values in grid)
 
 
 def _round_block(
     weight: Tensor, sums: Tensor, scale: Tensor, zero: Tensor, unit: Tensor, code_max: int, errors: Tensor
 ) -> Tensor:
-    """Round the channels of a block ``[block, n]`` and return their codes; write their errors to ``errors``.
+    """Round the channels of a block ``[block, n]``, from the last on, and return their codes; write their errors to
+    ``errors``.
 
     Args:
         weight: the channels.
         sums: what the errors of earlier blocks add to their targets.
         scale, zero: scales and zero points ``[block, n]``.
-        unit: the block of the factor.
+        unit: the block of the factor, with ones on the diagonal.
         code_max: the max code.
         errors: receives weight - decoded.
     """
     divisor = torch.where(scale != 0, scale, 1)
     codes = (weight + sums).div_(divisor).add_(zero)  # in units of codes
     shifted = torch.addcmul(weight, scale, zero)
-    for i in range(len(weight)):
-        code = codes[i]
-        if i:
-            code.addcdiv_(unit[:i, i] @ errors[:i], divisor[i])
-        code.round_().clamp_(0, code_max)
-        torch.addcmul(shifted[i], scale[i], code, value=-1, out=errors[i])
+
+    def round_from(begin: int, end: int) -> None:
+        middle = (begin + end) // 2
+        if end - begin > STEP:
+            round_from(middle, end)
+            codes[begin:middle].addcdiv_(unit[begin:middle, middle:end] @ errors[middle:end], divisor[begin:middle])
+            round_from(begin, middle)
+            return
+        for i in range(end - 1, begin - 1, -1):
+            code = codes[i]
+            if i + 1 < end:
+                code.addcdiv_(errors[i + 1 : end].T.mv(unit[i, i + 1 : end]), divisor[i])
+            code.round_().clamp_(0, code_max)
+            torch.addcmul(shifted[i], scale[i], code, value=-1, out=errors[i])
+
+    round_from(0, len(weight))
     return codes.byte()

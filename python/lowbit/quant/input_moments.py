@@ -8,15 +8,18 @@ whole matrix.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
+BLOCK = 256
+"""Channels of a product x x^T that are computed at once; the half below the diagonal is copied."""
 
-@dataclass(slots=True)
+
 class InputMoments:
     """Sums over the input rows of a layer.
+
+    Up to k rows are kept as they are: they take less memory than their products, which are then computed once, and not
+    for each batch.
 
     Args:
         rows: the number of rows.
@@ -24,9 +27,11 @@ class InputMoments:
         products: float32 ``[k, k]``, the sum of x x^T; None if it was not requested.
     """
 
-    rows: int
-    squares: Tensor
-    products: Tensor | None = None
+    __slots__ = ("_held", "_products", "rows", "squares")
+
+    def __init__(self, rows: int, squares: Tensor, products: Tensor | None = None) -> None:
+        self.rows, self.squares, self._products = rows, squares, products
+        self._held: list[Tensor] | None = None if products is None else []  # rows whose products are not summed yet
 
     @classmethod
     def zero(cls, k: int, products: bool) -> InputMoments:
@@ -36,8 +41,27 @@ class InputMoments:
             k: the number of input channels.
             products: whether x x^T is summed too.
         """
-        squares = torch.zeros(k, dtype=torch.float64, device="cpu")
-        return cls(0, squares, squares.new_zeros(k, k, dtype=torch.float32) if products else None)
+        moments = cls(0, torch.zeros(k, dtype=torch.float64, device="cpu"))
+        moments._held = [] if products else None
+        return moments
+
+    @property
+    def has_products(self) -> bool:
+        """Whether x x^T is summed."""
+        return self._held is not None
+
+    @property
+    def products(self) -> Tensor | None:
+        """The sum of x x^T, float32 ``[k, k]``; None if it was not requested. It is kept from now on."""
+        if self._held is not None and (self._held or self._products is None):
+            self._products, self._held = self._sum(), []
+        return self._products
+
+    @property
+    def products_are_finite(self) -> bool:
+        """Whether no product is inf or nan; the squares of rows that are kept bound their products."""
+        held = not self._held or bool(self.squares.max() <= torch.finfo(torch.float32).max)
+        return held and (self._products is None or bool(self._products.isfinite().all()))
 
     @property
     def importance(self) -> Tensor:
@@ -47,7 +71,17 @@ class InputMoments:
     @property
     def hessian(self) -> Tensor | None:
         """The mean of x x^T, float32 ``[k, k]``; None without ``products``."""
-        return None if self.products is None else self.products / max(self.rows, 1)
+        return None if self._held is None else self._sum().div_(max(self.rows, 1))
+
+    def _sum(self) -> Tensor:
+        k = len(self.squares)
+        rows = torch.cat(self._held) if self._held else self.squares.new_zeros(0, k, dtype=torch.float32)
+        total = rows.new_zeros(k, k) if self._products is None else self._products.clone()
+        for begin in range(0, k if len(rows) else 0, BLOCK):
+            end = min(begin + BLOCK, k)
+            total[begin:end, begin:].addmm_(rows[:, begin:end].T, rows[:, begin:])
+            total[end:, begin:end] = total[begin:end, end:].T
+        return total
 
     @property
     def stored(self) -> tuple[int, Tensor, Tensor | None]:
@@ -59,29 +93,37 @@ class InputMoments:
         rows = x.detach().reshape(-1, len(self.squares)).float()
         self.rows += len(rows)
         self.squares += rows.square().sum(0, dtype=torch.float64)
-        if self.products is not None:
-            self.products.addmm_(rows.T, rows)
+        self._hold([rows.clone() if rows.data_ptr() == x.data_ptr() else rows])
+
+    def _hold(self, rows: list[Tensor]) -> None:
+        if self._held is not None:
+            self._held = [*self._held, *rows]
+            if sum(map(len, self._held)) > len(self.squares):
+                self._products, self._held = self._sum(), []
 
     def include(self, others: InputMoments) -> None:
         """Add the sums over other rows of the same layer in place."""
         self.rows += others.rows
         self.squares += others.squares
-        if self.products is not None:
-            self.products += others.products
+        if self._held is not None:
+            if others._products is not None:
+                self._products = others._products if self._products is None else self._products + others._products
+            self._hold(others._held)
 
     def blended(self, others: InputMoments, rows: int) -> InputMoments:
         """Return these moments plus ``rows`` average rows of ``others``, which stabilizes moments of few or no rows."""
-        products = None
-        if self.products is not None and others.products is not None:
-            products = self.products + others.products * (rows / max(others.rows, 1))
-        return InputMoments(self.rows + rows, self.squares + others.squares * (rows / max(others.rows, 1)), products)
+        part = rows / max(others.rows, 1)
+        products = self.products + others.products * part if self.has_products and others.has_products else None
+        return InputMoments(self.rows + rows, self.squares + others.squares * part, products)
 
     def in_order(self, permutation: Tensor) -> InputMoments:
         """Return the moments of the inputs ``x[..., permutation]``."""
-        products = None if self.products is None else self.products[permutation][:, permutation]
+        products = self.products[permutation][:, permutation] if self.has_products else None
         return InputMoments(self.rows, self.squares[permutation], products)
 
     def __add__(self, other: InputMoments) -> InputMoments:
         """Return the sums over the rows of both."""
-        both = None if self.products is None or other.products is None else self.products + other.products
-        return InputMoments(self.rows + other.rows, self.squares + other.squares, both)
+        both = InputMoments.zero(len(self.squares), self.has_products and other.has_products)
+        both.include(self)
+        both.include(other)
+        return both

@@ -167,7 +167,7 @@ def _inputs(calibration: Mapping[str, InputMoments] | None, name: str, k: int) -
     inputs = next((calibration[one] for one in names if one in calibration), None)
     if inputs is None:
         raise ValueError(f"merging: calibration must have seen every merged layer, got none of {name or 'the layer'}")
-    if inputs.products is None:
+    if not inputs.has_products:
         raise ValueError("merging: calibration must be of lowbit.calibrate(..., hessian=True), got one without")
     if len(inputs.squares) != k:
         raise ValueError(f"merging: calibration of {name} must be of k={k}, got {len(inputs.squares)}")

@@ -6,7 +6,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -21,6 +21,8 @@ from lowbit.quant.select import select
 
 SELF = "self"
 TEXTS, TOKENS, BATCH = 16, 192, 4
+FASTER: list[Callable[[nn.Module], None]] = []
+"""Functions that make the copy of a model that writes faster; huggingface/quantizer.py adds one that fuses it."""
 _NEEDS_DATA = "needs data: give calibration=batches, an iterable of its inputs"
 
 
@@ -47,6 +49,39 @@ def own_text(model: nn.Module) -> list[dict[str, Tensor]]:
         ids = torch.randint(words, (TEXTS, length), generator=generator, device="cpu")
     device = model.get_input_embeddings().weight.device
     return [{"input_ids": part.to(device)} for part in ids.split(BATCH)]
+
+
+def writer_of(model: nn.Module) -> nn.Module:
+    """Return a copy of the model with weights and activations of 8 bits, which writes several times as fast on a CPU.
+
+    Float parameters and buffers are those of the model. A model that has packed layers already, or that is on another
+    device, is returned as it is.
+
+    Raises:
+        ValueError: what `own_text` raises.
+    """
+    _vocabulary(model)
+    elsewhere = any(parameter.device.type != "cpu" for parameter in model.parameters())
+    if elsewhere or any(is_packed(module) for module in model.modules()):
+        return model
+    copied = copy.deepcopy(model, {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]})
+    selected, _ = select(copied, Int8DynamicActivationInt8WeightConfig(), None, None, False, kinds=KINDS)
+    for group in by_weight(selected):
+        weight, spec = group[0].weight.matrix(group[0].value), group[0].spec
+        make = functools.partial(pack_weight, weight, spec, None)
+        pack_group(group, make, 0)
+    if _writes(copied):
+        for make_faster in FASTER:
+            make_faster(copied)
+    return copied
+
+
+def body_of(model: nn.Module, layers: Iterable[str]) -> nn.Module:
+    """Return the part of a language model that contains these layers: all of it, or what comes before the head, whose
+    logits of a whole text take more memory than everything else."""
+    body = getattr(model, "base_model", None)
+    inside = {id(module) for module in body.modules()} if isinstance(body, nn.Module) else set()
+    return body if all(id(model.get_submodule(name)) in inside for name in layers) else model
 
 
 def told_of_own_text(model: nn.Module) -> str:
@@ -97,7 +132,7 @@ def _written(model: nn.Module, first: Tensor, length: int, generator: torch.Gene
     ids = first.repeat(1, length)
     cache: Any = None
     with evaluating(model):
-        model = _in_eight_bits(model)
+        model = writer_of(model)
         for at in _progress(range(1, length)):
             out = model(input_ids=ids[:, at - 1 : at].to(device), past_key_values=cache, use_cache=True)
             cache = getattr(out, "past_key_values", None)
@@ -108,26 +143,16 @@ def _written(model: nn.Module, first: Tensor, length: int, generator: torch.Gene
             odds = out.logits[:, -1].float().cpu().softmax(-1)
             if not odds.isfinite().all():
                 raise ValueError(f"calibration='self': logits of {type(model).__name__} must be finite, got inf or nan")
-            ids[:, at] = torch.multinomial(odds, 1, generator=generator)[:, 0]
+            ids[:, at] = _drawn(odds, generator)
     return ids
 
 
-def _in_eight_bits(model: nn.Module) -> nn.Module:
-    """Return a copy of the model with weights and activations of 8 bits, which writes several times as fast on a CPU.
-
-    Float parameters and buffers are those of the model. A model that has packed layers already, or that is on another
-    device, is returned as it is.
-    """
-    elsewhere = any(parameter.device.type != "cpu" for parameter in model.parameters())
-    if elsewhere or any(is_packed(module) for module in model.modules()):
-        return model
-    copied = copy.deepcopy(model, {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]})
-    selected, _ = select(copied, Int8DynamicActivationInt8WeightConfig(), None, None, False, kinds=KINDS)
-    for group in by_weight(selected):
-        weight, spec = group[0].weight.matrix(group[0].value), group[0].spec
-        make = functools.partial(pack_weight, weight, spec, None)
-        pack_group(group, make, 0)
-    return copied
+def _drawn(odds: Tensor, generator: torch.Generator) -> Tensor:
+    """Return one word for each row of ``odds [texts, words]``, int64 ``[texts]``. torch.multinomial draws a number for
+    every word, which takes as long as a layer of the model."""
+    sums = odds.cumsum(-1, dtype=torch.float64)
+    at = torch.rand(len(odds), 1, dtype=torch.float64, generator=generator, device="cpu") * sums[:, -1:]
+    return torch.searchsorted(sums, at, right=True)[:, 0].clamp_(max=odds.shape[-1] - 1)
 
 
 def _progress(steps: Iterable[int]) -> Iterable[int]:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from lowbit import _C, devices
 from lowbit.formats.algorithms import HQQ
 from lowbit.formats.spec import LinearSpec, StoredWeight
-from lowbit.quant.codes import CodedWeight
+from lowbit.quant.codes import CodedWeight, grid_of
 from lowbit.quant.gptq import Factor, gptq
 from lowbit.quant.hqq import hqq
 from lowbit.quant.input_moments import InputMoments
@@ -26,7 +26,7 @@ from lowbit.quant.layout import repack_weight
 from lowbit.quant.report import Distortion, ReportRow, row_name
 
 Packed = tuple[nn.Parameter, Distortion]
-MEASURED_ROWS = 512
+MEASURED_ROWS = 128
 """From so many rows of a weight on, GPTQ measures its distortion on every second, third ... row: a row costs as much as
 rounding it."""
 
@@ -213,7 +213,7 @@ def _pack_matrix(
         packed, distortion = _pack_nearest(there, spec, inputs.importance if inputs is not None else None)
     elif isinstance(spec.algorithm, HQQ):
         packed, distortion = _pack_by_hqq(weight.cpu().float(), spec, spec.algorithm)
-    elif inputs is None or inputs.products is None:
+    elif inputs is None or not inputs.has_products:
         raise ValueError(
             "pack_weight: inputs must have the mean of x x^T for GPTQ: lowbit.calibrate(model, batches, hessian=True)"
         )
@@ -255,8 +255,7 @@ def _pack_by_gptq(weights: Sequence[Tensor], spec: LinearSpec, inputs: InputMome
     def scales(part: Tensor, importance: Tensor) -> tuple[Tensor, Tensor]:
         searched = importance if spec.scale == "search" else None
         packed = _pack_nearest(part, spec, searched)[0]
-        weight = CodedWeight.unpack(packed, StoredWeight(spec, *part.shape, _C.LAYOUT))
-        return weight.scale, weight.zero_point
+        return grid_of(packed, StoredWeight(spec, *part.shape, _C.LAYOUT))
 
     factor = Factor.of(inputs.hessian, spec.algorithm)
     together = torch.cat([*weights]) if len(weights) > 1 else weights[0]
@@ -264,10 +263,10 @@ def _pack_by_gptq(weights: Sequence[Tensor], spec: LinearSpec, inputs: InputMome
     each = zip(*(values.split([len(weight) for weight in weights]) for values in found), strict=True)
     packed = []
     for weight, (codes, scale, zero) in zip(weights, each, strict=True):
-        one = CodedWeight.of(codes, scale, zero if spec.asymmetric else None, spec).pack()
+        coded = CodedWeight.of(codes, scale, zero if spec.asymmetric else None, spec)
         rows = slice(None, None, -(-len(weight) // MEASURED_ROWS))
-        measured = [factor.loss(matrix[rows]) for matrix in _with_errors(weight, one, spec)]
-        packed.append((one, Distortion(*measured)))
+        errors = _with_errors(weight[rows].contiguous(), coded.rows(rows).pack(), spec)
+        packed.append((coded.pack(), Distortion(*factor.loss(torch.cat(errors)).view(len(errors), -1).sum(1).tolist())))
     return packed
 
 

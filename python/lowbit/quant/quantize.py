@@ -209,7 +209,7 @@ def with_same_inputs(groups: list[list[Selected]], calibration: Calibration | No
         if calibration is not None and isinstance(first.spec.algorithm, GPTQ) and not first.value.is_meta:
             moments = [calibration.layers.get(item.row_name) for item in group if kind_of(item.module).multiplies]
             if len(moments) == 1 and moments[0] is not None:
-                key = id(moments[0].products), first.spec
+                key = id(moments[0].squares), first.spec
         joined.setdefault(key, []).append(group)
     return [*joined.values()]
 
@@ -256,6 +256,16 @@ def _quantize_groups(
     for group, packed, size in zip(groups, pack_weights(weights, first.spec, inputs, layouts), before, strict=True):
         rows += pack_group(group, lambda layout, packed=packed: packed, size)[1]
     return rows
+
+
+def pack_calibrated(item: Selected, calibration: Calibration) -> list[ReportRow]:
+    """Pack a weight that no other layer shares, with a calibration of its layer, and return its report row.
+
+    Raises:
+        ValueError: the calibration has no inputs of the layer.
+    """
+    calibration_of(item.module, calibration, item.spec.name, [item])
+    return _quantize_groups([[item]], None, calibration)
 
 
 def _weight_of(group: list[Selected], device: torch.device | None) -> Tensor:
