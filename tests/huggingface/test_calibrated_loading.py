@@ -17,6 +17,7 @@ from lowbit.quant.own_text import own_text
 
 transformers = pytest.importorskip("transformers")
 from lowbit.huggingface import calibrate_by_layer as by_layer  # noqa: E402
+
 CONFIG = "int8_dynamic_activation_int4_weight(group_size=32)"
 
 

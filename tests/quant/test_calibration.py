@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import lowbit
+from lowbit.quant.input_moments import InputMoments
 
 
 class TwoInputs(nn.Module):
@@ -278,3 +279,24 @@ def test_gptq_of_layers_with_the_same_input_finds_the_codes_of_each_alone(mappin
         assert report.layers[name].error_db == pytest.approx(one.layers[name].error_db, abs=0.1)
         a, b = together.get_submodule(name).dequantize(), alone.get_submodule(name).dequantize()
         assert (a != b).double().mean() < 0.05  # sums of another order may round a tie to the other side
+
+
+@pytest.mark.parametrize("k", [24, 300])
+def test_rows_that_are_kept_and_rows_that_are_summed_give_the_same_products(k):
+    """300 channels keep all of these rows, 24 none."""
+    parts = [torch.randn(25, k) for _ in range(4)]
+    moments, halves = InputMoments.zero(k, True), [InputMoments.zero(k, True) for _ in range(2)]
+    for number, part in enumerate(parts):
+        moments.add(part)
+        halves[number % 2].add(part)
+        part_before = part.clone()
+        part.zero_()  # the caller's tensor is free to change
+        parts[number] = part_before
+    x = torch.cat(parts).double()
+    for found in (moments, halves[0] + halves[1]):
+        assert found.rows == 100 and found.has_products and found.products_are_finite
+        torch.testing.assert_close(found.hessian.double(), x.T @ x / 100, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(found.products.double(), x.T @ x, rtol=1e-4, atol=1e-3)
+    assert torch.equal(moments.hessian, moments.hessian.T) and moments.products is moments.products
+    order = torch.randperm(k)
+    torch.testing.assert_close(moments.in_order(order).products, moments.products[order][:, order])

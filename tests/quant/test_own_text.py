@@ -13,7 +13,7 @@ from torch import nn
 
 import lowbit
 from lowbit.quant.calibration_cost import tell_cost
-from lowbit.quant.own_text import TEXTS, own_text
+from lowbit.quant.own_text import TEXTS, _drawn, own_text
 
 transformers = pytest.importorskip("transformers")
 SIZES = {"vocab_size": 97, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96}
@@ -65,6 +65,13 @@ def test_the_text_follows_the_models_own_odds():
         model.lm_head.weight.mul_(model.model(torch.zeros(1, 1, dtype=torch.int64)).last_hidden_state.sign().mean(1) * 9)
     text = torch.cat([batch["input_ids"] for batch in own_text(model)])
     assert bool((text[:, 1:] == 42).all()) and len(text[:, 0].unique()) > 4
+
+
+def test_words_are_drawn_by_their_odds():
+    odds = torch.tensor([0.5, 0.0, 0.3, 0.2]).expand(40000, 4)
+    words = _drawn(odds.cumsum(-1, dtype=torch.float64), torch.Generator().manual_seed(3))
+    found = torch.bincount(words, minlength=4) / 40000
+    assert found[1] == 0 and (found - odds[0]).abs().max() < 0.01
 
 
 @pytest.mark.parametrize("mapping", [lowbit.MappingType.SYMMETRIC, lowbit.MappingType.ASYMMETRIC])

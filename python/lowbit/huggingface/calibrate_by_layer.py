@@ -72,9 +72,9 @@ def calibrated_by_layer(source: Path, settings: LowbitConfig, skeleton: nn.Modul
     formats = {}
     for name, config in quantizer.selection.layers.items():
         spec = config.spec(torch.float32)
-        if kind_of(skeleton.get_submodule(name)).multiplies and spec.scale == "search":
-            if spec.algorithm is None or isinstance(spec.algorithm, GPTQ):
-                formats[name] = config
+        has_inputs = kind_of(skeleton.get_submodule(name)).multiplies
+        if has_inputs and (isinstance(spec.algorithm, GPTQ) or (spec.scale == "search" and spec.algorithm is None)):
+            formats[name] = config
     shared = [name for name in formats if len(quantizer.selection.shared_with(name)) > 1]
     if shared:
         raise ValueError(
@@ -106,7 +106,9 @@ def _without_data(settings: LowbitConfig) -> LowbitConfig:
 
 def _reader(source: Path, skeleton: nn.Module) -> Callable[[str], Tensor]:
     """Return a function that reads the float weight of a parameter from the files of a folder."""
-    homes = {key: file for path in safetensors_files(source) for file in (SafetensorsFile(path),) for key in file.entries}
+    homes = {
+        key: file for path in safetensors_files(source) for file in (SafetensorsFile(path),) for key in file.entries
+    }
     keys = {name: key for key, name in model_names(skeleton, homes).items() if name is not None}
     merged = merged_weights(skeleton, homes)
 
@@ -116,7 +118,8 @@ def _reader(source: Path, skeleton: nn.Module) -> Callable[[str], Tensor]:
                 f"quantize_checkpoint: {name} must be in the files of {source} to be calibrated layer by layer; "
                 "transformers makes it out of others while it loads"
             )
-        value = merged[name].value(lambda key: homes[key].read(key)) if name in merged else homes[keys[name]].read(keys[name])
+        tensor = lambda key: homes[key].read(key)  # noqa: E731
+        value = merged[name].value(tensor) if name in merged else tensor(keys[name])
         check_finite("quantize_checkpoint", f"{name} of {source}", value)
         return value
 

@@ -113,56 +113,69 @@ def gptq(
     n, k = weight.shape
     size = group_size or k
     in_order = not act_order and size <= BLOCK
-    grid = [values.T.contiguous() for values in scales(weight, factor.importance)]  # [groups, n]
+    rows = weight.T.contiguous()  # whose rows are gathered much faster than columns
+    grid = _grid(*scales(weight, factor.importance))
     codes, errors = weight.new_empty(k, n, dtype=torch.uint8), weight.new_empty(k, n)
     block = size if in_order else BLOCK
     diagonal = factor.upper.diagonal()[:, None]
     for first in range(0, k, block):  # in the order of rounding, which is that of the weight without act_order
         end = k - first
         at = slice(max(end - block, 0), end)
-        columns = weight.index_select(1, factor.order[at]).T.contiguous()
+        columns = rows.index_select(0, factor.order[at])
         sums = (factor.upper[at, end:] @ errors[end:]).div_(diagonal[at])
         group = factor.order[at] // size
         if in_order:  # the errors of earlier channels have changed this group, so it gets new scales
             one = slice(first // size, first // size + 1)
             part = (columns + sums).flip(0).T.contiguous()
-            for values, found in zip(grid, scales(part, factor.importance[first : first + block]), strict=True):
-                values[one] = found.T
+            for values, found in zip(grid, _grid(*scales(part, factor.importance[first : first + block])), strict=True):
+                values[one] = found
         unit = factor.upper[at, at] / diagonal[at]
-        scale, zero = (values.index_select(0, group) for values in grid)
-        codes[factor.order[at]] = _round_block(columns, sums, scale, zero, unit, code_max, errors[at])
-    return codes.T.contiguous(), *(values.T.contiguous() for values in grid)
+        spread = [values.index_select(0, group) for values in grid]
+        codes[factor.order[at]] = _round_block(columns, sums, *spread, unit, code_max, errors[at])
+    return codes.T.contiguous(), grid[0].T.contiguous(), grid[2].T.contiguous()
+
+
+def _grid(scale: Tensor, zero: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return scales, their inverses (1 for a scale of 0) and zero points ``[groups, n]``."""
+    scale = scale.T.contiguous()
+    return scale, torch.where(scale != 0, scale, 1).reciprocal_(), zero.T.contiguous()
 
 
 def _round_block(
-    weight: Tensor, sums: Tensor, scale: Tensor, zero: Tensor, unit: Tensor, code_max: int, errors: Tensor
+    weight: Tensor,
+    sums: Tensor,
+    scale: Tensor,
+    inverse: Tensor,
+    zero: Tensor,
+    unit: Tensor,
+    code_max: int,
+    errors: Tensor,
 ) -> Tensor:
     """Round the channels of a block ``[block, n]``, from the last on, and return their codes; write their errors to
     ``errors``.
 
     Args:
         weight: the channels.
-        sums: what the errors of earlier blocks add to their targets.
-        scale, zero: scales and zero points ``[block, n]``.
+        sums: what the errors of earlier blocks add to their targets; changed.
+        scale, inverse, zero: scales, their inverses and zero points ``[block, n]``.
         unit: the block of the factor, with ones on the diagonal.
         code_max: the max code.
         errors: receives weight - decoded.
     """
-    divisor = torch.where(scale != 0, scale, 1)
-    codes = (weight + sums).div_(divisor).add_(zero)  # in units of codes
+    codes = torch.addcmul(zero, sums.add_(weight), inverse)  # in units of codes
     shifted = torch.addcmul(weight, scale, zero)
 
     def round_from(begin: int, end: int) -> None:
         middle = (begin + end) // 2
         if end - begin > STEP:
             round_from(middle, end)
-            codes[begin:middle].addcdiv_(unit[begin:middle, middle:end] @ errors[middle:end], divisor[begin:middle])
+            codes[begin:middle].addcmul_(unit[begin:middle, middle:end] @ errors[middle:end], inverse[begin:middle])
             round_from(begin, middle)
             return
         for i in range(end - 1, begin - 1, -1):
             code = codes[i]
             if i + 1 < end:
-                code.addcdiv_(errors[i + 1 : end].T.mv(unit[i, i + 1 : end]), divisor[i])
+                code.addcmul_(errors[i + 1 : end].T.mv(unit[i, i + 1 : end]), inverse[i])
             code.round_().clamp_(0, code_max)
             torch.addcmul(shifted[i], scale[i], code, value=-1, out=errors[i])
 

@@ -140,19 +140,18 @@ def _written(model: nn.Module, first: Tensor, length: int, generator: torch.Gene
                 raise ValueError(
                     f"calibration='self': {type(model).__name__} returns no past_key_values, and {_NEEDS_DATA}"
                 )
-            odds = out.logits[:, -1].float().cpu().softmax(-1)
-            if not odds.isfinite().all():
+            sums = out.logits[:, -1].float().cpu().softmax(-1).cumsum(-1, dtype=torch.float64)
+            if not sums[:, -1].isfinite().all():
                 raise ValueError(f"calibration='self': logits of {type(model).__name__} must be finite, got inf or nan")
-            ids[:, at] = _drawn(odds, generator)
+            ids[:, at] = _drawn(sums, generator)
     return ids
 
 
-def _drawn(odds: Tensor, generator: torch.Generator) -> Tensor:
-    """Return one word for each row of ``odds [texts, words]``, int64 ``[texts]``. torch.multinomial draws a number for
-    every word, which takes as long as a layer of the model."""
-    sums = odds.cumsum(-1, dtype=torch.float64)
-    at = torch.rand(len(odds), 1, dtype=torch.float64, generator=generator, device="cpu") * sums[:, -1:]
-    return torch.searchsorted(sums, at, right=True)[:, 0].clamp_(max=odds.shape[-1] - 1)
+def _drawn(sums: Tensor, generator: torch.Generator) -> Tensor:
+    """Return one word for each text, int64 ``[texts]``, given the sums float64 ``[texts, words]`` of the odds up to each
+    word. torch.multinomial draws a number for every word, which takes as long as a layer of the model."""
+    at = torch.rand(len(sums), 1, dtype=torch.float64, generator=generator, device="cpu") * sums[:, -1:]
+    return torch.searchsorted(sums, at, right=True)[:, 0].clamp_(max=sums.shape[-1] - 1)
 
 
 def _progress(steps: Iterable[int]) -> Iterable[int]:
