@@ -110,7 +110,8 @@ def test_xlora_mixes_adapters_over_packed_layers(tmp_path: Any) -> None:
     found = []
     for make in (packed, decoded):
         for name in "01":
-            one = adapted(make(head=False), peft.LoraConfig(task_type="CAUSAL_LM", target_modules=TARGETS))
+            config = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=TARGETS, r=4 + int(name))
+            one = adapted(make(head=False), config)  # two equal ones would leave the classifier a gradient of 0
             one.save_pretrained(tmp_path / name)
         adapters = {name: str(tmp_path / name) for name in "01"}
         model = adapted(make(head=False), config_of("XLORA", hidden_size=64, xlora_depth=1, adapters=adapters))
