@@ -14,6 +14,7 @@ import transformers
 from torch import Tensor, nn
 
 import lowbit
+from lowbit.models.fused_cross_decoder import FusedCrossDecoder
 from lowbit.models.fused_decoder import FusedDecoder
 from lowbit.models.fused_encoder import FusedEncoder
 from lowbit.ops.run_program import KeptProgram
@@ -42,6 +43,8 @@ def one_call(model: nn.Module) -> str:
         return "yes" if "(model)" in report else f"yes, a token not: {report.left.get('(model)', 'it is a part of another model')}"
     if any(isinstance(module, FusedEncoder) for module in model.modules()):
         return "as an encoder, which it is without is_decoder=True"
+    if any(isinstance(module, FusedCrossDecoder) for module in model.modules()):
+        return "with the result of an encoder"
     return reason(report)
 
 

@@ -13,6 +13,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from lowbit.models.decoder_pieces import HALVES
 from lowbit.models.fused_attention import IDLE, FusedAttention, whole_columns
 from lowbit.models.fused_mixture import FusedMixture
+from lowbit.models.fused_self_attention import FusedSelfAttention
 from lowbit.models.half_steps import HALF_STEPS
 from lowbit.models.layer_joins import joins_of
 from lowbit.models.layer_program import NORMS, LayerProgram
@@ -32,7 +33,7 @@ OPTIONS = {"scaling", "softcap", "sliding_window", "deterministic"}
 _MIXERS = (FusedAttention, *RECURRENT_STEPS)
 """The classes of modules that mix tokens, of which a layer has one."""
 _READ = {"attention_mask", "position_embeddings", "past_key_values"}
-_READ |= {"layer_past", "position_ids", "use_cache", "cache_position", "return_dict"}  # arguments that nothing inside a layer reads
+_READ |= {"layer_past", "position_ids", "use_cache", "cache_position", "return_dict"}  # nothing in a layer reads these
 
 
 class FusedDecoderLayer(Fused):
@@ -148,7 +149,8 @@ def may_be_layer(module: nn.Module) -> bool:
     """Whether the module may be a decoder layer: it has attention or a recurrent layer that is fused, or the names of
     one."""
     children = module._modules.values()
-    return bool(halves_of(module)) or any(isinstance(child, _MIXERS) for child in children)
+    causal = any(isinstance(child, FusedSelfAttention) and child.is_causal for child in children)
+    return bool(halves_of(module)) or causal or any(isinstance(child, _MIXERS) for child in children)
 
 
 def fuse_decoder_layer(module: nn.Module) -> str:
