@@ -21,6 +21,7 @@ OTHERS = {
     "peers/bitsandbytes.py": "names of bitsandbytes",
     "models/folded_weights.py": "float weights, before they are packed",
     "models/fused_attention.py": "norms",
+    "models/fused_self_attention.py": "how heads lie in the product",
     "models/half_steps.py": "norms",
     "models/steps.py": "norms, and what the steps of a program take",
     "huggingface/quantize_checkpoint.py": "a setting in progress.json",
