@@ -24,7 +24,7 @@ Product product_of(const LinearArgs& args, const Threads& threads) {
 std::string_view refuses(const LinearArgs& args) {
   if (args.weight_spec.format != Format::float32) return "another weight format";
   if (args.dtype != DType::float32) return "activations that are not float32";
-  if (args.low_rank) return "an adapter's product of low rank";
+  if (args.low_rank) return kNoLowRank;
   if (args.activation == Activation::relu) return "relu of oneDNN makes 0 of nan";
   if (args.activation == Activation::gelu) return "gelu of oneDNN makes nan of inf";
   thread_local std::string reason;

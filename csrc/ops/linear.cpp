@@ -102,9 +102,8 @@ LinearArgs linear_args(const LinearTensors& tensors, const WeightSpec& spec, int
 void add_low_rank(LinearArgs& args, const TensorView& inner, const TensorView& up,
                   std::span<const LowRank::Part> parts) {
   const int64_t n = args.weight_spec.n, panels = args.weight_spec.panels();
-  place_of("linear", {{"inner", inner}, {"up", up}});
-  check(args.place.device.type == DeviceType::cpu && inner.device.type == DeviceType::cpu, not_implemented,
-        "linear: an adapter's product of low rank must be on the CPU, where the kernel rows are");
+  check_on(args.place, "linear", "inner", std::span(&inner, 1));
+  check_on(args.place, "linear", "up", std::span(&up, 1));
   check(inner.dtype == args.dtype, type, "linear: inner must have the dtype of x, got ", name_of(inner.dtype), " and ",
         name_of(args.dtype));
   check(inner.rank >= 1 && inner.size(-1) > 0 && inner.numel() == args.m * inner.size(-1), value,

@@ -60,7 +60,8 @@ LOWBIT_API void check_weight(std::string_view op, const TensorView& weight, cons
 LOWBIT_API LinearArgs linear_args(const LinearTensors& tensors, const WeightSpec& spec, int64_t x_format,
                                   int64_t activation);
 
-// Adds an adapter to the arguments of a call on the CPU.
+inline constexpr std::string_view kNoLowRank = "an adapter's product of low rank";  // why rows refuse a call
+// Adds an adapter to the arguments of a call.
 LOWBIT_API void add_low_rank(LinearArgs& args, const TensorView& inner, const TensorView& up,
                              std::span<const LowRank::Part> parts);
 

@@ -114,12 +114,14 @@ inline bool keeps_weight(Format format, DType dtype) {
 
 // Why activations are unsuitable, before the library is asked, or "".
 inline std::string_view refuses_decoded(const LinearArgs& args) {
+  if (args.low_rank) return kNoLowRank;
   if (args.x_format != XFormat::floating) return "activations that are rounded to codes";
   if (!keeps_weight(args.weight_spec.format, args.dtype)) return "a dense weight of another dtype";
   return gpu::refuses_format(args.weight_spec.format);
 }
 inline std::string_view refuses_decoded_codes(const LinearArgs& args) {
   const WeightSpec& spec = args.weight_spec;
+  if (args.low_rank) return kNoLowRank;
   if (stays_float(args.x_format)) return "float activations";
   if (args.x_format == XFormat::int8_group && spec.group_size) return "a scale for each group of activations";
   if (spec.group_size || spec.asymmetric) return "a weight with groups or zero points";

@@ -182,6 +182,7 @@ void run_code_tiles(const LinearArgs& args) {
 std::string_view refuses_weight(const LinearArgs& args) {
   const std::string_view reason = gpu::refuses_format(args.weight_spec.format);
   if (!reason.empty()) return reason;
+  if (args.low_rank) return kNoLowRank;
   if (lacks_groups(args.weight_spec)) return kNoSmallGroups;
   if (reinterpret_cast<std::uintptr_t>(args.weight) % 16)
     return "a weight that does not begin at a multiple of 16 bytes";

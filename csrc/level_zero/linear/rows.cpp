@@ -111,6 +111,7 @@ template <Format kFormat, bool kCodes>
 std::string_view refuses(const LinearArgs& args) {
   if (args.weight_spec.format != kFormat) return "another weight format";
   if (!is_read(kFormat)) return "the products on Intel GPUs do not read this format";
+  if (args.low_rank) return kNoLowRank;
   if (gpu::lacks_groups(args.weight_spec)) return gpu::kNoSmallGroups;
   if (stays_float(args.x_format) == kCodes) return kCodes ? "float activations" : "int8 activations";
   if (kCodes && args.weight_spec.k > gpu::kMaxCodesK) return "k above 131072: an int32 cannot hold the sum";
