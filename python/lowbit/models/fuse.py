@@ -24,6 +24,8 @@ def fuse(model: nn.Module) -> FusedModules:
     - An RMSNorm, one with a gate, or a LayerNorm becomes one call.
     - In the attention of transformers, the q, k and v projections become one product. The head norms, the rotary
       embedding and the write to the cache become one call.
+    - Multi-head latent attention (DeepSeek V2 and V3, GLM 4.7 Flash, Kimi-Linear) projects the queries of a few tokens
+      instead of all keys and values in the cache, with ``attn_implementation="lowbit"``.
     - In a gated MLP, the activation and the elementwise product become part of the linear calls (`fuse_gated_mlps`).
     - A gated delta net (Qwen3-Next, Qwen3.5, OLMo-hybrid, Kimi-Linear) runs on `gated_delta_rule`, a Mamba-2 mixer
       (Mamba2, Bamba, Granite 4, Falcon-H1, Nemotron-H, Zamba2) on `ssd`, a Mamba-1 mixer (Mamba, Falcon-Mamba, Jamba)
@@ -126,6 +128,7 @@ def _kinds(model: nn.Module) -> list[tuple[_Kind, ...]]:
     from lowbit.models.fused_delta_net import fuse_delta_net
     from lowbit.models.fused_encoder import fuse_encoder, list_of_encoder_layers
     from lowbit.models.fused_encoder_layer import fuse_encoder_layer, may_be_encoder_layer
+    from lowbit.models.fused_latent_attention import fuse_latent_attention, may_be_latent_attention
     from lowbit.models.fused_layer import fuse_decoder_layer, may_be_layer
     from lowbit.models.fused_mamba import NOTE, fuse_mamba, may_be_mamba
     from lowbit.models.fused_mamba2 import fuse_mamba2, may_be_mamba2
@@ -142,6 +145,7 @@ def _kinds(model: nn.Module) -> list[tuple[_Kind, ...]]:
         _recurrent(may_be_short_conv, fuse_short_conv),
     ]
     mixture = _Kind(lambda _, module: has_packed_experts(module), fuse_mixture)
+    latent = _Kind(lambda _, module: may_be_latent_attention(module), fuse_latent_attention)
     self_attention = _Kind(lambda _, module: may_be_self_attention(module), fuse_self_attention)
     encoder_layer = _Kind(may_be_encoder_layer, fuse_encoder_layer)
     cross_layer = _Kind(may_be_cross_layer, fuse_cross_layer)
@@ -151,7 +155,7 @@ def _kinds(model: nn.Module) -> list[tuple[_Kind, ...]]:
     decoder = _Kind(lambda name, module: bool(name) and has_fused_layers(module), fuse_decoder)
     model = _Kind(lambda _, module: has_fused_decoder(module), fuse_causal_lm)
     mlp = _Kind(lambda _, module: is_mlp(module), fuse_mlp)
-    parts = (*recurrent, self_attention, attention, norm, layer_norm, mixture, mlp)
+    parts = (*recurrent, self_attention, attention, latent, norm, layer_norm, mixture, mlp)
     return [(gated_norm,), parts, (encoder_layer, cross_layer, layer), (encoder, cross_decoder, decoder), (model,)]
 
 

@@ -12,6 +12,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lowbit.models.decoder_pieces import HALVES
 from lowbit.models.fused_attention import IDLE, FusedAttention, whole_columns
+from lowbit.models.fused_latent_attention import FusedLatentAttention
 from lowbit.models.fused_mixture import FusedMixture
 from lowbit.models.fused_self_attention import FusedSelfAttention
 from lowbit.models.half_steps import HALF_STEPS
@@ -203,6 +204,8 @@ def _problem(module: nn.Module, children: dict[str, nn.Module], pieces: dict[str
     for name, mixer in mixers:
         if isinstance(mixer, tuple(RECURRENT_STEPS)) and (reason := why_no_steps(mixer)):
             return f"of its {name}: {reason}"
+    if latent := [name for name, child in children.items() if isinstance(child, FusedLatentAttention)]:
+        return f"its {latent[0]}, latent attention, is no step of a program"
     if left := [name for name in children if name not in pieces and name not in idle]:
         known = [name for name in left if name == HALVES[0] or name in _SECOND_HALVES or "norm" in name]
         return f"its {known[0]} is not fused" if known else f"it has {', '.join(sorted(left))}"

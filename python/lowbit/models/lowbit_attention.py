@@ -15,6 +15,7 @@ from torch import Tensor
 from lowbit.attention.sdpa import scaled_dot_product_attention
 from lowbit.models import attention_arguments
 from lowbit.models.attention_masks import wants_eager_mask
+from lowbit.models.latent_states import LatentStates
 from lowbit.ops.attention import attention
 from lowbit.score.program import ProgramBuilder
 
@@ -47,7 +48,7 @@ def lowbit_attention(
         module: the attention module of the model.
         query: float ``[B, Hq, L, E]``.
         key: float ``[B, Hkv, S, E]``.
-        value: float ``[B, Hkv, S, Ev]``.
+        value: float ``[B, Hkv, S, Ev]``. Key and value may be one `LatentStates` instead.
         attention_mask: boolean or float, broadcastable to ``[B, Hq, L, S]``; or None.
         softcap: scores become ``softcap * tanh(score / softcap)`` before they are masked (Gemma 2).
         position_bias: ``[1 or B, Hq, L, S]``, added to the scores (T5).
@@ -67,6 +68,11 @@ def lowbit_attention(
     if weights_are_recorded(module):
         raise NotImplementedError(attention_arguments.REFUSED["output_attentions"])
     attention_arguments.check(attention_mask, others)
+    latent = key if type(key) is LatentStates else None
+    if latent is not None:
+        scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+        query, key, value, is_latent = latent.with_queries(query)
+        latent = latent if is_latent else None
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     causal = bool(causal) and attention_mask is None and query.shape[2] > 1 and not _all_is_seen(module)
     store = getattr(key, "store", None)
@@ -106,6 +112,8 @@ def lowbit_attention(
         )
         if sinks is not None:  # The keys keep e^lse / (e^lse + e^sink) of the probability.
             out = out * torch.sigmoid(lse[..., None] - sinks).to(out.dtype)
+    if latent is not None:
+        out = latent.to_values(out)
     return out.transpose(1, 2).contiguous(), None
 
 
