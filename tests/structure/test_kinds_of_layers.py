@@ -23,6 +23,8 @@ OTHERS = {
     "models/fused_attention.py": "norms",
     "models/fused_self_attention.py": "how heads lie in the product",
     "models/half_steps.py": "norms",
+    "models/products.py": "what the steps of a program take",
+    "models/recurrent_steps.py": "norms, taps of convolutions, and small float layers",
     "models/steps.py": "norms, and what the steps of a program take",
     "huggingface/quantize_checkpoint.py": "a setting in progress.json",
     "models/rotate.py": "float weights, before they are packed",
