@@ -226,7 +226,7 @@ class ProgramRun {
           " heads of keys and values of ", step.e, ", and queries, got ", columns);
     check_contiguous("attention", "qkv", qkv);
     const auto heads_from = [&](int64_t column, int64_t heads) {
-      return heads_of(qkv, column, heads, step.e);
+      return heads_before_tokens("qkv", qkv, column, heads, step.e);
     };
     const int64_t heads = columns / step.e - 2 * step.kv_heads;
     AttentionForwardArgs args{.q = heads_from(0, heads), .k = heads_from(heads * step.e, step.kv_heads),
@@ -249,7 +249,7 @@ class ProgramRun {
     check(e > 0 && q.size(2) % e == 0, value, "the columns of q must be heads of E, the last dimension of keys, got ",
           q.size(2), " columns and keys of shape ", shape_text(args.k));
     check_contiguous("attention", "q", q);
-    args.q = heads_of(q, 0, q.size(2) / e, e);
+    args.q = heads_before_tokens("q", q, 0, q.size(2) / e, e);
     args.out = heads_behind_tokens(args.q, args.v.size(3));
     set_mask(args, step.mask, {});
     args.scale = step.scale;
@@ -258,11 +258,11 @@ class ProgramRun {
   }
 
   // The heads [B, heads, L, E] that begin at a column of x [B, L, columns].
-  static TensorView heads_of(const TensorView& x, int64_t column, int64_t heads, int64_t e) {
-    const int64_t tokens = x.size(1), columns = x.size(2);
-    TensorView part = shaped(x, {x.size(0), heads, tokens, e});
-    part.stride = {tokens * columns, e, columns, 1};
-    if (part.data) part.data = part.as<char>() + column * static_cast<int64_t>(size_of(x.dtype));
+  static TensorView heads_before_tokens(std::string_view name, const TensorView& x, int64_t column, int64_t heads,
+                                        int64_t e) {
+    TensorView part = heads_of("attention", name, x, column, heads, e);
+    std::swap(part.shape[1], part.shape[2]);
+    std::swap(part.stride[1], part.stride[2]);
     return part;
   }
 
