@@ -8,8 +8,19 @@
 namespace lowbit::cpu::LOWBIT_ISA_NAME {
 namespace {
 
+// Tiles that come from L2 each time, and in L1 would only displace the other factor's.
+struct PassingRows {
+  TileRows tiles;
+  LOWBIT_INLINE PassingRows at(int64_t number) const { return {tiles.at(number)}; }
+};
+
 // The tiles that a product loads; the other factor's are still loaded from the product before.
 enum class Loads { both, activations, weights };
+
+template <int tile> LOWBIT_INLINE void load_activations(TileRows rows) { TileUnit::load<tile>(rows.rows, rows.stride); }
+template <int tile, class Unit = TileUnit> LOWBIT_INLINE void load_activations(PassingRows rows) {
+  Unit::template load_passing<tile>(rows.tiles.rows, rows.tiles.stride);
+}
 
 // Accumulators kFirst .. of kRowTiles x kPanels tiles += activations(r) * weights(p), which return the address of a
 // tile. In an order that lets a product start while the next tile loads.
@@ -18,7 +29,7 @@ template <class Sum, int kFirst, int kRowTiles, int kPanels, Loads kLoads = Load
 LOWBIT_INLINE void multiply_tiles(Activations&& activations, Weights&& weights) {
   unroll<kRowTiles>([&](auto r) __attribute__((always_inline)) {
     constexpr int kA = TileUnit::kActivations + (kFirst + r) % 2;
-    if constexpr (kLoads != Loads::weights) TileUnit::load<kA>(activations(r).rows, activations(r).stride);
+    if constexpr (kLoads != Loads::weights) load_activations<kA>(activations(r));
     unroll<kPanels>([&](auto p) __attribute__((always_inline)) {
       constexpr int kW = TileUnit::kWeights + (kFirst + p) % 2;
       if constexpr (r == 0 && kLoads != Loads::activations) TileUnit::load<kW>(weights(p), 64);

@@ -19,6 +19,7 @@ inline float without_subnormal(float x) {  // as factors, as sums and on the way
 class TileUnit : public TileNumbers {
  public:
   static constexpr bool kSumsInRegisters = false;
+  static constexpr int64_t kL1 = 48 << 10, kL2 = 2 << 20;
 
   explicit TileUnit(int64_t bytes) { bytes_ = bytes; }
   ~TileUnit() { bytes_ = 0; }
@@ -31,6 +32,7 @@ class TileUnit : public TileNumbers {
     for (int64_t row = 0; row < count; row++)
       std::memcpy(tiles_[tile] + row * 64, static_cast<const char*>(rows) + row * stride, static_cast<size_t>(bytes));
   }
+  template <int tile> static void load_passing(const void* rows, int64_t stride) { load<tile>(rows, stride); }
   template <int tile, class Sum> static void store(Sum (&sums)[kRows * 16]) {
     std::memcpy(sums, tiles_[tile], sizeof sums);
   }

@@ -112,6 +112,23 @@ def test_in_a_forked_child_and_under_a_signal() -> None:
     assert all(map(torch.equal, in_child(lambda: [call() for call in calls]), wanted))
 
 
+def test_weights_of_many_rows_are_multiplied_by_the_scales_of_their_groups(subtests: pytest.Subtests) -> None:
+    """From 128 rows of bfloat16 on; the second pass has 44."""
+    for format, group_size in itertools.product(("int4", "int5", "fp4_e2m1"), (32, 64)):
+        case = testing.LinearCase(300, 70, 257, "bfloat16", format, group_size)
+        with subtests.test(str(case)):
+            data = testing.make_data(case)
+            testing.assert_within(result(case, data), data.wanted, data.allowed, str(case))
+
+
+@pytest.mark.parametrize("group_size", [0, 32])
+def test_rows_that_do_not_stay_in_l2_give_the_bits_of_vectors(group_size: int) -> None:
+    """Then all panels of a task are multiplied over a block of k before the next block."""
+    case = testing.LinearCase(256, 70, 4770, "float32", "int8", group_size, x_format="int8_row")
+    data = testing.make_data(case)
+    assert torch.equal(result(case, data), testing.run_linear(case, data, "linear_int8_int8_avx512_vnni"))
+
+
 def test_fewer_rows_than_a_tile_go_to_vectors() -> None:
     case = testing.LinearCase(15, 70, 257, "float32", "int8", x_format="int8_row")
     with pytest.raises(NotImplementedError, match="linear_int8_int8_amx: fewer than 16 rows"):

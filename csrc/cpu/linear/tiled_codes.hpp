@@ -14,14 +14,18 @@ namespace {
 template <Format kFormat>
 struct Int8Product {
   using Sum = int32_t;
-  static constexpr int64_t block_k = 512, weight_bytes = kPanelColumns;  // 16 KiB for two panels, of an L1 of 48
+  static constexpr int64_t weight_bytes = kPanelColumns;  // 32 KiB for two panels, of an L1 of 48
   const PackedWeight& weight;
   const Int8Rows<int8_t>& rows;
-  int64_t sum_k, k, step, tile_bytes;
+  int64_t sum_k, k, block_k, step, tile_bytes;
 
   Int8Product(const PackedWeight& weight, const Int8Rows<int8_t>& rows)
       : weight(weight), rows(rows), sum_k(Sums(weight.spec).k),
-        k(smaller(weight.spec.padded_k(), sum_k * rows.sum_count)), step(smaller(kTileK, sum_k)), tile_bytes(step) {}
+        k(smaller(weight.spec.padded_k(), sum_k * rows.sum_count)), block_k(equal_blocks(k, sum_k, kMaxBlockK)),
+        step(smaller(kTileK, sum_k)), tile_bytes(step) {}
+
+  LOWBIT_INLINE int64_t row_bytes() const { return k; }
+  LOWBIT_INLINE bool long_sums() const { return sum_k >= block_k; }
 
   LOWBIT_INLINE const uint8_t* weights(int64_t panel, int64_t k, int64_t length, uint8_t* room) const {
     const WeightSpec& spec = weight.spec;
@@ -34,14 +38,17 @@ struct Int8Product {
 
   LOWBIT_INLINE bool sums_are_products() const { return sum_k <= step; }
 
-  template <int kFirst, int kRowTiles, int kPanels>
+  template <int kFirst, int kRowTiles, int kPanels, class Meanwhile>
   LOWBIT_INLINE void multiply(int64_t row_tile, int64_t begin, int64_t end, const uint8_t* const* weights,
-                              int64_t block) const {
+                              int64_t block, Meanwhile&& meanwhile) const {
     const int8_t* a = rows.codes + row_tile * kTileRows * rows.code_stride + begin;
-    multiply_steps<Sum, kFirst, kRowTiles, kPanels>(
-        ceil_div(end - begin, step),
-        [&](int r) { return TileRows{a + r * kTileRows * rows.code_stride, rows.code_stride, step}; },
-        [&](int p) { return TileRows{weights[p] + (begin - block) * kPanelColumns, 64, step * kPanelColumns}; });
+    with_x_tiles(long_sums(), [&](auto x_tiles) __attribute__((always_inline)) {
+      multiply_steps<Sum, kFirst, kRowTiles, kPanels>(
+          ceil_div(end - begin, step),
+          [&](int r) { return x_tiles(TileRows{a + r * kTileRows * rows.code_stride, rows.code_stride, step}); },
+          [&](int p) { return TileRows{weights[p] + (begin - block) * kPanelColumns, 64, step * kPanelColumns}; },
+          meanwhile);
+    });
   }
 
   LOWBIT_INLINE SumScale scale_of_sum(int64_t panel, int64_t s) const {
@@ -50,23 +57,46 @@ struct Int8Product {
     return {scale_of(view, g), sub(zero_of<kFormat>(view, g), set1(value_zero<kFormat>(view)))};
   }
 
+  // Sums number s of 16 rows.
+  struct OfRows {
+    const RowSum* rows;
+    bool asymmetric;
+    template <bool kAsymmetric>
+    LOWBIT_INLINE f32x16 add(const Sum* sums, int64_t i, const SumScale& of, f32x16 result) const {
+      i32x16 total = load_i32(sums);
+      // int8 codes are multiplied unsigned; `start` subtracts the offset
+      if (DotOf<kFormat>::kOffset) total = cpu::LOWBIT_ISA_NAME::add(total, set1(rows[i].start));
+      return add_sum<kFormat>(result, total, rows[i], of.scale, kAsymmetric ? &of.zero : nullptr);
+    }
+    LOWBIT_INLINE f32x16 add(const Sum* sums, int64_t i, const SumScale& of, f32x16 result) const {
+      return asymmetric ? add<true>(sums, i, of, result) : add<false>(sums, i, of, result);
+    }
+    LOWBIT_INLINE static f32x16 end(f32x16 value, const PanelEnd& end, int64_t) { return mul(value, end.scale); }
+  };
+  LOWBIT_INLINE OfRows of_rows(int64_t row_tile, int64_t s) const {
+    return {rows.sums + (row_tile * rows.sum_count + s) * kTileRows, weight.spec.asymmetric};
+  }
+  LOWBIT_INLINE bool only_scales(const Sink& sink) const { return !rows.offset && only_stores(sink); }
   LOWBIT_INLINE void scale(const Sum* sums, int64_t row_tile, int64_t s, const SumScale& of, ResultRows& result) const {
-    const RowSum* row_sums = rows.sums + (row_tile * rows.sum_count + s) * kTileRows;
+    const OfRows of_rows = this->of_rows(row_tile, s);
     const auto scale_rows = [&](auto asymmetric) __attribute__((always_inline)) {
       unroll<kTileRows>([&](auto i) __attribute__((always_inline)) {
-        i32x16 total = load_i32(sums + i * kPanelColumns);
-        // int8 codes are multiplied unsigned; `start` subtracts the offset
-        if (DotOf<kFormat>::kOffset) total = add(total, set1(row_sums[i].start));
-        result.row[i] = add_sum<kFormat>(result.row[i], total, row_sums[i], of.scale, asymmetric ? &of.zero : nullptr);
+        result.row[i] = of_rows.template add<asymmetric>(sums + i * kPanelColumns, i, of, result.row[i]);
       });
     };
     if (weight.spec.asymmetric) scale_rows(std::true_type{});
     else scale_rows(std::false_type{});
   }
 
+  LOWBIT_INLINE PanelEnd panel_end(const Sink& sink, int64_t panel) const {
+    return PanelEnd(weight, sink, panel, rows.offset != nullptr);
+  }
   LOWBIT_INLINE void store_rows(const Sink& sink, int64_t row, int64_t count, int64_t panel,
                                 const float* results) const {
     finish_rows(weight, sink.from(row), count, panel, results, nullptr, rows.offset ? rows.offset + row : nullptr);
+  }
+  LOWBIT_INLINE void store_row(const Sink& sink, const PanelEnd& end, int64_t row, int64_t panel, f32x16 value) const {
+    finish_row(sink, weight.spec.n, end, row, panel, value, rows.offset);
   }
   void store_rest(const Sink&, int64_t, Span) const {}
 };

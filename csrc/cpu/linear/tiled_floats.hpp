@@ -53,6 +53,14 @@ template <Format kFormat> constexpr PartTable<kFormat> kPartTable{};
 // of each four.
 LOWBIT_INLINE bool looks_up_parts(const WeightSpec& spec) { return bits(spec.format) == 4 && !spec.asymmetric; }
 
+// Whether weights are multiplied by the scales of their groups before they are cut, exactly: the codes of some formats
+// times float16 have 16 bits, two parts. One sum then has all of k. The tile unit takes 128 cycles for 32 x 32 sums of
+// 32 k in two parts, and 360 for them in one part with a sum per group, which leaves the unit each time.
+LOWBIT_INLINE bool scales_weights(const WeightSpec& spec, XFormat x_format, DType dtype, int64_t rows) {
+  return !TileUnit::kSumsInRegisters && x_format == XFormat::floating && dtype == DType::bfloat16 && !spec.asymmetric &&
+         spec.group_size && spec.group_size < 128 && significant_bits(spec.format) + 11 <= 16 && rows >= 8 * kTileRows;
+}
+
 // Reorders x to match these pairs.
 LOWBIT_INLINE void swap_inner(uint16_t (&x)[kPartK]) {
   for (int64_t k = 0; k < kPartK; k += 4) {
@@ -79,13 +87,14 @@ void look_up_parts(const uint8_t* codes, int64_t tiles, uint8_t* out) {
     }
 }
 
-// The values of `length` k of a panel from k on, unscaled, in parts: tiles of 32 k, [k / 32][part].
-template <Format kFormat>
+// The values of `length` k of a panel from k on, in parts: tiles of 32 k, [k / 32][part]. kScaled: with the scales of
+// their groups.
+template <Format kFormat, bool kScaled>
 void cut_panel(const WeightSpec& spec, const PanelView& view, int64_t begin, int64_t length, uint8_t* out) {
   using U = Unit<kFormat>;
-  constexpr int kParts = parts_of(kFormat);
+  constexpr int kParts = kScaled ? 2 : parts_of(kFormat);
   constexpr int kUnits = U::kValues == 1 ? 2 : 1, kCount = kUnits * U::kValues;  // whole pairs
-  if constexpr (bits(kFormat) == 4)
+  if constexpr (bits(kFormat) == 4 && !kScaled)
     if (looks_up_parts(spec))
       return look_up_parts<kFormat>(view.codes + begin / kTileK * spec.tile_bytes(), ceil_div(length, kTileK), out);
   alignas(64) uint8_t unpacked[kByteTile];
@@ -93,11 +102,13 @@ void cut_panel(const WeightSpec& spec, const PanelView& view, int64_t begin, int
     const uint8_t* codes = readable_tiles<kFormat>(spec, view, (begin + tile) / kTileK, 1, unpacked);
     // In each half value = number read + offset. Only the remainder of a zero point, 0 if chosen here, is multiplied by
     // a sum of x: it could cancel what the codes have added.
-    f32x16 offset[2];
+    f32x16 offset[2], scale[2];
     for (int half = 0; half < 2; half++) {
       const int64_t g = spec.group_size ? (begin + tile + half * kHalfK) / spec.group_size : 0;
       const f32x16 zero = zero_of<kFormat>(view, smaller(g, spec.groups() - 1));
       offset[half] = sub(set1(value_zero<kFormat>(view)), whole_zero(view, zero, U::code_max));
+      scale[half] = kScaled ? scale_of(view, smaller(g, spec.groups() - 1)) : set1(1.0f);
+      if (kScaled) offset[half] = mul(offset[half], scale[half]);
     }
     for (int64_t unit = 0; unit < U::kPerTile; unit += kUnits, codes += kUnits * U::kBytes) {
       f32x16 values[kCount];
@@ -105,8 +116,9 @@ void cut_panel(const WeightSpec& spec, const PanelView& view, int64_t begin, int
         unroll<kCount>([&](auto i) {
           constexpr int kAt = i % U::kValues;
           values[i] = U::template value<kAt, plain>(codes + i / U::kValues * U::kBytes);
-          const f32x16& zero = offset[k_in_tile<kFormat>(unit + i / U::kValues, kAt) >= kHalfK];
-          if constexpr (!is_float(kFormat)) values[i] = fma(values[i], set1(unshift_of<kFormat>(kAt)), zero);
+          const bool half = k_in_tile<kFormat>(unit + i / U::kValues, kAt) >= kHalfK;
+          if constexpr (!is_float(kFormat))
+            values[i] = fma(values[i], mul(scale[half], set1(unshift_of<kFormat>(kAt))), offset[half]);
         });
       });
       unroll<kCount>([&](auto i) {
@@ -135,7 +147,8 @@ struct PartTiles {
 // A row below 2^-60 is multiplied by 2^60: its lower parts would be subnormal, which the unit treats as zero.
 LOWBIT_INLINE float scale_up(float amax) { return amax < 0x1p-60f ? 0x1p60f : 1.0f; }
 
-LOWBIT_INLINE void cut_row(const WeightSpec& spec, const float* x, int parts, const PartTiles& rows, int64_t row) {
+LOWBIT_INLINE void cut_row(const WeightSpec& spec, const float* x, int parts, bool swaps, const PartTiles& rows,
+                           int64_t row) {
   const int64_t padded = spec.padded_k();
   const float amax = symmetric_range(x, padded, 1.0f).scale, up = scale_up(amax);
   rows.unscale[row] = amax == amax ? 1.0f / up : 0.0f;
@@ -150,7 +163,7 @@ LOWBIT_INLINE void cut_row(const WeightSpec& spec, const float* x, int parts, co
       }
     }
     for (int part = 0; part < parts; part++) {
-      if (looks_up_parts(spec)) swap_inner(halves[part]);
+      if (swaps) swap_inner(halves[part]);
       std::memcpy(to + part * kPartTile, halves[part], sizeof halves[part]);
     }
   }
@@ -180,68 +193,130 @@ struct PartProduct {
   const PackedWeight& weight;
   const XView& x;
   const PartTiles& rows;
+  bool scaled;
   int x_parts, parts, code_max;
-  // Two panels take 16 to 24 KiB of an L1 of 48; if accumulators leave the registers at the end of a block, the longer
-  // block is faster.
-  int64_t block_k, weight_bytes, sum_k, k;
+  // Two panels take up to two thirds of L1. If accumulators leave the registers at the end of a block, that pays.
+  int64_t weight_bytes, sum_k, k, block_k;
 
-  PartProduct(const PackedWeight& weight, const XView& x, const PartTiles& rows)
-      : weight(weight), x(x), rows(rows), x_parts(parts_of(x.format, x.dtype)), parts(parts_of(weight.spec.format)),
+  PartProduct(const PackedWeight& weight, const XView& x, const PartTiles& rows, bool scaled)
+      : weight(weight), x(x), rows(rows), scaled(scaled), x_parts(parts_of(x.format, x.dtype)),
+        parts(scaled ? 2 : parts_of(weight.spec.format)),
         code_max(lowbit::code_max(read_as(weight.spec.format))),
-        block_k(TileUnit::kSumsInRegisters ? 512 : parts == 1 ? 256 : 128), weight_bytes(kPanelColumns * 2 * parts),
-        sum_k(weight.spec.group_k()), k(smaller(weight.spec.padded_k(), sum_k * weight.spec.groups())) {}
+        weight_bytes(kPanelColumns * 2 * parts), sum_k(scaled ? weight.spec.padded_k() : weight.spec.group_k()),
+        k(smaller(weight.spec.padded_k(), weight.spec.group_k() * weight.spec.groups())),
+        block_k(TileUnit::kSumsInRegisters
+                    ? 512
+                    : equal_blocks(k, sum_k, TileUnit::kL1 / 3 / weight_bytes / kTileK * kTileK)) {}
+
+  LOWBIT_INLINE int64_t row_bytes() const { return k / kPartK * x_parts * 64; }
+  LOWBIT_INLINE bool long_sums() const { return sum_k >= block_k; }
 
   LOWBIT_INLINE const uint8_t* weights(int64_t panel, int64_t k, int64_t length, uint8_t* room) const {
     const WeightSpec& spec = weight.spec;
     const PanelView view = view_panel(spec, weight.data, panel);
     if (spec.format == Format::bfloat16) return view.codes + k / kTileK * spec.tile_bytes();
-    with_format(spec.format, [&]<Format kFormat>() { cut_panel<read_as(kFormat)>(spec, view, k, length, room); });
+    with_format(spec.format, [&]<Format kFormat>() {
+      if constexpr (!TileUnit::kSumsInRegisters && significant_bits(kFormat) + 11 <= 16)
+        if (scaled) return cut_panel<read_as(kFormat), true>(spec, view, k, length, room);
+      cut_panel<read_as(kFormat), false>(spec, view, k, length, room);
+    });
     return room;
   }
 
   LOWBIT_INLINE bool sums_are_products() const { return sum_k <= kPartK && x_parts * parts == 1; }
 
-  template <int kFirst, int kRowTiles, int kPanels>
+  template <int kFirst, int kRowTiles, int kPanels, class Meanwhile>
   LOWBIT_INLINE void multiply(int64_t row_tile, int64_t begin, int64_t end, const uint8_t* const* weights,
-                              int64_t block) const {
+                              int64_t block, Meanwhile&& meanwhile) const {
     const int64_t row_bytes = weight.spec.padded_k() / kPartK * x_parts * kPartTile, x_step = x_parts * kPartTile,
                   w_step = parts * kPartTile, from = (begin - block) / kPartK * w_step;
     const uint8_t* a = rows.tiles + row_tile * row_bytes + begin / kPartK * x_step;
-    const auto add_parts = [&](int64_t steps, int64_t at, int i, int j) __attribute__((always_inline)) {
-      multiply_steps<Sum, kFirst, kRowTiles, kPanels>(
-          steps, [&](int r) { return TileRows{a + r * row_bytes + at * x_step + i * kPartTile, 64, x_step}; },
-          [&](int p) { return TileRows{weights[p] + from + at * w_step + j * kPartTile, 64, w_step}; });
+    const auto x_at = [&](int r, int64_t at, int i) __attribute__((always_inline)) {
+      return TileRows{a + r * row_bytes + at * x_step + i * kPartTile, 64, x_step};
+    };
+    const auto w_at = [&](int p, int64_t at, int j) __attribute__((always_inline)) {
+      return TileRows{weights[p] + from + at * w_step + j * kPartTile, 64, w_step};
     };
     const int64_t steps = ceil_div(end - begin, kPartK);
-    if (x_parts * parts == 1) return add_parts(steps, 0, 0, 0);
-    for (int64_t step = 0; step < steps; step++)
-      for (int j = 0; j < parts; j++)
-        for (int i = 0; i < smaller(x_parts, kMaxParts - j); i++) add_parts(1, step, i, j);
+    with_x_tiles(long_sums(), [&](auto x_tiles) __attribute__((always_inline)) {
+      const auto add_parts = [&](int64_t steps, int64_t at, int i, int j, auto&& then) __attribute__((always_inline)) {
+        multiply_steps<Sum, kFirst, kRowTiles, kPanels>(
+            steps, [&](int r) { return x_tiles(x_at(r, at, i)); }, [&](int p) { return w_at(p, at, j); }, then);
+      };
+      if (x_parts * parts == 1) return add_parts(steps, 0, 0, 0, meanwhile);
+      if (x_parts == 1 && parts == 2) {  // activations stay loaded for the second part of the weights
+        for (int64_t step = 0; step < steps; step++) {
+          const auto add = [&]<int kPart, Loads kLoads>() __attribute__((always_inline)) {
+            multiply_tiles<Sum, kFirst, kRowTiles, kPanels, kLoads>([&](int r) { return x_tiles(x_at(r, step, 0)); },
+                                                                    [&](int p) { return w_at(p, step, kPart).rows; });
+          };
+          add.template operator()<0, Loads::both>();
+          add.template operator()<1, Loads::weights>();
+          meanwhile();
+        }
+        return;
+      }
+      for (int64_t step = 0; step < steps; step++) {
+        for (int j = 0; j < parts; j++)
+          for (int i = 0; i < smaller(x_parts, kMaxParts - j); i++) add_parts(1, step, i, j, [] {});
+        meanwhile();
+      }
+    });
   }
 
   LOWBIT_INLINE SumScale scale_of_sum(int64_t panel, int64_t g) const {
+    if (scaled) return {set1(1.0f), set1(0.0f)};
     const PanelView view = view_panel(weight.spec, weight.data, panel);
     const f32x16 zero = zero_of<Format::int8>(view, g);  // for any format that has zero points
     return {scale_of(view, g), sub(whole_zero(view, zero, code_max), zero)};
   }
 
-  LOWBIT_INLINE void scale(const Sum* sums, int64_t row_tile, int64_t g, const SumScale& of, ResultRows& result) const {
+  // Sums of group g of 16 rows.
+  struct OfRows {
+    const float *group_sums, *unscale;
+    int64_t groups;
+    bool asymmetric;
+    template <bool kAsymmetric>
+    LOWBIT_INLINE f32x16 add(const Sum* sums, int64_t i, const SumScale& of, f32x16 result) const {
+      f32x16 total = load(sums);
+      if (kAsymmetric) total = fma(of.zero, set1(group_sums[i * groups]), total);
+      return fma(total, of.scale, result);
+    }
+    LOWBIT_INLINE f32x16 add(const Sum* sums, int64_t i, const SumScale& of, f32x16 result) const {
+      return asymmetric ? add<true>(sums, i, of, result) : add<false>(sums, i, of, result);
+    }
+    LOWBIT_INLINE f32x16 end(f32x16 value, const PanelEnd& end, int64_t row) const {
+      value = mul(value, set1(unscale[row]));
+      return end.scales ? mul(value, end.scale) : value;
+    }
+  };
+  LOWBIT_INLINE OfRows of_rows(int64_t row_tile, int64_t g) const {
     const int64_t groups = weight.spec.groups();
-    const float* group_sums = rows.group_sums + row_tile * kTileRows * groups + g;
+    return {rows.group_sums + row_tile * kTileRows * groups + g, rows.unscale, groups, weight.spec.asymmetric};
+  }
+  // A row with inf or nan is stored too, but store_rest overwrites it.
+  LOWBIT_INLINE bool only_scales(const Sink& sink) const { return only_stores(sink); }
+  LOWBIT_INLINE void scale(const Sum* sums, int64_t row_tile, int64_t g, const SumScale& of, ResultRows& result) const {
+    const OfRows of_rows = this->of_rows(row_tile, g);
     const auto scale_rows = [&](auto asymmetric) __attribute__((always_inline)) {
       unroll<kTileRows>([&](auto i) __attribute__((always_inline)) {
-        f32x16 total = load(sums + i * kPanelColumns);
-        if (asymmetric) total = fma(of.zero, set1(group_sums[i * groups]), total);
-        result.row[i] = fma(total, of.scale, result.row[i]);
+        result.row[i] = of_rows.template add<asymmetric>(sums + i * kPanelColumns, i, of, result.row[i]);
       });
     };
     if (weight.spec.asymmetric) scale_rows(std::true_type{});
     else scale_rows(std::false_type{});
   }
 
+  LOWBIT_INLINE PanelEnd panel_end(const Sink& sink, int64_t panel) const {
+    return PanelEnd(weight, sink, panel, false);
+  }
   LOWBIT_INLINE void store_rows(const Sink& sink, int64_t row, int64_t count, int64_t panel,
                                 const float* results) const {
     finish_rows(weight, sink.from(row), count, panel, results, rows.unscale + row, nullptr);
+  }
+  LOWBIT_INLINE void store_row(const Sink& sink, const PanelEnd& end, int64_t row, int64_t panel, f32x16 value) const {
+    if (rows.unscale[row] != 0.0f)
+      finish_row(sink, weight.spec.n, end, row, panel, mul(value, set1(rows.unscale[row])), nullptr);
   }
 
   // A row with inf or nan is computed as one of few rows: inf times a lower part of 0 would be nan.
@@ -275,10 +350,11 @@ struct PartedRows {
 
   XView x;
   int64_t count;
+  bool scaled;
   PartTiles rows;
 
   PartedRows(const XView& x, const WeightSpec& spec, int64_t count, Arena& arena)
-      : x(x), count(count), rows(take(spec, arena)) {}
+      : x(x), count(count), scaled(scales_weights(spec, x.format, x.dtype, count)), rows(take(spec, arena)) {}
 
   int64_t pieces() const { return ceil_div(count, kTileRows); }
   void prepare(const WeightSpec& spec, int64_t piece) const {
@@ -287,13 +363,13 @@ struct PartedRows {
     const Scratch buffer(padded * static_cast<int64_t>(sizeof(float)));
     const Span range = piece_of(count, kTileRows, piece);
     for (int64_t row = range.begin; row < range.end; row++)
-      cut_row(spec, widen_row(x, row, padded, buffer.as<float>()), parts, rows, row);
+      cut_row(spec, widen_row(x, row, padded, buffer.as<float>()), parts, looks_up_parts(spec) && !scaled, rows, row);
   }
 
   RowBlocks blocks(const WeightSpec&) const { return {count, kPass}; }
 
   void multiply(const PackedWeight& weight, const Sink& sink, Span, Span panels) const {
-    multiply_by_tiles(PartProduct(weight, x, rows), sink, count, panels);
+    multiply_by_tiles(PartProduct(weight, x, rows, scaled), sink, count, panels);
   }
 
  private:

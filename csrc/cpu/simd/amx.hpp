@@ -18,6 +18,7 @@ namespace {
 class TileUnit : public TileNumbers {
  public:
   static constexpr bool kSumsInRegisters = false;  // accumulators stay in the tile unit
+  static constexpr int64_t kL1 = 48 << 10, kL2 = 2 << 20;  // of the processors that have it
 
   LOWBIT_INLINE explicit TileUnit(int64_t bytes) {
     __asm__ volatile("sttilecfg %0" : "=m"(before_));
@@ -38,6 +39,9 @@ class TileUnit : public TileNumbers {
   LOWBIT_INLINE static void before_loads() { __asm__ volatile("" ::: "memory"); }
   template <int tile> LOWBIT_INLINE static void load(const void* rows, int64_t stride) {
     __asm__ volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(rows), "r"(stride), "i"(tile));
+  }
+  template <int tile> LOWBIT_INLINE static void load_passing(const void* rows, int64_t stride) {  // not to stay in L1
+    __asm__ volatile("tileloaddt1 (%0,%1,1), %%tmm%c2" ::"r"(rows), "r"(stride), "i"(tile));
   }
   template <int tile, class Sum> LOWBIT_INLINE static void store(Sum (&sums)[kRows * 16]) {
     __asm__ volatile("tilestored %%tmm%c2, (%1,%3,1)" : "=m"(sums) : "r"(sums), "i"(tile), "r"(int64_t{64}));
