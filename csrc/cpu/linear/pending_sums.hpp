@@ -31,7 +31,8 @@ struct ResultRows {
 
 // Whether values go to y as they are, in order.
 LOWBIT_INLINE bool only_stores(const Sink& sink) {
-  return !sink.bias && sink.activation == Activation::none && !sink.mul && !sink.add && !sink.index && !sink.factor;
+  return !sink.bias && sink.activation == Activation::none && !sink.mul && !sink.add && !sink.index && !sink.factor &&
+         !sink.low_rank;
 }
 
 template <class Product>
