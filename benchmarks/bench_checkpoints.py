@@ -86,8 +86,6 @@ def run_lowbit(folder: Path, activations: str | None) -> dict[str, float]:
     import torch
     from transformers import AutoModelForCausalLM
 
-    import torch
-
     import lowbit
     from lowbit import _C
 

@@ -10,7 +10,6 @@
 #pragma once
 
 #include "cpu/recurrent/sequences.hpp"
-#include "cpu/recurrent/softplus.hpp"
 #include "cpu/recurrent/state_step.hpp"
 #include "cpu/recurrent/time_steps.hpp"
 #include "cpu/recurrent/state_rows.hpp"
