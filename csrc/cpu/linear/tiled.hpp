@@ -115,9 +115,9 @@ struct TileTask {
     const auto [to, room, scale_room] = arrays(arena, strip);
     PendingSums<Product> pending(product, sink, rows);
     NextBlock next;
-    const bool many_sums = product.sum_k < product.k;
+    const bool adds = product.sum_k < product.k || product.sums_are_products();  // to results, from zero
     for (int64_t first = 0; first < width; first += strip) {
-      if (many_sums) {
+      if (adds) {
         pending.take_all();
         std::memset(to.result, 0, ceil_div(rows, kTileRows) * strip * sizeof *to.result);
       }
