@@ -60,16 +60,18 @@ const Forced& process_wide() {
 
 thread_local Forced forced_here;
 
+#define LOWBIT_OP(op, Args) +1
+constexpr std::size_t kOps = LOWBIT_OPS(LOWBIT_OP);
+#undef LOWBIT_OP
+
 // The row that ran last, per op. Few ops: linear search.
 struct LastRun {
   std::string_view op, name;
 };
-thread_local std::array<LastRun, 32> last_runs;
+thread_local std::array<LastRun, kOps> last_runs;
 
 LastRun& last_run(std::string_view op) {
-  for (LastRun& run : last_runs)
-    if (run.op.empty() || run.op == op) return run;
-  return last_runs.back();
+  return *std::ranges::find_if(last_runs, [&](const LastRun& run) { return run.op.empty() || run.op == op; });
 }
 
 }  // namespace
@@ -139,7 +141,8 @@ std::string_view forced_kernel(std::string_view op) {
 }
 
 std::string_view last_kernel(std::string_view op) {
-  return last_run(op).op == op ? last_run(op).name : std::string_view();
+  const auto run = std::ranges::find(last_runs, op, &LastRun::op);
+  return run == last_runs.end() ? std::string_view() : run->name;
 }
 
 void note_ran(std::string_view op, std::string_view name) { last_run(op) = {op, name}; }
