@@ -101,14 +101,17 @@ void multiply_codes(int64_t bytes) {
     Unit::before_loads();
     Unit::template load<kX>(x.data(), kStride), Unit::template load<kW>(w.data(), 64);
     Unit::template add_products<int32_t, 0, kX, kW>();
-    alignas(64) int32_t sums[kTileRows * 16];
-    Unit::template store<0>(sums);
+    Unit::template zero<1>(), Unit::template load_passing<kX>(x.data(), kStride);
+    Unit::template add_products<int32_t, 1, kX, kW>();
+    alignas(64) int32_t sums[kTileRows * 16], passing[kTileRows * 16];
+    Unit::template store<0>(sums), Unit::template store<1>(passing);
     std::vector<int32_t> wanted(kTileRows * 16), got(sums, sums + kTileRows * 16);
     for (int64_t row = 0; row < kTileRows; row++)
       for (int64_t column = 0; column < 16; column++)
         for (int64_t i = 0; i < bytes; i++)
           wanted[row * 16 + column] += x[row * kStride + i] * w[i / 4 * 64 + column * 4 + i % 4];
     expect("TileUnit::add_products", wanted, got);
+    expect("TileUnit::load_passing", wanted, std::vector<int32_t>(passing, passing + kTileRows * 16));
   }
 }
 
@@ -141,6 +144,7 @@ void check_tile_unit() {
     static int count = 0;
     std::snprintf(text[count], sizeof text[count], "TileUnit::%s", name), report.checks(text[count++]);
   }
+  if constexpr (!Unit::kSumsInRegisters) report.checks("TileUnit::load_passing");
   Random random(29);
   for (const int64_t bytes : {32, 64}) {
     const int64_t k = bytes / 2;
