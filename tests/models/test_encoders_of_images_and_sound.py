@@ -86,7 +86,7 @@ def test_all_layers_are_one_call(name: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_layers_that_stay_say_why() -> None:
     for name, why in (
-        ("CLIPVision", "its two linear layers are not joined by an activation that the op has"),
+        ("CLIPVision", "its linear layers are not joined by an activation that the op has"),
         ("Dinov2", "its layer_scale1 is Dinov2LayerScale, not packed or fused"),
     ):
         model = made(name, **IMAGE)
