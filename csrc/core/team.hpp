@@ -80,11 +80,18 @@ class Team {
   // for 0.4 ms and then sleeps: the thread that it waits for has no core, and if the leader yielded, other processes would
   // get a time slice before each look.
   static constexpr int kLooks = 2500, kCallerLooks = 10000;
+  static void pause() {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("yield\n\tisb" ::: "memory");  // most cores skip yield; isb takes about as long as x86's pause
+#endif
+  }
   struct Patience {
     int looks = 0;
     bool spin(int max) {
       if (looks >= max) return false;
-      looks++, __builtin_ia32_pause();
+      looks++, pause();
       return true;
     }
   };
