@@ -12,32 +12,45 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
+#if defined(__aarch64__) && defined(__linux__)
+#include <sys/auxv.h>
+#elif defined(__aarch64__) && defined(__APPLE__)
+#include <sys/sysctl.h>
+#endif
 
 #include "core/once.hpp"
 
 namespace lowbit {
 namespace {
 
-// Bits of cpuid and of the register state that the OS saves (xcr0). One set includes another if it has all of its bits.
+// Bits of cpuid and of the register state that the OS saves (xcr0); of Arm, bits of our own. One set includes another if
+// it has all of its bits.
 struct Features {
   uint32_t ecx1 = 0;                      // leaf 1
   uint32_t ebx7 = 0, ecx7 = 0, edx7 = 0;  // leaf 7
   uint32_t eax71 = 0;                     // leaf 7, subleaf 1
   uint32_t xcr0 = 0;
+  uint32_t arm = 0;                       // ArmBits
   bool of_amd = false;
 
   constexpr Features operator|(const Features& o) const {
     return {ecx1 | o.ecx1, ebx7 | o.ebx7, ecx7 | o.ecx7, edx7 | o.edx7, eax71 | o.eax71, xcr0 | o.xcr0,
-            of_amd || o.of_amd};
+            arm | o.arm, of_amd || o.of_amd};
   }
   constexpr bool contains(const Features& o) const {
     return (ecx1 & o.ecx1) == o.ecx1 && (ebx7 & o.ebx7) == o.ebx7 && (ecx7 & o.ecx7) == o.ecx7 &&
-           (edx7 & o.edx7) == o.edx7 && (eax71 & o.eax71) == o.eax71 && (xcr0 & o.xcr0) == o.xcr0 && of_amd >= o.of_amd;
+           (edx7 & o.edx7) == o.edx7 && (eax71 & o.eax71) == o.eax71 && (xcr0 & o.xcr0) == o.xcr0 && (arm & o.arm) == o.arm &&
+           of_amd >= o.of_amd;
   }
 };
 
-constexpr uint32_t kOsxsave = 1u << 27;
 constexpr Features kNone{};
+#if defined(__aarch64__)
+enum ArmBits : uint32_t { kAsimd = 1, kDotProd = 2 };
+constexpr Features kNeon{.arm = kAsimd};
+constexpr Features kNeonDot = kNeon | Features{.arm = kDotProd};
+#else
+constexpr uint32_t kOsxsave = 1u << 27;
 constexpr Features kAvx2{.ecx1 = 1u << 12 | 1u << 29 | kOsxsave, .ebx7 = 1u << 5, .xcr0 = 0x6};  // with fma and f16c
 constexpr Features kAvx2Vnni = kAvx2 | Features{.eax71 = 1u << 4};
 // The bits of ebx7: f, dq, bw, vl.
@@ -48,6 +61,7 @@ constexpr Features kAvx512Bf16 = kAvx512Vnni | Features{.eax71 = 1u << 5, .of_am
 // AMX's tiles, bf16 and int8, and AVX512_BF16
 constexpr Features kAmx =
     kAvx512Vnni | Features{.edx7 = 1u << 22 | 1u << 24 | 1u << 25, .eax71 = 1u << 5, .xcr0 = 0x600e6};
+#endif
 
 struct Isa {
   std::string_view name;
@@ -56,25 +70,52 @@ struct Isa {
 
 // Best first, as in csrc/cpu/CMakeLists.txt.
 constexpr Isa kIsas[] = {
+#if defined(__aarch64__)
+    {"neon_dot", kNeonDot},
+    {"neon", kNeon},
+#else
     {"amx", kAmx},
     {"avx512_bf16", kAvx512Bf16},
     {"avx512_vnni", kAvx512Vnni},
     {"avx512", kAvx512},
     {"avx2_vnni", kAvx2Vnni},
     {"avx2", kAvx2},
+#endif
     {"scalar", kNone},
 };
 
+#if defined(__aarch64__)
+uint32_t arm_bits() {
+  uint32_t found = 0;
+#if defined(__linux__)
+  const unsigned long has = getauxval(AT_HWCAP);
+  if (has & HWCAP_ASIMD) found |= kAsimd;
+  if (has & HWCAP_ASIMDDP) found |= kDotProd;
+#elif defined(__APPLE__)
+  const auto has = [](const char* name) {
+    int value = 0;
+    size_t size = sizeof value;
+    return sysctlbyname(name, &value, &size, nullptr, 0) == 0 && value;
+  };
+  found |= kAsimd;  // all of Apple's 64-bit processors
+  if (has("hw.optional.arm.FEAT_DotProd")) found |= kDotProd;
+#endif
+  return found;
+}
+#endif
+
+#if defined(__x86_64__)
 // Linux (5.16 and later) grants a process the 8 KiB of tile registers per thread on request, for good
 // and for its children.
 bool system_allows_tiles() {
-#if defined(__x86_64__) && defined(__linux__)
+#if defined(__linux__)
   constexpr int kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
   return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
 #else
   return false;
 #endif
 }
+#endif
 
 const Features& detected() {
   static std::atomic<const Features*> kept{nullptr};
@@ -89,6 +130,8 @@ const Features& detected() {
     __get_cpuid_count(7, 1, &found.eax71, &high, &high, &high);
     if (found.ecx1 & kOsxsave) __asm__ volatile("xgetbv" : "=a"(found.xcr0), "=d"(high) : "c"(0));
     if (found.contains(kAmx) && !system_allows_tiles()) found.edx7 = 0;
+#elif defined(__aarch64__)
+    found.arm = arm_bits();
 #endif
     return found;
   });

@@ -11,7 +11,7 @@
 namespace lowbit {
 
 LOWBIT_API std::string_view
-detected_isa();  // the best set whose features cpuid and xgetbv report (the OS must save the registers too)
+detected_isa();  // the best set whose features the CPU and the OS report (which must save the registers too)
 LOWBIT_API std::string_view
 chosen_isa();    // the best set that LOWBIT_ISA allows; it can only take features away
 LOWBIT_API std::string isa_reason();         // why the chosen set is not the detected one, or ""

@@ -25,6 +25,8 @@ ISAS = re.findall(r"^ *lowbit_cpu_isa\((\w+) ", BUILD, re.MULTILINE)
 # Headers that stand in for those of instruction sets which few machines have, and the instruction set whose flags they
 # are compiled with: these products by the same instructions of AVX-512, the tile unit of amx in plain C++.
 STAND_INS = {"avx2_vnni": ("avx2_vnni_by_avx512", "avx512_vnni"), "amx": ("emulated_amx", "scalar")}
+# Where qemu emulates them, as tools/arm does: a processor that has the instruction set, and not the next better one.
+ARM_PROCESSORS = {"neon": "cortex-a53", "neon_dot": "neoverse-n1"}
 
 
 def flags_of(isa: str) -> list[str]:
@@ -42,9 +44,9 @@ def skip_without(isa: str) -> None:
         pytest.skip(str(rows[0]["reason"]) if rows else "not compiled")
 
 
-def printed_by(isa: str, header: str, instructions: str) -> list[str]:
-    """The lines of the program, compiled with `header` for `isa` and with the instructions of another."""
-    compiler = shutil.which("g++")
+def printed_by(isa: str, header: str, instructions: str, compiler: str | None = None, by: tuple[str, ...] = ()) -> list[str]:
+    """The lines of the program, compiled with `header` for `isa` and with the instructions of another; run `by` an emulator."""
+    compiler = compiler or shutil.which("g++")
     if compiler is None:
         pytest.skip("no g++ on this machine: the emulation is C++ and is compiled by this test")
     # As the library, but for speed of compilation.
@@ -53,12 +55,12 @@ def printed_by(isa: str, header: str, instructions: str) -> list[str]:
     flags += flags_of(instructions) + ["-DLOWBIT_HAS_TILES"] * ("TileUnit::zero" in vocabulary(isa))
 
     def compile(folder: Path) -> None:
-        subprocess.run([compiler, *flags, HERE / "simd/simd.cpp", "-o", folder / "simd"], check=True)
+        subprocess.run([compiler, *flags, *["-static"] * bool(by), HERE / "simd/simd.cpp", "-o", folder / "simd"], check=True)
 
     sources = [*SIMD.glob("*.hpp"), *HERE.glob("simd/*"), *HERE.glob("*.hpp"), *CSRC.glob("core/*.hpp")]
     sources += [CSRC / "cpu/loops.hpp", CSRC / "cpu/vector_io.hpp"]
-    program = kept.folder(f"simd-{isa}-{Path(header).stem}", sources, flags, make=compile) / "simd"
-    done = subprocess.run([program], capture_output=True, text=True)
+    program = kept.folder(f"simd-{isa}-{Path(header).stem}", sources, flags, compiler, make=compile) / "simd"
+    done = subprocess.run([*by, program], capture_output=True, text=True)
     assert done.returncode == 0, f"{done.returncode}: " + "\n".join(
         [line for line in done.stdout.splitlines() if line.startswith("FAILED")] or done.stdout.splitlines()[-1:]
     )
@@ -78,12 +80,15 @@ FUNCTION = re.compile(
 CLASS = re.compile(r"^(?:struct|class) (\w+)(?: : (?:public )?(\w+))? \{\n(.*?)^\};", re.MULTILINE | re.DOTALL)
 
 
+REGISTER = re.compile(r"__m|\dx\d+(x\d)?_t")  # of x86, of Arm
+
+
 def functions(text: str) -> set[tuple[str, str, str]]:
     """(result, name, types of the parameters) of those that are not over registers, which others are made of."""
     found = set()
     for result, name, parameters in FUNCTION.findall(text):
         types = [re.sub(r"(?<=[\w&*]) \w+$", "", parameter.strip()) for parameter in parameters.split(", ")]
-        if "__m" not in result + " ".join(types):
+        if not REGISTER.search(result + " ".join(types)):
             found.add((result, name, ", ".join(types)))
     return found
 
@@ -124,6 +129,19 @@ def test_functions_of_an_instruction_set_are_those_of_plain_c(isa: str) -> None:
     assert vocabulary(isa) - checked(isa, printed) == set()
     scalar = printed_by("scalar", "cpu/simd/scalar.hpp", "scalar")
     assert len(digests(scalar)) == 9 and digests(printed) == digests(scalar)  # math.hpp: the same bits everywhere
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("isa", ARM_PROCESSORS)
+def test_functions_of_an_arm_set_are_those_of_plain_c_under_qemu(isa: str) -> None:
+    """The same program by the cross compiler; scalar's digests are of this machine, so both give the same bits."""
+    compiler, qemu = shutil.which("aarch64-linux-gnu-g++-12"), shutil.which("qemu-aarch64-static")
+    if compiler is None or qemu is None:
+        pytest.skip("no aarch64-linux-gnu-g++-12 or no qemu-aarch64-static on this machine: tools/test_env")
+    printed = printed_by(isa, f"cpu/simd/{isa}.hpp", isa, compiler, (qemu, "-cpu", ARM_PROCESSORS[isa]))
+    assert vocabulary(isa) - checked(isa, printed) == set()
+    scalar = printed_by("scalar", "cpu/simd/scalar.hpp", "scalar")
+    assert len(digests(scalar)) == 9 and digests(printed) == digests(scalar)
 
 
 @pytest.mark.core

@@ -182,7 +182,10 @@ void check_stores() {
   stores_rows<4>(FUNCTION(store_four_rows, void(float*, int64_t, f32x8)));
   transposes<16>(FUNCTION(transpose_16x16, void(const float*, int64_t, float*, int64_t)));
   transposes<16>(FUNCTION(transpose_16x16, void(const double*, int64_t, double*, int64_t)));
-#ifndef LOWBIT_IS_SCALAR
+#if defined(LOWBIT_IS_SCALAR)
+#elif defined(__aarch64__)
+  transposes<4>(FUNCTION(transpose_4x4, void(const float*, int64_t, float*, int64_t)));
+#else
   transposes<8>(FUNCTION(transpose_8x8, void(const float*, int64_t, float*, int64_t)));
 #endif
 }
