@@ -8,8 +8,8 @@
 namespace lowbit::cpu::LOWBIT_ISA_NAME {
 namespace {
 
-LOWBIT_INLINE int8x16_t four_activations(const int8_t* a) {  // in each column
-  return vreinterpretq_s8_s32(vld1q_dup_s32(reinterpret_cast<const int32_t*>(a)));
+LOWBIT_INLINE int8x8_t four_activations(const int8_t* a) {  // sdot has one of its factors from a part of a register
+  return vreinterpret_s8_s32(int32x2_t{*reinterpret_cast<const int32_t*>(a), 0});
 }
 
 struct Dot4 : NibbleCodes {
@@ -17,12 +17,12 @@ struct Dot4 : NibbleCodes {
   using Step = int8_t;
   static constexpr int kChains = 2;
   static constexpr int kOffset = 0;
-  LOWBIT_INLINE static int32x4_t add_products(int32x4_t sum, uint8x16_t codes, int8x16_t x) {
-    return vdotq_s32(sum, vreinterpretq_s8_u8(codes), x);
+  LOWBIT_INLINE static int32x4_t add_products(int32x4_t sum, uint8x16_t codes, int8x8_t x) {
+    return vdotq_lane_s32(sum, vreinterpretq_s8_u8(codes), x, 0);
   }
   LOWBIT_INLINE static Acc start(i32x16 total) { return total; }
   LOWBIT_INLINE static Acc step(Acc acc, const Codes& c, const int8_t* a) {
-    const int8x16_t x = four_activations(a);
+    const int8x8_t x = four_activations(a);
     return {{add_products(acc.q[0], c.q[0], x), add_products(acc.q[1], c.q[1], x), add_products(acc.q[2], c.q[2], x),
              add_products(acc.q[3], c.q[3], x)}};
   }
@@ -38,9 +38,9 @@ struct Dot8 {
   LOWBIT_INLINE static Codes codes(u8x64 c) { return LOWBIT_EACH(from_128, c); }
   LOWBIT_INLINE static Acc start(i32x16 total) { return total; }
   LOWBIT_INLINE static Acc step(Acc acc, const Codes& c, const int8_t* a) {
-    const int8x16_t x = four_activations(a);
-    return {{vdotq_s32(acc.q[0], c.q[0], x), vdotq_s32(acc.q[1], c.q[1], x), vdotq_s32(acc.q[2], c.q[2], x),
-             vdotq_s32(acc.q[3], c.q[3], x)}};
+    const int8x8_t x = four_activations(a);
+    return {{vdotq_lane_s32(acc.q[0], c.q[0], x, 0), vdotq_lane_s32(acc.q[1], c.q[1], x, 0),
+             vdotq_lane_s32(acc.q[2], c.q[2], x, 0), vdotq_lane_s32(acc.q[3], c.q[3], x, 0)}};
   }
   LOWBIT_INLINE static i32x16 finish(i32x16, Acc acc) { return acc; }
 };
