@@ -157,7 +157,7 @@ def check_includes(path: Path) -> None:
                 f"{file}: {name} belongs to bindings"
             )
             assert "omp.h" not in name, f"{file}: threads are torch's"
-            if name.endswith("intrin.h"):
+            if name.endswith(("intrin.h", "arm_neon.h")):
                 assert room == "cpu" and path.parent.name == "simd", f"{file}: intrinsics belong to cpu/simd: {name}"
 
 
