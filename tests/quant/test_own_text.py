@@ -209,7 +209,7 @@ def test_text_is_cut_into_windows_and_needs_a_tokenizer():
         lowbit.quantize_(llama(), W4A8, tokenizer=words)
 
 
-def test_experts_are_packed_by_their_own_inputs_and_the_rest_by_gptq():
+def test_experts_take_gptq_by_their_own_inputs():
     torch.manual_seed(1)
     config = transformers.MixtralConfig(**SIZES, num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2)
     model = transformers.MixtralForCausalLM(config).eval()
@@ -217,7 +217,8 @@ def test_experts_are_packed_by_their_own_inputs_and_the_rest_by_gptq():
     text = own_text(model)
     experts = [name for name, module in model.named_modules() if name.endswith("experts")]
     report = lowbit.quantize_(model, W4A8, calibration="self")
-    lowbit.quantize_(plain, W4A8, lambda module, name: name in experts, calibration=lowbit.calibrate(plain, text))
+    gptq = lowbit.int8_dynamic_activation_int4_weight(32, algorithm=lowbit.GPTQ())
+    lowbit.quantize_(plain, gptq, lambda module, name: name in experts, calibration=lowbit.calibrate(plain, text, hessian=True))
     assert {row.format for row in report.quantized if "experts" in row.layer} == {"int4 g32 int8-activations"}
     for name in experts:
         one, other = (of.get_submodule(name).state_dict() for of in (model, plain))

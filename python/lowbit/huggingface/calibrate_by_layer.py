@@ -191,7 +191,7 @@ class _ByLayer:
         values = {weight.key: self.read(f"{name}.{weight.key}") for weight in weights_of(module)}
         kind.give_back(module, {key: nn.Parameter(value, requires_grad=False) for key, value in values.items()})
         seen = SharedInputs()
-        counting(seen, name, kind.has_products)(module, args, kwargs)
+        counting(seen, name, True)(module, args, kwargs)
         self.calibration = collected(seen, {name: module})
 
     def _end(self, name: str, module: nn.Module) -> None:

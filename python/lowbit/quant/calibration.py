@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import operator
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lowbit.documents.whole_file import replaced_file
 from lowbit.formats.algorithms import GPTQ
-from lowbit.quant.calibration_cost import tell_cost
+from lowbit.quant.calibration_cost import tell_cost, tell_moments
 from lowbit.quant.evaluation import arguments_of, evaluating, without_encoder_fast_path
 from lowbit.quant.fused import unfuse
 from lowbit.quant.input_moments import InputMoments
@@ -31,6 +31,24 @@ VERSION = 1
 PROGRESS_AFTER_S = 2.0
 FEW_ROWS = 32
 """Number of average rows of the whole layer that are added to the moments of each expert."""
+
+
+class BlendedMoments(Sequence[InputMoments]):
+    """The moments of each expert of a weight, with ``FEW_ROWS`` average rows of the whole layer, since many experts see
+    few tokens or none. One is made at a time: x x^T of all experts takes 4 k^2 bytes times their number.
+
+    Args:
+        each: the moments of the experts' own rows.
+    """
+
+    def __init__(self, each: Sequence[InputMoments]) -> None:
+        self._each, self._of_layer = each, InputMoments.total(each)
+
+    def __len__(self) -> int:
+        return len(self._each)
+
+    def __getitem__(self, expert: Any) -> Any:
+        return self._each[expert].blended(self._of_layer, FEW_ROWS)
 
 
 @dataclass(slots=True)
@@ -51,7 +69,7 @@ class Calibration:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the calibration to a file, as tensors and plain values only."""
         layers = {name: layer.stored for name, layer in self.layers.items()}
-        experts = {name: [expert.stored for expert in each] for name, each in self.experts.items()}
+        experts = {name: [expert.stored_rows for expert in each] for name, each in self.experts.items()}
         held = {"lowbit_calibration": VERSION, "layers": layers, "uncalled": list(self.uncalled), "experts": experts}
         with replaced_file(path) as file:
             torch.save(held, file)
@@ -75,7 +93,8 @@ class Calibration:
     def __repr__(self) -> str:
         rows = [layer.rows for layer in self.layers.values()]
         seen = f"{len(rows)} layers, {min(rows)} to {max(rows)} rows" if rows else "no layers"
-        hessian = ", with hessians" if any(layer.has_products for layer in self.layers.values()) else ""
+        each = [*self.layers.values(), *(expert for each in self.experts.values() for expert in each)]
+        hessian = ", with hessians" if any(one.has_products for one in each) else ""
         missed = f", {len(self.uncalled)} never called" if self.uncalled else ""
         of_experts = [expert.rows for each in self.experts.values() for expert in each]
         if of_experts:
@@ -106,8 +125,10 @@ def calibrate(
             words: 16 texts of 192 tokens, the same in each call.
         filter_fn: called with (module, qualified name) of each linear layer and module of experts; True includes it.
             None includes all.
-        hessian: also accumulate x x^T for linear layers, which `GPTQ` needs. It takes 4 k^2 bytes per layer, or less
-            while there are fewer than k rows; layers that are called with the same tensor share them.
+        hessian: also accumulate x x^T, which `GPTQ` needs. It takes 4 k^2 bytes per layer, or less while there are
+            fewer than k rows; layers that are called with the same tensor share them. For experts it takes as much for
+            each, but up to k rows of an expert are kept instead: x of each token once, and what the expert makes of it.
+            More than 2 GB are told after the first batch, if the number of batches is known.
         tokenizer: a tokenizer of transformers, for batches of text.
 
     Returns:
@@ -139,11 +160,11 @@ def calibrate(
         if kind is not None and kind.multiplies and (filter_fn is None or filter_fn(module, name)):
             layers[name] = module
     # The copy that wrote the text runs on it too, several times as fast; but packed experts do not tell their inputs.
-    runs = writer if all(kind_of(module).has_products for module in layers.values()) else model
+    runs = writer if all(kind_of(module).tells_inputs_packed for module in layers.values()) else model
     seen = SharedInputs()
     handles = []
-    for name, module in layers.items():
-        count = counting(seen, name, hessian and kind_of(module).has_products)
+    for name in layers:
+        count = counting(seen, name, hessian)
         handles.append(runs.get_submodule(name).register_forward_pre_hook(count, with_kwargs=True))
     if own:
         runs = body_of(runs, layers)
@@ -154,6 +175,8 @@ def calibrate(
                 _run(runs, batch, count)
                 seen.finish_call()
                 count += 1
+                if count == 1 and hessian and isinstance(batches, Sized):
+                    tell_moments(seen.sums.values(), len(batches))
     finally:
         for handle in handles:
             handle.remove()
@@ -181,7 +204,8 @@ def collected(seen: SharedInputs, layers: Mapping[str, nn.Module]) -> Calibratio
             elif weight.experts is None:
                 calibration.layers[name] = each[0]
             else:
-                unused = [one or InputMoments.zero(weight.k, False) for one in each]
+                products = any(one is not None and one.has_products for one in each)
+                unused = [one or InputMoments.zero(weight.k, products) for one in each]
                 calibration.experts[f"{name}.{weight.key}" if name else weight.key] = unused
     for name, each in [*((name, [layer]) for name, layer in calibration.layers.items()), *calibration.experts.items()]:
         if not all(one.importance.isfinite().all() for one in each):
@@ -211,8 +235,8 @@ def counting(seen: SharedInputs, name: str, products: bool) -> Callable[..., Non
     """Return a forward pre-hook that counts the inputs of a layer of this name, with x x^T if ``products`` is True."""
 
     def count(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        for weight, number, rows in kind_of(module).inputs(module, args, kwargs):
-            seen.add((name, weight.key, number), weight.k, products, rows)
+        for weight, number, rows, picked in kind_of(module).inputs(module, args, kwargs):
+            seen.add((name, weight.key, number), weight.k, products, rows, picked)
 
     return count
 
@@ -290,11 +314,9 @@ def _check_moments(item: Selected, moments: list[InputMoments], gptq: bool) -> N
             raise ValueError(f"quantize_: calibration of {label} must be of finite products, got inf or nan")
 
 
-def inputs_of(group: list[Selected], calibration: Calibration) -> InputMoments | list[InputMoments] | None:
+def inputs_of(group: list[Selected], calibration: Calibration) -> InputMoments | Sequence[InputMoments] | None:
     """Return the summed moments of the layers that share a weight, or None if its codes do not depend on the inputs.
-
-    For experts there is one item each, blended with some rows of the whole layer, since many experts see few tokens.
-    """
+    For experts there is one item each."""
     if group[0].spec.takes_absmax:
         return None
     counted = [_moments_of(item, calibration) for item in group if kind_of(item.module).multiplies]
@@ -303,8 +325,15 @@ def inputs_of(group: list[Selected], calibration: Calibration) -> InputMoments |
     each = [functools.reduce(operator.add, of_matrix) for of_matrix in zip(*counted, strict=True)]
     if group[0].weight.experts is None:
         return each[0]
-    of_layer = functools.reduce(operator.add, each)
-    return [expert.blended(of_layer, FEW_ROWS) for expert in each]
+    return BlendedMoments(each)
+
+
+def without_inputs(item: Selected, calibration: Calibration) -> str:
+    """Return a remark for the report on the experts that saw no token, or an empty string."""
+    if item.weight.experts is None:
+        return ""
+    unseen = sum(not one.rows for one in calibration.experts[item.row_name])
+    return f"{unseen} of {item.weight.experts} experts saw no token and took the inputs of all" if unseen else ""
 
 
 def _label(name: str) -> str:

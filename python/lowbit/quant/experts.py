@@ -163,19 +163,23 @@ def call_of(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     return given.args[1:4]
 
 
-def inputs_of_experts(module: Any, form: Form, x: Tensor, index: Tensor) -> Iterator[tuple[LayerWeight, int, Tensor]]:
-    """Yield the inputs of each product in a call of a float module: a weight, an expert, and the expert's rows
-    ``[m, k]``."""
+def inputs_of_experts(
+    module: Any, form: Form, x: Tensor, index: Tensor
+) -> Iterator[tuple[LayerWeight, int, Tensor, Tensor]]:
+    """Yield the inputs of each product in a call of a float module: a weight, an expert, rows ``[r, k]`` of all experts,
+    which nothing else changes, and the numbers of those of this expert."""
     held, given = module._parameters, dict[str, Tensor]()
 
     def product(key: str, x: Tensor, picked: Tensor, bias: Tensor | None) -> Tensor:
-        given[key] = x[:, None].expand(*index.shape, -1) if x.dim() == 2 else x
+        given[key] = x.detach().clone() if key == form.first else x.detach().flatten(0, 1)
         return dense_product(form.float_weight(module, key), held[key], x, picked, bias)
 
     run(module, type(module), form, product, x, index, torch.ones_like(index, dtype=torch.float32))
     for key, rows in given.items():
         for expert in index[index != form.experts].unique().tolist():
-            yield form.float_weight(module, key), expert, rows[index == expert]
+            pairs = (index.flatten() == expert).nonzero()[:, 0]
+            picked = pairs // index.shape[1] if key == form.first else pairs
+            yield form.float_weight(module, key), expert, rows, picked
 
 
 def dense_product(weight: LayerWeight, value: Tensor, x: Tensor, index: Tensor, bias: Tensor | None) -> Tensor:

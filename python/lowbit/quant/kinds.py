@@ -104,8 +104,8 @@ class Kind(ABC):
     """Whether ``quantize_`` selects such a layer by default."""
     multiplies: ClassVar[bool] = True
     """Whether the weight is multiplied by activations. Otherwise rows are looked up, and x is not rounded."""
-    has_products: ClassVar[bool] = True
-    """Whether ``calibrate`` can accumulate x x^T of the layer's inputs, which GPTQ needs."""
+    tells_inputs_packed: ClassVar[bool] = True
+    """Whether `inputs` of a packed layer are told too."""
     layout: ClassVar[str] = _C.LAYOUT
     """The layout of a packed weight that is not shared with a layer of another kind."""
 
@@ -152,9 +152,10 @@ class Kind(ABC):
 
     def inputs(
         self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Iterator[tuple[LayerWeight, int, Tensor]]:
-        """Yield the inputs of each product in a call of a layer: a weight, the index of its matrix, and rows
-        ``[..., k]``. A kind that does not support calibration yields nothing."""
+    ) -> Iterator[tuple[LayerWeight, int, Tensor, Tensor | None]]:
+        """Yield the inputs of each product in a call of a layer: a weight, the index of its matrix, rows ``[..., k]``,
+        and which of them it multiplies, or None for all. Rows of which some are picked are not changed later. A kind
+        that does not support calibration yields nothing."""
         return iter(())
 
     def spec_of(self, module: Any, weight: LayerWeight) -> LinearSpec:

@@ -194,7 +194,7 @@ class _ExpertsKind(Kind):
     """The experts of transformers, and other modules with the same arguments and parameters."""
 
     name, float_name, packed_class = "module of experts", "experts", QuantExperts
-    has_products = False
+    tells_inputs_packed = False
 
     def has(self, cls: type[nn.Module]) -> bool:
         return issubclass(cls, QuantExperts) or may_be_experts(cls)
@@ -224,7 +224,7 @@ class _ExpertsKind(Kind):
 
     def inputs(
         self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Iterator[tuple[LayerWeight, int, Tensor]]:
+    ) -> Iterator[tuple[LayerWeight, int, Tensor, Tensor | None]]:
         """Yield the inputs of each expert; nothing for a module that is packed or cannot be packed."""
         if isinstance(module, QuantExperts) or self.refuses(module):
             return

@@ -295,11 +295,11 @@ class _LinearKind(Kind):
 
     def inputs(
         self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Iterator[tuple[LayerWeight, int, Tensor]]:
+    ) -> Iterator[tuple[LayerWeight, int, Tensor, Tensor | None]]:
         (weight,) = self.weights(module)
         x = args[0] if args else next(iter(kwargs.values()))
         if x.dim() and x.shape[-1] == weight.k:  # otherwise the layer itself raises an error
-            yield weight, 0, x
+            yield weight, 0, x, None
 
     def hold(self, module: Any, key: str, packed: nn.Parameter, stored: StoredWeight, dtype: Any = None) -> None:
         """Replace the weight in place. Only the class of the object changes, as with FSDP2, so hooks, references and

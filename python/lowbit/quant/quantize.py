@@ -16,7 +16,7 @@ from lowbit.formats.base import FormatConfig
 from lowbit.formats.block_sparse import BlockSparseWeightConfig
 from lowbit.formats.text import config_of
 from lowbit.formats.torchao import from_torchao
-from lowbit.quant.calibration import Calibration, calibration_of, inputs_of
+from lowbit.quant.calibration import Calibration, calibration_of, inputs_of, without_inputs
 from lowbit.quant.changing_layers import changing_layers
 from lowbit.quant.kinds import KINDS, kind_of, layout_of_all, weights_of
 from lowbit.quant.load_check import guard
@@ -193,10 +193,10 @@ def _checked_device(device: torch.device | str | None) -> torch.device | None:
 
 
 def by_gptq(item: Selected, algorithm: GPTQ) -> Selected:
-    """Return the weight with codes by this algorithm, if its format searches for scales and its kind of layer has
-    products of inputs; otherwise unchanged."""
-    kind, spec = kind_of(item.module), item.spec
-    if spec.scale != "search" or spec.algorithm is not None or not (kind.multiplies and kind.has_products):
+    """Return the weight with codes by this algorithm, if its format searches for scales and it is multiplied by inputs;
+    otherwise unchanged."""
+    spec = item.spec
+    if spec.scale != "search" or spec.algorithm is not None or not kind_of(item.module).multiplies:
         return item
     return replace(item, spec=replace(spec, algorithm=algorithm))
 
@@ -249,6 +249,9 @@ def _quantize_groups(
     weights = [_weight_of(group, device) for group in groups]
     first = groups[0][0]
     inputs = None if calibration is None else inputs_of(groups[0], calibration)
+    if inputs is not None and (remark := without_inputs(first, calibration)):
+        first = replace(first, note=f"{first.note}; {remark}" if first.note else remark)
+        groups = [[first, *groups[0][1:]]]
     if len(groups) == 1:
         return pack_group(groups[0], lambda layout: pack_weight(weights[0], first.spec, inputs, layout), before[0])[1]
     layouts = [layout_of_all(item.module for item in group) for group in groups]

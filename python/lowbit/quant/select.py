@@ -82,7 +82,7 @@ def select(
             if by_default:
                 skipped.append(Skipped(name, module, claim))
             continue
-        reason = (_reason_to_skip(module, kind, config) if kind in kinds else "") or claim
+        reason = (reason_to_skip(module) if kind in kinds else "") or claim
         if selects is None:
             if not by_default and (module not in heads or reason):
                 continue
@@ -130,16 +130,6 @@ def reason_to_skip(module: nn.Module) -> str:
     """Return the reason why a layer cannot safely be packed, or an empty string."""
     kind = kind_of(module)
     return "" if kind is None or is_packed(module) or is_trained(module) else kind.refuses(module)
-
-
-def _reason_to_skip(module: nn.Module, kind: Kind, config: FormatConfig) -> str:
-    """Return the reason why a layer cannot safely be packed, or not with ``config``, or an empty string."""
-    if reason := reason_to_skip(module):
-        return reason
-    needs_inputs = isinstance(config.spec(torch.float32).algorithm, GPTQ)
-    if needs_inputs and kind.multiplies and not kind.has_products and not is_packed(module):
-        return f"GPTQ needs x x^T of its inputs, which calibrate does not keep of a {kind.name}"
-    return ""
 
 
 def gates_of_experts(model: nn.Module) -> set[int]:

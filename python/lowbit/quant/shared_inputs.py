@@ -34,7 +34,7 @@ class SharedInputs:
     sums: dict[tuple[Hashable, ...], InputMoments] = field(default_factory=dict)
     last: _Call | None = None
 
-    def add(self, matrix: Hashable, k: int, products: bool, x: Tensor) -> None:
+    def add(self, matrix: Hashable, k: int, products: bool, x: Tensor, picked: Tensor | None = None) -> None:
         """Count the rows of ``x [..., k]`` as inputs of a matrix.
 
         Args:
@@ -42,7 +42,11 @@ class SharedInputs:
             k: the number of input channels.
             products: whether x x^T is summed too.
             x: the inputs.
+            picked: which rows of ``x [r, k]`` are counted; None counts all.
         """
+        if picked is not None:
+            self.sums.setdefault((matrix,), InputMoments.zero(k, products)).add(x, picked)
+            return
         last = self.last
         knows_changes = not x.is_inference()  # an inference tensor does not tell whether it was changed since
         if last is not None and last.x is x and knows_changes and last.version == x._version:
