@@ -26,6 +26,7 @@ from lowbit.huggingface.quantizer import LowbitQuantizer
 from lowbit.quant.calibration import Calibration, collected, counting
 from lowbit.quant.changing_layers import changing_layers
 from lowbit.quant.evaluation import evaluating
+from lowbit.quant.free_memory import available_bytes
 from lowbit.quant.kinds import kind_of, weights_of
 from lowbit.quant.own_text import body_of, gptq_of_own_text, own_text, told_of_own_text
 from lowbit.quant.packing import Selected, check_finite
@@ -43,16 +44,6 @@ def fits(source: Path) -> bool:
     """Return whether the float weights of a folder can be in memory during a calibration."""
     size = sum(path.stat().st_size for path in safetensors_files(source))
     return size <= PART_OF_MEMORY * available_bytes()
-
-
-def available_bytes() -> int:
-    """Return how much memory is free for programs, within the limit of a container."""
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
-    limit, used = (Path(f"/sys/fs/cgroup/memory.{name}") for name in ("max", "current"))
-    if limit.exists() and limit.read_text().strip() != "max":
-        free = min(free, int(limit.read_text()) - int(used.read_text()))
-    return free
 
 
 def calibrated_by_layer(source: Path, settings: LowbitConfig, skeleton: nn.Module) -> nn.Module:

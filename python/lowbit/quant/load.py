@@ -7,6 +7,7 @@ to a float weight describe its blocks.
 
 from __future__ import annotations
 
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -18,6 +19,7 @@ from lowbit import _C
 from lowbit.formats.spec import StoredWeight, size_text
 from lowbit.quant.block_sparse import INDICES, Blocks, BlockSparseLinear, blocks_problem, hold_blocks
 from lowbit.quant.changing_layers import changing_layers
+from lowbit.quant.free_memory import available_bytes
 from lowbit.quant.kinds import (
     LayerWeight,
     features_of,
@@ -31,7 +33,9 @@ from lowbit.quant.kinds import (
 )
 from lowbit.quant.layout import numbers_of
 from lowbit.quant.load_check import guard
+from lowbit.quant.mapped_file import mapped_bytes
 from lowbit.quant.permuted_linear import PERMUTATION, hold_permutation, permutation_problem
+from lowbit.quant.quant_experts import EXPERTS
 from lowbit.quant.quant_linear import LINEAR
 from lowbit.quant.read_state import read_state
 from lowbit.tables.folding import LayerNames, first_five
@@ -55,8 +59,10 @@ def load(model: nn.Module, file: str | Path | Mapping[str, Tensor], *, mmap: boo
             ``save_pretrained``, or a state dict. For a model of transformers also a folder whose config.json names
             another package's quantization method, such as GPTQ: its codes are packed as they are
             (docs/checkpoints.md).
-        mmap: True maps the file into memory: pages are read when they are used and can be evicted, but the file must
-            not change while the model exists. False reads it into memory. None maps only ``.safetensors`` files.
+        mmap: True maps the file into memory: pages are read when they are used, can be evicted, and are shared with
+            other processes that map it, but the file must not change while the model exists. False reads it into
+            memory. None maps only ``.safetensors`` files. If the mapped weights do not fit into the free memory, this
+            is printed, and packed experts are read ahead when the router has chosen them.
 
     Returns:
         A list of the names of the layers that became QuantLinear, QuantEmbedding, QuantExperts or BlockSparseLinear.
@@ -79,9 +85,30 @@ def load(model: nn.Module, file: str | Path | Mapping[str, Tensor], *, mmap: boo
     state = next((found for found in read if found is not None), None)
     state = read_state(path, mmap) if state is None else state
     try:
-        return _load(model, state)
+        turned = _load(model, state)
     except ValueError as error:
         raise ValueError(f"{error}, in {file}") from error
+    _tell_if_larger_than_memory(model)
+    return turned
+
+
+def _tell_if_larger_than_memory(model: nn.Module) -> None:
+    """If the mapped weights of a model do not fit into the free memory, say so, and let its experts be read ahead."""
+    mapped, free = mapped_bytes([*model.parameters(), *model.buffers()]), available_bytes()
+    if mapped <= free:
+        return
+    experts = [module for module in model.modules() if kind_of(module) is EXPERTS and is_packed(module)]
+    for module in experts:
+        module.__dict__["reads_ahead"] = True
+    when = (
+        "experts as soon as the router has chosen them, and all else when it is used" if experts else "when it is used"
+    )
+    print(
+        f"load: {mapped / 1e9:.1f} GB of weights are mapped and {free / 1e9:.1f} GB of memory are free: what does not "
+        f"fit is read from disk again and again, {when}",
+        file=sys.stderr,
+        flush=True,
+    )
 
 
 def _load(model: nn.Module, state: dict[str, Tensor]) -> LayerNames:

@@ -33,6 +33,7 @@ from lowbit.quant.kinds import (
     twin_of,
 )
 from lowbit.quant.layout import PackedModule
+from lowbit.quant.mapped_file import read_ahead
 from lowbit.quant.quant_linear import LINEAR
 
 _OPS = "experts", "gather_linear"
@@ -56,6 +57,9 @@ class QuantExperts(PackedModule):
     added: dict[str, Callable[[Tensor, Tensor], Tensor]]
     """What adapters add to a product of x and index, by the key of its weight; only in their calls
     (expert_adapters.py)."""
+    reads_ahead: bool
+    """Whether the pages of the selected experts are asked for before they are multiplied. `lowbit.load` sets it if a
+    mapped model does not fit into memory."""
     float_class: type[nn.Module]
     """The class before packing, which implements the gate, and which ``dequantize_`` restores."""
 
@@ -100,6 +104,8 @@ class QuantExperts(PackedModule):
         if form is None:
             return _float_forward(self, hidden_states, top_k_index, top_k_weights)
         _check(hidden_states, top_k_index, top_k_weights)
+        if inside.get("reads_ahead") and not torch.compiler.is_compiling():
+            read_ahead((inside["_parameters"][key] for key in inside["stored"]), top_k_index)
         op_gate = inside.get("op_gate")  # missing in pickles of earlier versions
         added = inside.get("added", {})
         if op_gate is not None and not added and not _is_hooked(inside["_modules"].get("act_fn")):
@@ -276,7 +282,7 @@ class _ExpertsKind(Kind):
         twin._parameters |= weights
         for key in module.stored:
             del twin._buffers[layout_name(key)]
-        for name in ("form", "stored", "op_args", "op_gate", "spec"):
+        for name in ("form", "stored", "op_args", "op_gate", "spec", "reads_ahead"):
             twin.__dict__.pop(name, None)
         become_float(module, twin)
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowbit.quant.mapped_file import mapped_tensors
 from lowbit.quant.safetensors_file import SafetensorsFile, shards_of
 
 _INDEX_OR_FILE = (
@@ -63,22 +64,9 @@ def _of_hub(path: Path) -> str:
 
 def _safetensors(path: Path, mmap: bool) -> dict[str, Tensor]:
     file = SafetensorsFile(path)
-    if mmap:
-        state = _mapped(path)
-    else:
-        state = {name: file.read(name) for name in file.entries}
+    state = mapped_tensors(path) if mmap else {name: file.read(name) for name in file.entries}
     # safetensors' save_model stores a shared tensor under one name, and the other names in the metadata.
     return state | {name: state[kept] for name, kept in file.metadata.items() if kept in state and name not in state}
-
-
-def _mapped(path: Path) -> dict[str, Tensor]:
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    try:
-        return load_file(path)
-    except (SafetensorError, KeyError, RuntimeError) as error:  # dtype, shape and size may not fit each other
-        raise ValueError(f"load: {path} must be a safetensors file: {error}") from error
 
 
 def _torch_save(path: Path, mmap: bool) -> dict[str, Tensor]:

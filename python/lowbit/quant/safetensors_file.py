@@ -111,8 +111,8 @@ class SafetensorsFile:
                 left -= len(read)
                 yield read
 
-    def read(self, name: str) -> Tensor:
-        """Read a tensor into new memory.
+    def place(self, name: str) -> tuple[int, torch.dtype, Entry]:
+        """Return the position of a tensor's first byte in the file, its dtype and its entry.
 
         Raises:
             ValueError: its dtype is not in ``DTYPES``, or its size does not fit its shape.
@@ -124,10 +124,19 @@ class SafetensorsFile:
                 f"{self.path}: {name} must have the bytes of {entry.dtype} {list(entry.shape)}, got {entry.nbytes} "
                 "bytes"
             )
+        return self._begin + self._offsets[name], dtype, entry
+
+    def read(self, name: str) -> Tensor:
+        """Read a tensor into new memory.
+
+        Raises:
+            ValueError: its dtype is not in ``DTYPES``, or its size does not fit its shape.
+        """
+        begin, dtype, entry = self.place(name)
         tensor = torch.empty(entry.shape, dtype=dtype, device="cpu")
         memory = bytes_of(tensor)
         with self.path.open("rb", buffering=0) as file:
-            file.seek(self._begin + self._offsets[name])
+            file.seek(begin)
             done = 0
             while done < entry.nbytes:
                 count = file.readinto(memory[done:])
