@@ -344,3 +344,43 @@ print(status("VmHWM") - before)
 """
     largest = 4096 * 1024 * 2
     assert int(python(code, str(tmp_path)).split()[-1]) < 4 * largest
+
+
+def test_one_expert_is_in_memory_at_a_time(python: Callable[..., str], tmp_path):
+    """The peak is that of a packed weight of all experts, and 24 MB in which one expert is packed: it has 8 MB in float32,
+    and the search for scales as much again twice. As they are stored, the experts of a weight have 67 MB."""
+    sizes = {"vocab_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "num_experts_per_tok": 2, "dtype": "bfloat16"}
+    sizes |= {"num_hidden_layers": 1, "intermediate_size": 1024}
+    torch.manual_seed(0)
+    for name, size, experts in (("float", 1024, 16), ("small", 64, 4)):
+        config = transformers.Qwen3MoeConfig(**sizes, hidden_size=size, moe_intermediate_size=size, num_experts=experts)
+        transformers.Qwen3MoeForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path / name)
+    assert "model.layers.0.mlp.experts.7.up_proj.weight" in safetensors.load_file(tmp_path / "float" / "model.safetensors")
+    code = """
+import sys, lowbit
+def status(name):
+    return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith(name))
+lowbit.quantize_checkpoint(sys.argv[1] + "/small", sys.argv[1] + "/small4", "int8_weight_only()")  # imports and first calls
+open("/proc/self/clear_refs", "w").write("5")  # the peak begins anew
+before = status("VmRSS")
+lowbit.quantize_checkpoint(sys.argv[1] + "/float", sys.argv[1] + "/packed", "int8_weight_only()")
+print(status("VmHWM") - before)
+"""
+    freed = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20)}  # what is freed does not stay with malloc
+    packed = 16 * 2 * 1024 * 1024
+    assert int(python(code, str(tmp_path), **freed).split()[-1]) < 1.15 * packed + 24e6
+
+
+def test_an_expert_of_another_shape_or_with_nan_is_refused_by_its_number(tmp_path):
+    folder = save("mixtral", tmp_path)
+    tensors = safetensors.load_file(folder / "model.safetensors")
+    (key,) = (key for key in tensors if "layers.1." in key and "experts.2." in key and ("up_proj" in key or "w3" in key))
+    for change, match in (
+        (lambda value: value.fill_(float("nan")), r"expert 2 of model\.layers\.1\.mlp\.experts\.gate_up_proj of .* must be finite, got inf or nan"),
+        (lambda value: value.T.contiguous()[:, :-1].contiguous(), r"model\.layers\.1\.mlp\.experts\.gate_up_proj must have shape \[4, 256, 64\], got "),
+    ):
+        spoilt = tensors | {key: change(tensors[key].clone())}
+        safetensors.save_file(spoilt, folder / "model.safetensors", {"format": "pt"})
+        with pytest.raises(ValueError, match=match):
+            lowbit.quantize_checkpoint(folder, tmp_path / "packed", CONFIG)
+        assert not (tmp_path / "packed").exists()

@@ -13,7 +13,15 @@ from typing import Any
 
 from torch import Tensor, nn
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+from transformers.core_model_loading import (
+    Concatenate,
+    MergeModulelist,
+    Transpose,
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    rename_source_key,
+)
 
 
 @dataclass(frozen=True)
@@ -32,9 +40,32 @@ class MergedWeight:
     _model: nn.Module
 
     def value(self, read: Callable[[str], Tensor]) -> Tensor:
-        """Return the parameter made from its tensors. All of them are in memory at the same time."""
-        converter = copy.deepcopy(self._converter)
+        """Return the parameter made from its tensors. Experts are read one by one; otherwise all of the tensors are in
+        memory at the same time."""
+        if not self.by_expert:
+            return self._made(read, zip(self._patterns, self.sources, strict=True))
+        first, count = self.expert(0, read), len(self.sources) // len({*self._patterns})
+        value = first.new_empty(count, *first.shape)
+        for number, place in enumerate(value):
+            place.copy_(self.expert(number, read) if number else first)
+        return value
+
+    @property
+    def by_expert(self) -> bool:
+        """Whether each expert of the parameter is made from tensors of its own."""
+        return merges_experts(self._converter)
+
+    def expert(self, number: int, read: Callable[[str], Tensor]) -> Tensor:
+        """Return an expert of a parameter that is made by expert, from its own tensors."""
+        of_pattern: dict[str, list[str]] = defaultdict(list)
         for pattern, key in zip(self._patterns, self.sources, strict=True):
+            of_pattern[pattern].append(key)
+        (value,) = self._made(read, ((pattern, keys[number]) for pattern, keys in of_pattern.items()))
+        return value
+
+    def _made(self, read: Callable[[str], Tensor], sources: Iterable[tuple[str, str]]) -> Tensor:
+        converter = copy.deepcopy(self._converter)
+        for pattern, key in sources:
             converter.add_tensor(self.name, key, pattern, read(key))
         (value,) = converter.convert(self.name, model=self._model, config=self._model.config).values()
         return value[0] if isinstance(value, list) else value
@@ -42,6 +73,20 @@ class MergedWeight:
     def missing(self, experts: int) -> list[int]:
         """Return the experts with missing tensors in the checkpoint."""
         return missing_experts(self.sources, len({*self._patterns}), experts)
+
+
+def merges_experts(converter: WeightConverter) -> bool:
+    """Return whether a conversion makes one parameter of separate experts, and converts each of them by itself."""
+    merge, *others = converter.operations
+    merges = isinstance(merge, MergeModulelist) and merge.dim == 0 and all(map(_is_by_expert, others))
+    return merges and len(converter.target_patterns) == 1
+
+
+def _is_by_expert(operation: Any) -> bool:
+    """Return whether an operation on merged experts converts each of them by itself."""
+    if isinstance(operation, Concatenate):
+        return operation.dim != 0
+    return isinstance(operation, Transpose) and 0 not in (operation.dim0, operation.dim1) and not operation.check_dims
 
 
 def missing_experts(keys: Iterable[str], count: int, experts: int) -> list[int]:

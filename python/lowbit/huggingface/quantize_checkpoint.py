@@ -38,7 +38,7 @@ from lowbit.ops.fakes import FLOATS
 from lowbit.quant.kinds import layout_name, weights_of
 from lowbit.quant.output_head import INT8
 from lowbit.quant.own_text import SELF
-from lowbit.quant.packing import Selected, check_finite, pack_group, pack_weight
+from lowbit.quant.packing import Matrices, Selected, check_finite, pack_group, pack_weight
 from lowbit.quant.report import QuantizationReport, ReportRow, in_model_order, row_name
 from lowbit.quant.safetensors_file import (
     DTYPES,
@@ -69,9 +69,10 @@ def quantize_checkpoint(
     A checkpoint that another package quantized needs no ``config``: its codes are packed as they are
     (docs/checkpoints.md), with one layer in memory at a time. An interrupted run then begins anew.
 
-    Memory holds one tensor at a time, or those of a layer's experts, which transformers merges while it loads. After an
-    interruption, the same call resumes the run and checks the files written so far by checksum. Layers that
-    transformers splits while it loads (fused projections of a few models) stay float; the report names them.
+    Memory holds one tensor at a time, packed and as the checkpoint stores it; experts that it stores separately are
+    read and packed one by one. After an interruption, the same call resumes the run and checks the files written so far
+    by checksum. Layers that transformers splits while it loads (fused projections of a few models) stay float; the
+    report names them.
 
     Args:
         model: the folder, with ``config.json`` and safetensors files.
@@ -228,11 +229,12 @@ class _Run:
             if not layers:
                 others[key] = entry, _told(file.chunks(key), tell)
                 continue
-            read = functools.partial(self._read, key, merged, file)
-            key, item = next(iter(layers.items()))
+            source, (key, item) = key, next(iter(layers.items()))
+            read = functools.partial(self._read, source, merged, file, item)
+            nbytes = sum(self.homes[one].entries[one].nbytes for one in (merged.sources if merged else (source,)))
             layout = self.selection.layout(item.name)
             shape = item.weight.stored(item.spec, layout).shape
-            packed[key] = Entry("U8", shape, math.prod(shape)), _packed(read, key, layers, layout, rows, tell)
+            packed[key] = Entry("U8", shape, math.prod(shape)), _packed(read, nbytes, layers, layout, rows, tell)
             for name, item in layers.items():
                 stored = item.weight.stored(item.spec, layout)
                 numbers = torch.tensor(stored.numbers, dtype=torch.int64, device="cpu")
@@ -260,8 +262,8 @@ class _Run:
                 raise ValueError(
                     f"quantize_checkpoint: {weight.name} must be float32, bfloat16 or float16, got {dtypes}"
                 )
-            if sum(math.prod(entry.shape) for entry in entries) != math.prod(wanted):
-                missing = ", ".join(map(str, weight.missing(wanted[0])[:5]))
+            missing = ", ".join(map(str, weight.missing(wanted[0])[:5])) if weight.by_expert else ""
+            if missing or sum(math.prod(entry.shape) for entry in entries) != math.prod(wanted):
                 got = f"expert {missing} is missing" if missing else f"{len(entries)} of {list(entries[0].shape)}"
                 raise ValueError(f"quantize_checkpoint: {weight.name} must have shape {list(wanted)}, got {got}")
             yield weight
@@ -270,11 +272,32 @@ class _Run:
         dtype = DTYPES[self.homes[weight.sources[0]].entries[weight.sources[0]].dtype]
         return {weight.name: self.selection.selected(weight.name, torch.empty(0, dtype=dtype, device="cpu"))}
 
-    def _read(self, key: str, merged: MergedWeight | None, file: SafetensorsFile) -> torch.Tensor:
-        """Return the float weight of a tensor, or of the tensors to merge."""
-        value = file.read(key) if merged is None else merged.value(lambda one: self.homes[one].read(one))
-        check_finite("quantize_checkpoint", f"{key if merged is None else merged.name} of {file.path}", value)
-        return value
+    def _read(
+        self, key: str, merged: MergedWeight | None, file: SafetensorsFile, item: Selected
+    ) -> torch.Tensor | Matrices:
+        """Return the float weight to pack of a tensor, or of the tensors to merge; separate experts are read one by
+        one."""
+
+        def read(one: str) -> torch.Tensor:
+            return self.homes[one].read(one)
+
+        def checked(label: str, value: torch.Tensor) -> torch.Tensor:
+            check_finite("quantize_checkpoint", f"{label} of {file.path}", value)
+            return item.weight.matrix(value)
+
+        if merged is None:
+            return checked(key, file.read(key))
+        if not merged.by_expert:
+            return checked(merged.name, merged.value(read))
+        shape = list(item.weight.float_shape[1:])
+
+        def expert(number: int) -> torch.Tensor:
+            value, label = merged.expert(number, read), f"expert {number} of {merged.name}"
+            if list(value.shape) != shape:
+                raise ValueError(f"quantize_checkpoint: {label} must have shape {shape}, got {list(value.shape)}")
+            return checked(label, value)
+
+        return Matrices(item.weight.experts, expert)
 
     def _layers(self, key: str, entry: Entry) -> dict[str, Selected]:
         """Return the layer with this weight, and the tied layers that have none in the checkpoint, by the names of
@@ -332,20 +355,20 @@ class _Run:
 
 
 def _packed(
-    read: Callable[[], torch.Tensor],
-    key: str,
+    read: Callable[[], torch.Tensor | Matrices],
+    nbytes: int,
     layers: Mapping[str, Selected],
     layout: str,
     rows: list[ReportRow],
     tell: Callable[[int], None],
 ) -> Iterator[bytes]:
-    """Pack the weight ``key`` of these layers and add a report row for each."""
-    value, item = read(), layers[key]
-    make = functools.partial(pack_weight, item.weight.matrix(value), item.spec, None)
-    packed, made = pack_group([*layers.values()], make, value.nbytes, layout=layout, hold=False)
+    """Pack the weight of these layers, of so many bytes, and add a report row for each."""
+    first, *_ = layers.values()
+    make = functools.partial(pack_weight, read(), first.spec, None)
+    packed, made = pack_group([*layers.values()], make, nbytes, layout=layout, hold=False)
     rows += made
-    tell(value.nbytes)
-    del value, make, read
+    tell(nbytes)
+    del make, read
     yield bytes_of(packed)  # type: ignore[misc]
 
 

@@ -11,9 +11,9 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor, nn
-from transformers.core_model_loading import Concatenate, MergeModulelist, Transpose, WeightConverter
+from transformers.core_model_loading import WeightConverter
 
-from lowbit.checkpoints.merged_weights import missing_experts
+from lowbit.checkpoints.merged_weights import merges_experts, missing_experts
 from lowbit.quant.kinds import LayerWeight
 from lowbit.quant.packing import Matrices, check_finite
 
@@ -26,9 +26,7 @@ class SeparateExperts(WeightConverter):
     @classmethod
     def of(cls, converter: WeightConverter) -> WeightConverter:
         """Return this conversion in place of one that merges experts, or any other one as it is."""
-        merge, *others = converter.operations
-        merges = isinstance(merge, MergeModulelist) and merge.dim == 0 and all(map(_is_by_expert, others))
-        if not merges or len(converter.target_patterns) > 1:
+        if not merges_experts(converter):
             return converter
         patterns = converter._original_source_patterns, converter._original_target_patterns
         made = cls(*(each.copy() for each in patterns), operations=converter.operations, force_cpu=converter.force_cpu)
@@ -91,10 +89,3 @@ class SeparateExperts(WeightConverter):
             f"from_pretrained: the checkpoint must have the {weight.experts} experts of {path}, got {got} for "
             f"{weight.key}"
         )
-
-
-def _is_by_expert(operation: Any) -> bool:
-    """Return whether an operation on merged experts converts each of them by itself."""
-    if isinstance(operation, Concatenate):
-        return operation.dim != 0
-    return isinstance(operation, Transpose) and 0 not in (operation.dim0, operation.dim1) and not operation.check_dims
