@@ -59,7 +59,8 @@ namespace lowbit {
   X(ssd, SsdArgs) \
   X(ssd_backward, SsdBackwardArgs) \
   X(selective_scan, SelectiveScanArgs) \
-  X(selective_scan_backward, SelectiveScanBackwardArgs)
+  X(selective_scan_backward, SelectiveScanBackwardArgs) \
+  X(linear_cross_entropy, LinearCrossEntropyArgs)
 
 #define LOWBIT_OP(op, Args) struct Args;
 LOWBIT_OPS(LOWBIT_OP)

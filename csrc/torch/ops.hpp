@@ -56,7 +56,8 @@ struct RegisteredOp {
   X(ssd_backward) \
   X(selective_scan) \
   X(selective_scan_in_place) \
-  X(selective_scan_backward)
+  X(selective_scan_backward) \
+  X(linear_cross_entropy)
 
 #define LOWBIT_OP(op) extern const RegisteredOp op##_op;
 LOWBIT_TORCH_OPS(LOWBIT_OP)

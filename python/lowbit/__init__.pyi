@@ -124,6 +124,7 @@ from lowbit.quant.functional import (
     experts as experts,
     gather_linear as gather_linear,
     linear as linear,
+    linear_cross_entropy as linear_cross_entropy,
 )
 from lowbit.recorder.profile import profile as profile
 

@@ -48,6 +48,14 @@ def test_each_pair_counts_both_products_of_an_expert() -> None:
     assert counted(run) == 2 * 4 * (64 * 96 + 48 * 32)
 
 
+def test_a_loss_counts_its_products_with_the_head() -> None:
+    x, head = torch.randn(6, 64, requires_grad=True), torch.randn(96, 64)
+    labels, products = torch.randint(0, 96, (6,)), 2 * 6 * 64 * 96
+    assert counted(lambda: lowbit.linear_cross_entropy(x, head, labels).backward()) == 2 * products
+    assert counted(lambda: lowbit.linear_cross_entropy(x, head.requires_grad_(), labels)) == 4 * products
+    assert counted(lambda: lowbit.linear_cross_entropy(x.detach(), head.detach(), labels)) == products
+
+
 def test_attention_counts_as_torchs_forward_and_backward() -> None:
     q, k, v = (torch.randn(2, heads, length, 32, requires_grad=True) for heads, length in ((4, 7), (2, 9), (2, 9)))
     theirs = counted(lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True))

@@ -82,6 +82,10 @@ SCHEMAS = (
     "float dt_max, Tensor? D=None, Tensor? z=None, Tensor? dt_bias=None, Tensor? state=None, "
     "Tensor? grad_final_state=None, bool softplus=False, Tensor? cu_seqlens=None) -> "
     "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "linear_cross_entropy(Tensor x, Tensor head, Tensor labels, int n, int k, int format, int group_size, "
+    "bool asymmetric, int x_format, Tensor? bias=None, Tensor? row_weight=None, int ignore_index=-100, "
+    "float scale=1., float softcap=0., float label_smoothing=0., float z_loss=0., bool grad_x=False, "
+    "bool grad_head=False, bool grad_bias=False) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 
 

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows of the ops linear, gather_linear and experts with int8 activations.
+// Rows of the ops linear, gather_linear, experts and linear_cross_entropy with int8 activations.
 #include LOWBIT_ISA_HEADER
 
+#include "cpu/linear/cross_entropy.hpp"
 #include "cpu/linear/experts.hpp"
 #include "cpu/linear/gather.hpp"
 #include "cpu/linear/linear.hpp"
@@ -42,6 +43,13 @@ std::string_view refuses_experts(const ExpertsArgs& args) {
 }
 void run_experts(const ExpertsArgs& args) { experts_by(args, family_of); }
 
+std::string_view refuses_loss(const LinearCrossEntropyArgs& args) {
+  return stays_float(args.x_format) ? "activations stay float" : "";
+}
+void run_loss(const LinearCrossEntropyArgs& args) { cross_entropy_by(args, family_of); }
+
+constexpr Kernel<LinearCrossEntropyArgs> kLossTable[] = {
+    {LOWBIT_ROW("linear_cross_entropy_int8"), refuses_loss, run_loss}};
 constexpr Kernel<ExpertsArgs> kExpertsRows[] = {{LOWBIT_ROW("experts_int8"), refuses_experts, run_experts}};
 
 template <Format kFormat, const std::string_view& kLinear, const std::string_view& kGatherLinear>
@@ -64,7 +72,7 @@ void linear_dot_rows(Backend& backend) {
   add_format_rows<Format::name, linear_##name, gather_##name>(backend);
   LOWBIT_FORMATS(LOWBIT_FORMAT)
 #undef LOWBIT_FORMAT
-  add(backend, kExpertsRows);
+  add(backend, kExpertsRows), add(backend, kLossTable);
 }
 
 }  // namespace lowbit::cpu::LOWBIT_ISA_NAME

@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows of the ops linear and gather_linear with float activations, one per weight format, and of experts.
+// Rows of the ops linear and gather_linear with float activations, one per weight format, of experts, and of
+// linear_cross_entropy.
 #include LOWBIT_ISA_HEADER
 
+#include "cpu/linear/cross_entropy.hpp"
 #include "cpu/linear/experts.hpp"
 #include "cpu/linear/gather.hpp"
 #include "cpu/linear/linear.hpp"
@@ -42,6 +44,13 @@ std::string_view refuses_experts(const ExpertsArgs& args) {
 }
 void run_experts(const ExpertsArgs& args) { experts_by(args, family_of); }
 
+std::string_view refuses_loss(const LinearCrossEntropyArgs& args) {
+  return stays_float(args.x_format) ? "" : "activations are int8";
+}
+void run_loss(const LinearCrossEntropyArgs& args) { cross_entropy_by(args, family_of); }
+
+constexpr Kernel<LinearCrossEntropyArgs> kLossTable[] = {
+    {LOWBIT_ROW("linear_cross_entropy"), refuses_loss, run_loss}};
 constexpr Kernel<ExpertsArgs> kExpertsRows[] = {{LOWBIT_ROW("experts"), refuses_experts, run_experts}};
 
 #define LOWBIT_FORMAT(name, Codec) \
@@ -55,6 +64,8 @@ constexpr Kernel<GatherLinearArgs> kGatherRows[] = {LOWBIT_FORMATS(LOWBIT_FORMAT
 
 }  // namespace
 
-void linear_fma_rows(Backend& backend) { add(backend, kRows), add(backend, kGatherRows), add(backend, kExpertsRows); }
+void linear_fma_rows(Backend& backend) {
+  add(backend, kRows), add(backend, kGatherRows), add(backend, kExpertsRows), add(backend, kLossTable);
+}
 
 }  // namespace lowbit::cpu::LOWBIT_ISA_NAME

@@ -47,4 +47,4 @@ def forced_row() -> str:
     forced = _C.force_kernel(None)
     _C.force_kernel(forced)
     forced = forced or os.environ.get("LOWBIT_KERNEL", "")
-    return forced if forced.startswith("linear_") else ""
+    return forced if any(row["name"] == forced for row in _C.kernels("linear")) else ""

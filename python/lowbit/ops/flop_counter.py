@@ -39,6 +39,18 @@ def experts(
     return 2 * prod(index) * (prod(gate_up_args[:2]) + prod(down_args[:2]))
 
 
+@register_flop_formula(_ops.linear_cross_entropy)
+def linear_cross_entropy(
+    x: _Shape, head: _Shape, labels: _Shape, n: int, k: int, format: int, group_size: int, asymmetric: bool,
+    x_format: int, bias: _Shape | None = None, row_weight: _Shape | None = None, ignore_index: int = -100,
+    scale: float = 1.0, softcap: float = 0.0, label_smoothing: float = 0.0, z_loss: float = 0.0, grad_x: bool = False,
+    grad_head: bool = False, grad_bias: bool = False, *_: Any, out_shape: Any = None, **__: Any,
+) -> int:  # fmt: skip
+    """Count a product for the logits, one for the gradient of x, and for that of the head two, one of which computes
+    the logits again. All rows count, even if they have no label."""
+    return 2 * prod(x) * n * (1 + grad_x + (2 if grad_head else int(grad_bias)))
+
+
 @register_flop_formula(_ops.block_sparse_linear)
 def block_sparse_linear(x: _Shape, values: _Shape, *_: Any, out_shape: Any = None, **__: Any) -> int:
     """Count the product of x ``[..., k]`` with the stored blocks ``[blocks, size, size]``."""

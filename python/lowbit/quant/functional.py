@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Products with packed weights as functions: `linear`, `gather_linear`, `experts`.
+"""Products with packed weights as functions: `linear`, `gather_linear`, `experts`, `linear_cross_entropy`.
 
 These functions take formats, activations and kernel rows by name. Layers call the same ops with the numbers of these
 names, which they look up once.
@@ -7,6 +7,7 @@ names, which they look up once.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from lowbit import _C
@@ -16,6 +17,8 @@ from lowbit.ops.experts import gate_of
 from lowbit.ops.gather_linear import gather_linear as _gather_linear
 from lowbit.ops.linear import LinearArgs
 from lowbit.ops.linear import linear as _linear
+from lowbit.ops.linear_cross_entropy import REDUCTIONS, LossFormula
+from lowbit.ops.linear_cross_entropy import linear_cross_entropy as _linear_cross_entropy
 from lowbit.ops.tracing import constant_in_graphs
 
 
@@ -154,6 +157,92 @@ def experts(
     down_args = _op_args("experts", "down_stored", down_stored)
     gate = gate_of(activation, gated=gated, interleaved=interleaved, alpha=alpha, limit=limit, up_offset=up_offset)
     return _experts(x, gate_up, down, index, weights, gate_up_args, down_args, gate, gate_up_bias, down_bias)
+
+
+def linear_cross_entropy(
+    x: Tensor,
+    head: Tensor,
+    labels: Tensor,
+    stored: StoredWeight | None = None,
+    bias: Tensor | None = None,
+    *,
+    reduction: str = "mean",
+    ignore_index: int = -100,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Compute the cross entropy of labels and the logits ``x @ head.T + bias``, whose ``[T, V]`` is never in memory.
+
+    ``s = logit_scale * logits``, or ``softcap * tanh(s / softcap)``; ``lse = log(sum(exp(s)))``; the loss of a row is
+    ``lse - (1 - label_smoothing) * s[label] - label_smoothing * mean(s) + z_loss * lse**2``. The logarithm of a label's
+    probability is ``-loss`` without smoothing and z_loss.
+
+    Sums are float32, and the same bits for any number of threads. x, bias and a float head get gradients; a packed head
+    is frozen. If the head rounds activations, gradients are straight-through. With a mean or a sum, the forward computes
+    the gradients too, by the way of logits that it has; of losses per row, the backward computes the logits again.
+    Second derivatives are refused.
+
+    Args:
+        x: hidden states ``[..., H]``, float32, bfloat16 or float16.
+        head: a packed weight, uint8 ``[ceil(V / 16), panel_bytes]``, or a float matrix ``[V, H]`` of the three dtypes.
+        labels: int64 ``[...]``, 0 to V - 1, or ignore_index. Rows with ignore_index are not computed: their loss, lse
+            and gradient are 0, whatever is in x.
+        stored: format and size of a packed head, such as `QuantLinear.stored`; None for a float head.
+        bias: ``[V]``, any of the three float dtypes.
+        reduction: "mean" over the rows that have a label (nan if none has), "sum" or "none".
+        logit_scale: factor of the logits, finite and not 0.
+        softcap: positive bound of the logits after the scale; None for none.
+        label_smoothing: 0 to 1: the part of the target that is spread over the vocabulary.
+        z_loss: factor of ``lse**2``, finite and not negative.
+        return_lse: whether lse is returned too.
+
+    Returns:
+        float32: the loss, or ``[...]`` losses if reduction is "none". With return_lse also lse ``[...]``, which has no
+        gradient.
+
+    Raises:
+        ValueError: a label is outside of the vocabulary, a shape does not fit, or an option is not one of the above.
+        TypeError: a dtype is not one of the above, or a packed head has no ``stored``.
+        NotImplementedError: no kernel row serves the device, or a forward-mode derivative is requested.
+
+    Example:
+        >>> loss = lowbit.linear_cross_entropy(hidden[:, :-1], lm_head.weight, ids[:, 1:], lm_head.stored)
+    """
+    op = "linear_cross_entropy"
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"{op}: reduction must be one of {', '.join(REDUCTIONS)}, got {reduction!r}")
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"{op}: softcap must be positive, or None for none, got {softcap}")
+    if x.dim() == 0 or labels.shape != x.shape[:-1]:
+        raise ValueError(
+            f"{op}: labels must have the shape of x without the last dimension, here {list(x.shape[:-1])}, "
+            f"got {list(labels.shape)}"
+        )
+    op_args = _args_of_head(op, head, stored)
+    formula = LossFormula(ignore_index, logit_scale, softcap or 0.0, label_smoothing, z_loss)
+    rows = x.reshape(-1, x.shape[-1])
+    loss, lse = _linear_cross_entropy(rows, head, labels.reshape(-1), op_args, bias, formula, reduction)
+    loss = loss.reshape(labels.shape) if reduction == "none" else loss
+    return (loss, lse.reshape(labels.shape)) if return_lse else loss
+
+
+_FLOATS = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+
+
+def _args_of_head(op: str, head: Tensor, stored: StoredWeight | None) -> LinearArgs:
+    """Return the numbers that describe a packed or float head to the op."""
+    if head.dtype is torch.uint8 or stored is not None:
+        if head.dtype is not torch.uint8:
+            raise TypeError(f"{op}: stored must be None for a head that is not packed, got a head of {head.dtype}")
+        return _op_args(op, "stored", stored)  # type: ignore[arg-type]
+    if head.dtype not in _FLOATS:
+        raise TypeError(f"{op}: head must be packed uint8, or {', '.join(_FLOATS.values())}, got {head.dtype}")
+    if head.dim() != 2:
+        raise ValueError(f"{op}: head must have shape [V, H], got {list(head.shape)}")
+    return (*head.shape, _C.FORMATS[_FLOATS[head.dtype]], 0, False, _C.X_FORMATS["float"])
 
 
 def _op_args(op: str, name: str, stored: StoredWeight) -> LinearArgs:
