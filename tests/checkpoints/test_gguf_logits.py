@@ -66,15 +66,20 @@ def small(name: str):
     return type(CONFIGS[name])(**sizes, **({} if name in ("phi3", "starcoder2", "stablelm") else dict(head_dim=64)))
 
 
-def off_by(path: Path, tokens: np.ndarray, positions: tuple[int, ...]) -> list[float]:
-    """The differences of our logits and llama.cpp's, as parts of the latter's norm."""
+def by_llama_cpp(path: Path, tokens: np.ndarray, positions: tuple[int, ...]) -> torch.Tensor:
+    """llama.cpp's logits at these positions."""
     interpreter = os.environ.get("LOWBIT_LLAMA_PYTHON")
     if interpreter is None:
         pytest.skip("pip install llama-cpp-python (LOWBIT_LLAMA_PYTHON names an interpreter that has it)")
     files = [path.with_name(name) for name in ("script.py", "tokens.npy", "logits.npy")]
     files[0].write_text(SCRIPT), np.save(files[1], tokens)
     subprocess.run([interpreter, files[0], path, files[1], ",".join(map(str, positions)), files[2]], check=True, capture_output=True)
-    wanted = torch.from_numpy(np.load(files[2]))
+    return torch.from_numpy(np.load(files[2]))
+
+
+def off_by(path: Path, tokens: np.ndarray, positions: tuple[int, ...]) -> list[float]:
+    """The differences of our logits and llama.cpp's, as parts of the latter's norm."""
+    wanted = by_llama_cpp(path, tokens, positions)
     model = load_model(path, activations="float")
     with torch.no_grad():
         ours = model.lm_head(model.base_model(torch.from_numpy(tokens)[None]).last_hidden_state[0, list(positions)])

@@ -265,6 +265,26 @@ def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
     return model.get_submodule(path), key
 
 
+def _filled_by_parents(model: nn.Module, names: list[str], initialize: Callable[[nn.Module], None]) -> list[str]:
+    """Initialize non-persistent buffers of modules with parameters, which a model fills when it initializes a module
+    around them (the factors of Falcon-H1), and return the names of those that stay without values."""
+    places = {name: _owner(model, name) for name in names}
+    for module, key in places.values():
+        if module._buffers[key].is_floating_point():
+            module._buffers[key] = torch.full_like(module._buffers[key], torch.nan, device="cpu")
+    around = {name.rsplit(".", depth)[0] for name in names for depth in range(2, name.count(".") + 1)} | {""}
+    parameters = list(model.parameters())
+    for parameter in parameters:
+        parameter._is_hf_initialized = True  # transformers leaves such values alone
+    for path in sorted(around):
+        if not (parent := model.get_submodule(path))._parameters:
+            initialize(parent)
+    for parameter in parameters:
+        del parameter._is_hf_initialized
+    values = {name: module._buffers[key] for name, (module, key) in places.items()}
+    return [name for name, value in values.items() if value.is_meta or value.isnan().any()]
+
+
 def _fill_buffers(model: nn.Module) -> None:
     """Initialize non-persistent buffers, such as tables of rotary embeddings, that are still on the meta device.
 
@@ -283,6 +303,8 @@ def _fill_buffers(model: nn.Module) -> None:
             initialize(module)
             names = [name for name in names if name not in floats or module._buffers[name].isnan().any()]
         left += [f"{prefix}.{name}" if prefix else name for name in names]
+    if left and initialize is not None:
+        left = _filled_by_parents(model, left, initialize)
     if left:
         raise ValueError(
             f"load: {first_five(sorted(left))} must have values, which no file holds, got the meta device; "

@@ -14,6 +14,7 @@ from typing import Any
 from transformers.modeling_gguf_pytorch_utils import TensorProcessor
 
 from lowbit.checkpoints.gguf.counts import is_in_layer
+from lowbit.checkpoints.gguf.divided_tensors import DividedTensor
 from lowbit.checkpoints.gguf.expert_keys import ExpertKeys
 from lowbit.checkpoints.gguf.joined_tensors import JoinedTensors
 from lowbit.checkpoints.gguf.metadata import Metadata
@@ -34,7 +35,7 @@ class Architecture:
     epsilon: tuple[str, str]
     """The key of the norms' epsilon, and the attribute it sets."""
     sizes: tuple[str, ...] = _SIZES
-    """The attributes set by the keys in `SIZES`."""
+    """The attributes set by the keys in `SIZES`; an empty name leaves a key to ``heads`` or ``more``."""
     has_dense_mlp: bool = True
     """Whether a layer may have an MLP without experts, and every file its size, ``feed_forward_length``."""
     rotary: bool = True
@@ -52,11 +53,19 @@ class Architecture:
     """Returns the remaining attributes, given the metadata and the attributes known so far."""
     experts: ExpertKeys | None = None
     """How the keys of experts are taken, or None for a model without experts."""
+    reads_weights: bool = False
+    """Whether transformers' model reads the weights of layers itself, which must be float then."""
     tensors: type[TensorProcessor] | None = None
     """transformers' class that undoes the changes of llama.cpp's converter; None is the one that it has under the name
     of a dense architecture, and no change in a mixture of experts."""
     names: Mapping[str, str] = field(default_factory=dict)
     """Parameters in a layer by the names of their tensors, where transformers' tables have none."""
+    outside: Mapping[str, str] = field(default_factory=dict)
+    """The same of parameters outside of layers, with their whole names."""
+    stacked: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Parameters in a layer whose rows are those of several tensors, one behind the other."""
+    divided: Mapping[str, DividedTensor] = field(default_factory=dict)
+    """Tensors of a layer whose rows are those of several parameters."""
     joined: Mapping[str, JoinedTensors] = field(default_factory=dict)
     """Parameters in a layer whose values some files divide into tensors of another order."""
 

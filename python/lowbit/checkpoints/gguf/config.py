@@ -8,12 +8,12 @@ from typing import Any
 
 from transformers import AutoConfig, PreTrainedConfig
 
-from lowbit.checkpoints.gguf.architectures import SIZES, Architecture
+from lowbit.checkpoints.gguf.architectures import SIZES
+from lowbit.checkpoints.gguf.attention_keys import heads_of_all_layers
 from lowbit.checkpoints.gguf.expert_keys import expert_attributes
 from lowbit.checkpoints.gguf.file import GgufFile
 from lowbit.checkpoints.gguf.metadata import Metadata
 from lowbit.checkpoints.gguf.mixtures import architecture_of
-from lowbit.checkpoints.gguf.rope import rope_parameters
 from lowbit.checkpoints.gguf.special_tokens import special_tokens
 
 _TOKENIZER = ("model", "pre", "scores", "token_type", "add_bos_token", "add_eos_token", "add_space_prefix")
@@ -45,11 +45,11 @@ def attributes_of(file: GgufFile) -> tuple[str, dict[str, Any]]:
     if not architecture.has_dense_mlp:
         keys.count(_MLP, 1)  # marked as read
         del sizes[_MLP]
-    values: dict[str, Any] = {attribute: keys.count(key) for key, attribute in sizes.items()}
+    values: dict[str, Any] = {attribute: keys.count(key) for key, attribute in sizes.items() if attribute}
     key, attribute = architecture.epsilon
     values[attribute] = keys.positive(key)
     values |= {"vocab_size": table.shape[0], "tie_word_embeddings": "output.weight" not in file.tensors}
-    values |= (architecture.heads or _heads)(keys, architecture)
+    values |= (architecture.heads or heads_of_all_layers)(keys, architecture)
     if architecture.more is not None:
         values |= architecture.more(keys, values)
     values |= special_tokens(keys, table.shape[0])
@@ -63,23 +63,3 @@ def attributes_of(file: GgufFile) -> tuple[str, dict[str, Any]]:
     keys.read.update({f"tokenizer.ggml.{key}" for key in _TOKENIZER}, _TEXTS)
     keys.refuse_unread()
     return architecture.model_type, values
-
-
-def _heads(keys: Metadata, architecture: Architecture) -> dict[str, Any]:
-    """Return the attributes of attention."""
-    heads, width = keys.count("attention.head_count"), keys.count("embedding_length")
-    groups = keys.count("attention.head_count_kv", heads)
-    if heads % groups:
-        keys.refuse("attention.head_count_kv", f"a divisor of the {heads} heads", groups)
-    head_dim = keys.count("attention.key_length", width / heads)
-    if head_dim != int(head_dim):
-        keys.refuse("attention.head_count", f"a divisor of the embedding_length {width} where no key_length is", heads)
-    head_dim = int(head_dim)
-    keys.only("attention.value_length", head_dim, reason="as many as attention.key_length")
-    if not architecture.own_head_dim and head_dim != width // heads:
-        keys.refuse("attention.key_length", f"{width // heads}, embedding_length / head_count", head_dim)
-    if not architecture.rotary:
-        keys.only("attention.head_count_kv", heads, reason="each head has keys of its own")
-        return {}
-    attributes = {"num_key_value_heads": groups, "rope_parameters": rope_parameters(keys, architecture, head_dim)}
-    return attributes | ({"head_dim": head_dim} if architecture.own_head_dim else {})

@@ -74,6 +74,8 @@ def _check_heads(
         got = metadata.get(f"{architecture}.{key}", queries)
         if got is None or isinstance(got, list):  # a list has one number per layer
             return
+        if name not in shapes and got == 0:  # a model without attention
+            return
         if type(got) is not int or got < 1:
             raise ValueError(f"{path}: {architecture}.{key} must be a number from 1 on, got {got!r:.80}")
         if name not in shapes:

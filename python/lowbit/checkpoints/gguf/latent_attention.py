@@ -18,12 +18,12 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from lowbit.checkpoints.gguf.architectures import ROOT_MEAN_SQUARE, Architecture, has
+from lowbit.checkpoints.gguf.attention_keys import rope_parameters
 from lowbit.checkpoints.gguf.expert_keys import SIGMOID, SOFTMAX, ExpertKeys
 from lowbit.checkpoints.gguf.file import GgufFile
 from lowbit.checkpoints.gguf.further_layers import without_further_layers
 from lowbit.checkpoints.gguf.joined_tensors import JoinedTensors
 from lowbit.checkpoints.gguf.metadata import Metadata
-from lowbit.checkpoints.gguf.rope import rope_parameters
 
 _KEYS, _VALUES = "attn_k_b.weight", "attn_v_b.weight"
 _GLM_LAYERS, _GLM_WORDS = (47, 48), 154880

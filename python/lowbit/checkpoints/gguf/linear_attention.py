@@ -1,9 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""qwen35 and qwen35moe: Qwen3.5, in which every fourth layer has attention and the others a gated delta net.
+"""qwen35, qwen35moe and qwen3next: Qwen3.5 and Qwen3-Next, in which every fourth layer has attention and the others a
+gated delta net.
 
 llama.cpp's converter changes the delta net: ``ssm_a`` is -exp(A_log), the convolution has lost a dimension, and 1 is
-added to all norms but that of the delta net. Value heads are in another order: in the model those of a key head follow
-each other, in the file the first of each key head come first, then the second of each.
+added to all norms but that of the delta net. Value heads of Qwen3.5 are in another order: in the model those of a key
+head follow each other, in the file the first of each key head come first, then the second of each.
+
+Qwen3-Next is read as a Qwen3.5, which computes the same: the two differ in how the projections of a delta net are
+divided into matrices, and a file divides those of Qwen3-Next nearly as Qwen3.5 does. transformers' own class has
+matrices whose rows are in tensors of different types. ``ssm_ba`` has, for each key head, the rows of beta, then those
+of alpha of its value heads. In files of before 2026 ``ssm_in`` has, for each key head, the rows of q, k, v and z.
 """
 
 from __future__ import annotations
@@ -11,9 +17,11 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from transformers import PreTrainedConfig
 from transformers.modeling_gguf_pytorch_utils import GGUFTensor, TensorProcessor
 
 from lowbit.checkpoints.gguf.architectures import ROOT_MEAN_SQUARE, Architecture, has, no_window
+from lowbit.checkpoints.gguf.divided_tensors import DividedTensor
 from lowbit.checkpoints.gguf.expert_keys import ExpertKeys
 from lowbit.checkpoints.gguf.further_layers import without_further_layers
 from lowbit.checkpoints.gguf.metadata import Metadata
@@ -74,6 +82,36 @@ class GatedDeltaNetTensors(TensorProcessor):
         return numbers.reshape(value_heads // key_heads, key_heads, size).swapaxes(0, 1).ravel()
 
 
+class Qwen3NextTensors(GatedDeltaNetTensors):
+    """The same for files that have value heads in the order of the model."""
+
+    def columns(self, name: str) -> None:
+        return None
+
+    def _rows(self, name: str) -> None:
+        return None
+
+
+def _rows_by_key_head(config: PreTrainedConfig, sizes: tuple[int, ...], count: int) -> tuple[np.ndarray, ...]:
+    """Return the rows of two parameters in a tensor that has, for each key head, blocks of ``sizes`` rows. The first
+    ``count`` blocks are the first parameter's, all of one block before those of the next; the last one is the second's.
+    """
+    rows = np.arange(config.linear_num_key_heads * sum(sizes)).reshape(config.linear_num_key_heads, -1)
+    blocks = [block.ravel() for block in np.split(rows, np.cumsum(sizes)[:-1], axis=1)]
+    return np.concatenate(blocks[:count]), np.concatenate(blocks[count:])
+
+
+def _rows_of_ba(config: PreTrainedConfig) -> tuple[np.ndarray, ...]:
+    each = config.linear_num_value_heads // config.linear_num_key_heads
+    return _rows_by_key_head(config, (each, each), 1)
+
+
+def _rows_of_qkvz(config: PreTrainedConfig) -> tuple[np.ndarray, ...]:
+    each = config.linear_num_value_heads // config.linear_num_key_heads * config.linear_value_head_dim
+    size = config.linear_key_head_dim
+    return _rows_by_key_head(config, (size, size, each, each), 3)
+
+
 def _in_layer(name: str) -> str:
     return name.split(".", 2)[-1] if name.startswith("blk.") else name
 
@@ -83,6 +121,18 @@ def _is_shifted_norm(name: str) -> bool:
 
 
 def _qwen35(keys: Metadata, known: dict[str, Any]) -> dict[str, Any]:
+    rope = {"mrope_section": keys.sections("rope.dimension_sections"), "mrope_interleaved": True}
+    return _delta_nets(keys, known) | {"rope_parameters": known["rope_parameters"] | rope}
+
+
+def _qwen3next(keys: Metadata, known: dict[str, Any]) -> dict[str, Any]:
+    columns = keys.count("rope.dimension_count", known["head_dim"])
+    rope = {"mrope_section": [columns // 2, 0, 0], "mrope_interleaved": True}  # all columns rotate with the time
+    return _delta_nets(keys, known) | {"rope_parameters": known["rope_parameters"] | rope}
+
+
+def _delta_nets(keys: Metadata, known: dict[str, Any]) -> dict[str, Any]:
+    """Return the attributes of the gated delta nets, and which layers have one."""
     of_layers = without_further_layers(keys, known)
     key_heads, value_heads = keys.count("ssm.group_count"), keys.count("ssm.time_step_rank")
     if value_heads % key_heads:
@@ -91,7 +141,6 @@ def _qwen35(keys: Metadata, known: dict[str, Any]) -> dict[str, Any]:
         keys.refuse("ssm.inner_size", f"a multiple of the {value_heads} value heads", inner)
     every = keys.count("full_attention_interval", 4)
     has_attention = [layer % every == every - 1 for layer in range(of_layers["num_hidden_layers"])]
-    rope = {"mrope_section": keys.sections("rope.dimension_sections"), "mrope_interleaved": True}
     return (
         of_layers
         | {
@@ -102,21 +151,15 @@ def _qwen35(keys: Metadata, known: dict[str, Any]) -> dict[str, Any]:
             "linear_num_key_heads": key_heads,
             "linear_num_value_heads": value_heads,
             "linear_value_head_dim": inner // value_heads,
-            "rope_parameters": known["rope_parameters"] | rope,
         }
         | no_window(keys, known)
     )
 
 
-_OF_BOTH = dict(
-    epsilon=(ROOT_MEAN_SQUARE, "rms_norm_eps"),
-    partial_rotary=True,
-    more=_qwen35,
-    tensors=GatedDeltaNetTensors,
-    names={_A: "linear_attn.A_log", _DT: "linear_attn.dt_bias"},
-)
-QWEN35 = Architecture(model_type="qwen3_5_text", **_OF_BOTH)
-QWEN35MOE = Architecture(
+_NAMES = {_A: "linear_attn.A_log", _DT: "linear_attn.dt_bias"}
+_OF_ALL = dict(epsilon=(ROOT_MEAN_SQUARE, "rms_norm_eps"), partial_rotary=True)
+_OF_QWEN35 = _OF_ALL | dict(more=_qwen35, tensors=GatedDeltaNetTensors, names=_NAMES)
+_WITH_EXPERTS = dict(
     model_type="qwen3_5_moe_text",
     has_dense_mlp=False,
     experts=ExpertKeys(
@@ -125,5 +168,25 @@ QWEN35MOE = Architecture(
         norm_by_default=True,
         shared_inner="shared_expert_intermediate_size",
     ),
-    **_OF_BOTH,
+)
+_IN = "linear_attn.in_proj_{}.weight".format
+QWEN35 = Architecture(model_type="qwen3_5_text", **_OF_QWEN35)
+QWEN35MOE = Architecture(**_WITH_EXPERTS, **_OF_QWEN35)
+QWEN3NEXT = Architecture(
+    more=_qwen3next,
+    tensors=Qwen3NextTensors,
+    names=_NAMES
+    | {
+        "attn_qkv.weight": _IN("qkv"),
+        "attn_gate.weight": _IN("z"),
+        _CONV: "linear_attn.conv1d.weight",
+        "ssm_norm.weight": "linear_attn.norm.weight",
+        _OUT: "linear_attn.out_proj.weight",
+    },
+    divided={
+        "ssm_ba.weight": DividedTensor((_IN("b"), _IN("a")), _rows_of_ba),
+        "ssm_in.weight": DividedTensor((_IN("qkv"), _IN("z")), _rows_of_qkvz),
+    },
+    **_WITH_EXPERTS,
+    **_OF_ALL,
 )

@@ -77,6 +77,14 @@ class Metadata:
             self.refuse(key, "one number from 1 on", value)
         return value
 
+    def by_layer(self, key: str) -> list[int]:
+        """Return the value of each layer, a number from 0 on."""
+        value, layers = self.value(key), self.count("block_count")
+        numbers = value if isinstance(value, list) else [value] * layers
+        if any(type(number) is not int or number < 0 for number in numbers):
+            self.refuse(key, "a number from 0 on, or one for each layer", value)
+        return numbers
+
     def positive(self, key: str, default: Any = _REQUIRED) -> float:
         value = self.value(key, default)
         if value is not default and (type(value) not in (int, float) or not 0 < value < math.inf):

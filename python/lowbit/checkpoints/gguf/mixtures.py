@@ -24,8 +24,20 @@ from lowbit.checkpoints.gguf.expert_keys import SIGMOID, SOFTMAX_OF_CHOSEN, Expe
 from lowbit.checkpoints.gguf.file import GgufFile
 from lowbit.checkpoints.gguf.further_layers import without_further_layers
 from lowbit.checkpoints.gguf.latent_attention import DEEPSEEK_V2, DEEPSEEK_V3, scores_by_softmax
-from lowbit.checkpoints.gguf.linear_attention import QWEN35, QWEN35MOE
+from lowbit.checkpoints.gguf.linear_attention import QWEN3NEXT, QWEN35, QWEN35MOE
 from lowbit.checkpoints.gguf.metadata import Metadata
+from lowbit.checkpoints.gguf.short_convolutions import LFM2, LFM2MOE
+from lowbit.checkpoints.gguf.state_spaces import (
+    FALCON_H1,
+    FALCON_MAMBA,
+    GRANITE,
+    GRANITE_MOE,
+    MAMBA,
+    MAMBA2,
+    NEMOTRON_H,
+    NEMOTRON_H_MOE,
+    is_falcon_mamba,
+)
 
 _EPSILON = ROOT_MEAN_SQUARE, "rms_norm_eps"
 _MIXTRAL = "num_local_experts"
@@ -150,16 +162,27 @@ MIXTURES = {
     ),
     "deepseek2": DEEPSEEK_V3,
     "qwen35moe": QWEN35MOE,
+    "qwen3next": QWEN3NEXT,
+    "lfm2moe": LFM2MOE,
+    "granitehybrid": GRANITE_MOE,
+    "nemotron_h_moe": NEMOTRON_H_MOE,
 }
 """Architectures with experts by ``general.architecture``."""
-DENSE = ARCHITECTURES | {"qwen35": QWEN35}
-_REFUSED = {"qwen3next": "the rows of one projection of its linear attention are in tensors of different types"}
-"""Known mixtures that are not read, by reason."""
+DENSE = ARCHITECTURES | {
+    "qwen35": QWEN35,
+    "lfm2": LFM2,
+    "mamba": MAMBA,
+    "mamba2": MAMBA2,
+    "granitehybrid": GRANITE,
+    "falcon-h1": FALCON_H1,
+    "nemotron_h": NEMOTRON_H,
+}
+"""Architectures without experts by ``general.architecture``."""
 
 
 def architecture_of(file: GgufFile) -> Architecture:
     """Return the architecture of a file. A ``llama`` with experts is a Mixtral; a ``deepseek2`` is a DeepSeek V3, or a
-    V2 if its router scores by softmax.
+    V2 if its router scores by softmax; a ``mamba`` with norms is a Falcon Mamba.
 
     Raises:
         ValueError: lowbit does not read this architecture. The message names the file.
@@ -168,12 +191,13 @@ def architecture_of(file: GgufFile) -> Architecture:
     count = file.value(f"{name}.expert_count", 0)
     found = MIXTURES.get(name) if count or name not in DENSE else DENSE[name]
     if found is not None:
+        if found is MAMBA and is_falcon_mamba(file):
+            return FALCON_MAMBA
         return DEEPSEEK_V2 if found is DEEPSEEK_V3 and scores_by_softmax(file) else found
     if count and name in DENSE:
         raise ValueError(
             f"{file.paths[0]}: {name}.expert_count must be 0 (experts are read in {', '.join(MIXTURES)}), got {count!r}"
         )
-    reason = f" ({_REFUSED[name]})" if name in _REFUSED else ""
     raise ValueError(
-        f"{file.paths[0]}: general.architecture must be one of {', '.join(DENSE | MIXTURES)}, got {name!r}{reason}"
+        f"{file.paths[0]}: general.architecture must be one of {', '.join(DENSE | MIXTURES)}, got {name!r}"
     )

@@ -59,7 +59,7 @@ def save(model: nn.Module, path: str | Path, like: str | Path) -> None:
         raise ValueError(f"save: like must have no layers that predict further tokens, got {first_five(further)}")
     reader = StateReader(source, model, "float")
     known = [tensor for tensor in source.tensors.values() if tensor.name in reader.names]
-    tensors = {tensor.name: _encode(reader, tensor) for tensor in [*known, *_others(reader, known)]}
+    tensors = {tensor.name: _of_all(reader, tensor) for tensor in [*known, *_others(reader, known)]}
     for name in reader.of_configuration:
         if name in source.tensors:
             tensors[name] = np.frombuffer(source.tensors[name].data, np.float32), "F32"
@@ -87,8 +87,9 @@ def _others(reader: StateReader, known: list[GgufTensor]) -> list[GgufTensor]:
     GGUF."""
     held = set()
     for tensor in known:
-        path, _, key = reader.names[tensor.name].rpartition(".")
-        held |= {f"{other}.{key}" for other in reader.tied.get(path, (path,))}
+        for name in reader.names[tensor.name]:
+            path, _, key = name.rpartition(".")
+            held |= {f"{other}.{key}" for other in reader.tied.get(path, (path,))}
     missing = [parameter for parameter in reader.parameters if parameter not in held]
     if unnamed := [parameter for parameter in missing if parameter not in reader.tensors_of]:
         raise ValueError(
@@ -103,20 +104,37 @@ def _others(reader: StateReader, known: list[GgufTensor]) -> list[GgufTensor]:
     return others
 
 
-def _encode(reader: StateReader, tensor: GgufTensor) -> tuple[np.ndarray, str]:
-    """Return the bytes or floats of a tensor, and their type."""
-    name = reader.names[tensor.name]
+def _of_all(reader: StateReader, tensor: GgufTensor) -> tuple[np.ndarray, str]:
+    """Return the bytes or floats of a tensor, and their type. Those of several parameters are put in its rows."""
+    names = reader.names[tensor.name]
+    if (places := reader.divided(tensor)) is None:
+        return _encode(reader, tensor, names[0])
+    parts, types = zip(*(_encode(reader, tensor, name) for name in names), strict=True)
+    if len(set(types)) > 1:
+        told = ", ".join(f"{type} of {name}" for name, type in zip(names, types, strict=True))
+        raise ValueError(f"save: {tensor.name} holds one type, got {told}")
+    rows = np.empty((tensor.shape[0], *parts[0].shape[1:]), parts[0].dtype)
+    for part, place in zip(parts, places, strict=True):
+        rows[place.numpy()] = part
+    return rows, types[0]
+
+
+def _encode(reader: StateReader, tensor: GgufTensor, name: str) -> tuple[np.ndarray, str]:
+    """Return the bytes or floats of one parameter of a tensor, and their type."""
     value = reader.parameters[name].detach()
     found = weight_named(reader.model, name)
     if found is None:
-        return _never_packed(reader, tensor, value), "F32"
+        return _never_packed(reader, tensor, name), "F32"
     path, module, weight = found
     if isinstance(module, PermutedLinear):
         raise ValueError(
             f"save: no GGUF type holds {path}: it reads its inputs in another order (act order of GPTQ), and a block "
             "has neighbours"
         )
-    rows, columns, kind = reader.rows(tensor), reader.columns(tensor), kind_of(module)
+    is_divided = reader.divided(tensor) is not None
+    shape = tuple(weight.shape) if is_divided else tensor.shape
+    rows = None if is_divided else reader.rows(tensor, name)
+    columns, kind = reader.columns(tensor), kind_of(module)
     spec = kind.spec_of(module, weight) if is_packed(module) else None
     if (joined := reader.joined(name)) is not None:
         # float32 represents codes of any format exactly.
@@ -127,10 +145,10 @@ def _encode(reader: StateReader, tensor: GgufTensor) -> tuple[np.ndarray, str]:
     if spec is not None and spec.is_float:
         value = kind.dequantize(module, weight, getattr(torch, spec.format))
     if spec is None or spec.is_float:
-        matrix = _part(reader, tensor, weight.matrix(value)).contiguous()
-        matrix = matrix.float() if len(tensor.shape) == 1 else matrix
+        matrix = _part(reader, tensor, name, weight.matrix(value)).contiguous()
+        matrix = matrix.float() if len(shape) == 1 else matrix
         matrix = matrix if columns is None else matrix[:, columns.argsort()]
-        return _floats(_in_order(matrix, rows).view(tensor.shape))
+        return _floats(_in_order(matrix, rows).view(shape))
     try:
         blocks, type = _blocks_of_all(value, numbers_of(module._buffers[layout_name(weight.key)]))
         if columns is not None:
@@ -138,8 +156,8 @@ def _encode(reader: StateReader, tensor: GgufTensor) -> tuple[np.ndarray, str]:
             blocks = blocks.view(len(blocks), len(groups), -1)[:, groups].flatten(1)
     except ValueError as error:
         raise ValueError(f"save: no GGUF type holds {path}: {error}") from None
-    blocks = _in_order(_part(reader, tensor, blocks), rows)
-    return blocks.reshape(*tensor.shape[:-1], -1).numpy(), type
+    blocks = _in_order(_part(reader, tensor, name, blocks), rows)
+    return blocks.reshape(*shape[:-1], -1).numpy(), type
 
 
 def _floats(values: Tensor) -> tuple[np.ndarray, str]:
@@ -147,15 +165,15 @@ def _floats(values: Tensor) -> tuple[np.ndarray, str]:
     return of_numpy.numpy(), _FLOATS[values.dtype]
 
 
-def _part(reader: StateReader, tensor: GgufTensor, matrix: Tensor) -> Tensor:
+def _part(reader: StateReader, tensor: GgufTensor, name: str, matrix: Tensor) -> Tensor:
     """Return the rows of a matrix, or of each of several, that a tensor holds."""
-    names = reader.tensors_of[reader.names[tensor.name]]
+    names = reader.tensors_of[name]
     return matrix.chunk(len(names), dim=-2)[names.index(tensor.name)]
 
 
-def _never_packed(reader: StateReader, tensor: GgufTensor, value: Tensor) -> np.ndarray:
+def _never_packed(reader: StateReader, tensor: GgufTensor, name: str) -> np.ndarray:
     """Return a norm, a bias or the weight of a router; these are float32 in every file."""
-    name = reader.names[tensor.name]
+    value = reader.parameters[name].detach()
     if len(names := reader.tensors_of[name]) > 1:
         axis = reader.axis(name)
         value = value.unflatten(-1, (-1, len(names)) if axis == -1 else (len(names), -1))

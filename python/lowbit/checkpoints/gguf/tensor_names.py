@@ -3,7 +3,8 @@
 
 Most parameters are one tensor, named by transformers' own tables. Experts are not: where the model has one weight with
 the rows of gate and up, a file has two tensors, ``ffn_gate_exps [E, I, H]`` and ``ffn_up_exps [E, I, H]``, or sometimes
-one, ``ffn_gate_up_exps [E, 2 I, H]``. Nor are the matrices of `JoinedTensors`.
+one, ``ffn_gate_up_exps [E, 2 I, H]``. Nor are the matrices of `JoinedTensors`. A `DividedTensor` holds several
+parameters.
 """
 
 from __future__ import annotations
@@ -35,10 +36,15 @@ def tensor_names(
         named = get_gguf_hf_weights_map(_Names(model), processor, model_type=file.architecture)
     except NotImplementedError as error:
         raise ValueError(f"gguf: transformers cannot name the tensors of {file.architecture}: {error}") from error
-    names = {parameter: (tensor,) for tensor, parameter in named.items()}
+    names = {parameter: (tensor,) for tensor, parameter in (named | dict(architecture.outside)).items()}
     for path, _ in model.named_modules():
         if found := _LAYER.fullmatch(path):
             of_layer = {f"{path}.{of}": (f"blk.{found[1]}.{name}",) for name, of in architecture.names.items()}
+            for of, tensors in architecture.stacked.items():
+                of_layer[f"{path}.{of}"] = tuple(f"blk.{found[1]}.{name}" for name in tensors)
+            for name, divided in architecture.divided.items():
+                if (tensor := f"blk.{found[1]}.{name}") in file.tensors:
+                    of_layer |= {f"{path}.{of}": (tensor,) for of in divided.parameters}
             for of, joined in architecture.joined.items():
                 tensors = tuple(f"blk.{found[1]}.{name}" for name in joined.tensors)
                 if file.tensors.keys() & set(tensors):

@@ -26,6 +26,7 @@ from lowbit.checkpoints.tied_modules import tied_modules
 from lowbit.formats.spec import LinearSpec, StoredWeight
 from lowbit.quant.kinds import LayerWeight, layout_name, layout_of_all, weight_named, weights_of
 from lowbit.quant.packing import pack_weight
+from lowbit.quant.read_weights import weights_that_are_read
 from lowbit.tables.folding import first_five
 
 ACTIVATIONS = {"int8": "int8_group", "float": "float"}
@@ -62,8 +63,13 @@ class StateReader:
         self.parameters |= self.buffers
         self.tensors_of = {name: tensors for name, tensors in names.items() if name in self.parameters}
         """The names of the tensors of each parameter, in the order of their rows."""
-        self.names = {tensor: name for name, tensors in self.tensors_of.items() for tensor in tensors}
-        """The parameter of each tensor."""
+        self.names: dict[str, tuple[str, ...]] = {}
+        """The parameters of each tensor; there are several if it is a `DividedTensor`."""
+        for name, tensors in self.tensors_of.items():
+            for tensor in tensors:
+                self.names[tensor] = (*self.names.get(tensor, ()), name)
+        self._divided = architecture.divided
+        self._read_by_others = weights_that_are_read(model) if architecture.reads_weights else {}
         self._joined = {joined.tensors: joined for joined in architecture.joined.values()}
 
     def read(self) -> dict[str, Tensor]:
@@ -71,21 +77,13 @@ class StateReader:
         state: dict[str, Tensor] = {}
         unread = []
         for tensor in self.file.tensors.values():
-            name = self.names.get(tensor.name)
-            if name is None:
+            if tensor.name not in self.names:
                 if tensor.name not in self.of_configuration and not is_of_further_layer(self.file, tensor.name):
                     unread.append(tensor.name)
                 continue
-            if name in state:  # another tensor of this parameter came before
-                continue
-            tensors = [self.file.tensors.get(part) for part in self.tensors_of[name]]
-            try:
-                if None in tensors:
-                    lacking = self.tensors_of[name][tensors.index(None)]
-                    raise ValueError(f"the file must hold {lacking} too, got none")
-                state |= self._read(tensors, name)
-            except ValueError as error:
-                raise ValueError(f"gguf: tensor {tensor.name} ({tensor.type}) cannot be {name}: {error}") from None
+            for name in self.names[tensor.name]:
+                if name not in state:  # else another tensor of this parameter came before
+                    state |= self._read_for(name, tensor)
         self.file.check_unchanged()
         of = type(self.model).__name__
         if missing := sorted(self.parameters.keys() - state.keys()):
@@ -96,6 +94,17 @@ class StateReader:
             )
         return state
 
+    def _read_for(self, name: str, tensor: GgufTensor) -> dict[str, Tensor]:
+        """Return the entries of a parameter, of which this is the first tensor in the file."""
+        tensors = [self.file.tensors.get(part) for part in self.tensors_of[name]]
+        try:
+            if None in tensors:
+                lacking = self.tensors_of[name][tensors.index(None)]
+                raise ValueError(f"the file must hold {lacking} too, got none")
+            return self._read(tensors, name)
+        except ValueError as error:
+            raise ValueError(f"gguf: tensor {tensor.name} ({tensor.type}) cannot be {name}: {error}") from None
+
     def _read(self, tensors: list[GgufTensor], name: str) -> dict[str, Tensor]:
         path, _, key = name.rpartition(".")
         shared = self.tied.get(path, (path,))
@@ -104,7 +113,7 @@ class StateReader:
         if found is None and any(tensor.type not in FLOAT_TYPES for tensor in tensors):
             got = type(self.model.get_submodule(path)).__name__
             raise ValueError(f"packed weights belong to linear layers, experts and embeddings, got a {got}")
-        if found is None:
+        if found is None or id(found[1]) in self._read_by_others:
             return dict.fromkeys(names, self._floats(tensors, name))
         weight = found[2]
         layout = layout_of_all(map(self.model.get_submodule, shared))
@@ -112,13 +121,14 @@ class StateReader:
             packed, spec = self._pack_joined(tensors, joined, weight, layout)
             return _state(names, packed, weight.stored(spec, layout))
         *front, n, k = weight.shape
+        divided = self.divided(tensors[0])
         for tensor in tensors:
-            wanted = (*front, n // len(tensors), k)
+            wanted = (*front, n // len(tensors), k) if divided is None else (sum(map(len, divided)), k)
             if tensor.shape != wanted and (1, *tensor.shape) != wanted:  # a matrix of one row may be a vector
                 raise ValueError(f"the shape of {tensor.name} must be {list(wanted)}, got {list(tensor.shape)}")
             if tensor.type != tensors[0].type:
                 raise ValueError(f"{tensor.name} must have the same type, got {tensor.type}")
-        packed, spec = self._packed(tensors, weight.shape, layout)
+        packed, spec = self._packed(tensors, weight.shape, layout, self.rows(tensors[0], name))
         return _state(names, packed, weight.stored(spec, layout))
 
     def joined(self, name: str) -> JoinedTensors | None:
@@ -140,12 +150,14 @@ class StateReader:
         spec = LinearSpec(str(dtype).removeprefix("torch."))
         return pack_weight(matrix, spec, layout=layout)[0].data, spec
 
-    def _packed(self, tensors: list[GgufTensor], shape: tuple[int, ...], layout: str) -> tuple[Tensor, LinearSpec]:
+    def _packed(
+        self, tensors: list[GgufTensor], shape: tuple[int, ...], layout: str, rows: Tensor | None
+    ) -> tuple[Tensor, LinearSpec]:
         """Return the packed weight. It is packed a few rows at a time, because unpacked blocks take several times as
         many bytes, and an embedding may be half of the file."""
         (*front, n, k), type = shape, tensors[0].type
-        spec, rows, columns = self._spec(tensors[0]), self.rows(tensors[0]), self.columns(tensors[0])
-        moved = None if rows is None else _bytes_of(tensors[0].data, n)
+        spec, columns = self._spec(tensors[0]), self.columns(tensors[0])
+        moved = None if rows is None else _bytes_of(tensors[0].data, tensors[0].shape[0])
         packed = torch.empty(*front, *spec.shape(n, k, layout), dtype=torch.uint8, device="cpu")
         step = max(_PANEL, _AT_A_TIME // k // _PANEL * _PANEL)
         for matrix, to in enumerate(packed if front else [packed]):
@@ -166,10 +178,17 @@ class StateReader:
             raise ValueError(f"the type must be one of {', '.join([*FLOAT_TYPES, *BLOCK_TYPES])}")
         return BLOCK_TYPES[tensor.type].spec(ACTIVATIONS[self.activations])
 
-    def rows(self, tensor: GgufTensor) -> Tensor | None:
-        """Return the row of the file for each row of the model, or None if the order is the same, as in experts and
-        vectors."""
+    def rows(self, tensor: GgufTensor, name: str) -> Tensor | None:
+        """Return the row of the file for each row of the parameter, or None if the order is the same, as in experts
+        and vectors."""
+        if (divided := self.divided(tensor)) is not None:
+            return divided[self.names[tensor.name].index(name)]
         return row_order(self.processor, tensor.name, tensor.shape)
+
+    def divided(self, tensor: GgufTensor) -> tuple[Tensor, ...] | None:
+        """Return the rows of the file for each parameter of a tensor, or None if it belongs to one alone."""
+        found = self._divided.get(tensor.name.split(".", 2)[-1])
+        return None if found is None else tuple(map(torch.from_numpy, found.rows(self.model.config)))
 
     def columns(self, tensor: GgufTensor) -> Tensor | None:
         """Return the column of the file for each column of the model, or None if the order is the same."""

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rotary embedding of a GGUF file as transformers' ``rope_parameters``.
+"""The keys of attention as attributes of a transformers configuration: numbers and sizes of heads, and the rotary
+embedding as ``rope_parameters``.
+
+In a hybrid some layers have no attention; the file gives these 0 heads of keys.
 
 At position p, columns i and i + d / 2 of a head are rotated by the angle p / (divisor_i * base^(2 i / d)). A file gives
 the divisors as one factor (linear), as a ramp between 1 and a factor (yarn), or as tensors: ``rope_freqs.weight`` for
@@ -18,6 +21,63 @@ from lowbit.checkpoints.gguf.architectures import FREQUENCIES, LONG, SHORT, Arch
 from lowbit.checkpoints.gguf.metadata import Metadata
 
 _BASE = 10000.0  # the default of llama.cpp
+_GROUPS = "attention.head_count_kv"
+
+
+def heads_of_all_layers(keys: Metadata, architecture: Architecture) -> dict[str, Any]:
+    """Return the attributes of attention that all layers have."""
+    return _heads(keys, architecture, keys.count(_GROUPS, keys.count("attention.head_count")))
+
+
+def heads_of_some_layers(keys: Metadata, architecture: Architecture) -> dict[str, Any]:
+    """Return the attributes of attention that the layers with heads of keys have."""
+    return _heads(keys, architecture, _groups_of_some(keys))
+
+
+def heads_that_do_not_rotate(keys: Metadata, architecture: Architecture) -> dict[str, Any]:
+    """Return the attributes of attention without a rotary embedding, of the layers with heads of keys. The keys of a
+    rotary embedding, which llama.cpp's converter writes all the same, have no effect."""
+    prefix = f"{keys.file.architecture}.rope."
+    keys.read |= {key for key in keys.file.metadata if key.startswith(prefix)}
+    groups = _groups_of_some(keys)
+    return {"num_key_value_heads": groups, "head_dim": _head_dim(keys, groups)}
+
+
+def attends(keys: Metadata) -> list[bool]:
+    """Return whether each layer has attention."""
+    return [groups > 0 for groups in keys.by_layer(_GROUPS)]
+
+
+def _heads(keys: Metadata, architecture: Architecture, groups: int) -> dict[str, Any]:
+    heads, width = keys.count("attention.head_count"), keys.count("embedding_length")
+    head_dim = _head_dim(keys, groups)
+    if not architecture.own_head_dim and head_dim != width // heads:
+        keys.refuse("attention.key_length", f"{width // heads}, embedding_length / head_count", head_dim)
+    if not architecture.rotary:
+        keys.only(_GROUPS, heads, reason="each head has keys of its own")
+        return {}
+    attributes = {"num_key_value_heads": groups, "rope_parameters": rope_parameters(keys, architecture, head_dim)}
+    return attributes | ({"head_dim": head_dim} if architecture.own_head_dim else {})
+
+
+def _head_dim(keys: Metadata, groups: int) -> int:
+    """Return the number of columns of a head, of queries, keys and values alike."""
+    heads, width = keys.count("attention.head_count"), keys.count("embedding_length")
+    if heads % groups:
+        keys.refuse(_GROUPS, f"a divisor of the {heads} heads", groups)
+    head_dim = keys.count("attention.key_length", width / heads)
+    if head_dim != int(head_dim):
+        keys.refuse("attention.head_count", f"a divisor of the embedding_length {width} where no key_length is", heads)
+    keys.only("attention.value_length", int(head_dim), reason="as many as attention.key_length")
+    return int(head_dim)
+
+
+def _groups_of_some(keys: Metadata) -> int:
+    """Return the number of heads of keys of the layers that have any; it must be the same."""
+    numbers = keys.by_layer(_GROUPS)
+    if len(given := set(numbers) - {0}) != 1:
+        keys.refuse(_GROUPS, "for each layer 0 or a number that is the same for all others", numbers)
+    return given.pop()
 
 
 def rope_parameters(keys: Metadata, architecture: Architecture, head_dim: int) -> dict[str, Any]:
