@@ -55,7 +55,7 @@ SECTIONS = {
     "torch.compile": "lowbit: compile_options compile_blocks c_shim_options",
     "Optimizers": "lowbit.optim: *",
     "Checkpoints of transformers": "lowbit: LowbitConfig load_gguf load_gguf_adapter quantize_checkpoint save compare_checkpoints Comparison",
-    "transformers": "lowbit: QuantizedCache",
+    "transformers": "lowbit: QuantizedCache croppable_cache rewind_cache save_cache load_cache",
     "transformers: optimizers of the Trainer": "lowbit: trainer_optimizer",
     "Weights of bitsandbytes": "lowbit.peers.bitsandbytes: from_bitsandbytes to_bitsandbytes replace_linear4bit "
     "layer_of_blocks",

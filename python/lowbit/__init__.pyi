@@ -93,6 +93,12 @@ from lowbit.huggingface.lowbit_config import LowbitConfig as LowbitConfig
 from lowbit.huggingface.quantize_checkpoint import quantize_checkpoint as quantize_checkpoint
 from lowbit.huggingface.save import save as save
 from lowbit.huggingface.trainer_optimizer import trainer_optimizer as trainer_optimizer
+from lowbit.models.croppable_cache import (
+    croppable_cache as croppable_cache,
+    load_cache as load_cache,
+    rewind_cache as rewind_cache,
+    save_cache as save_cache,
+)
 from lowbit.models.fuse import fuse as fuse
 from lowbit.models.quantized_cache import QuantizedCache as QuantizedCache
 from lowbit.models.rotate import rotate_ as rotate_

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationMixin
 
-from lowbit.models.fused_decoder import FusedDecoder, hidden_of, probe_of_stack, stand_ins
+from lowbit.models.croppable_cache import is_croppable
+from lowbit.models.fused_decoder import FusedDecoder, hidden_of, probe_of_stack, stand_ins, with_children
 from lowbit.models.layer_program import NORMS
 from lowbit.models.steps import KeptPrograms
 from lowbit.models.token_loop import Generation, serves
@@ -29,6 +30,15 @@ class FusedCausalLM(Fused):
     run of a program computes each token, from the embedding to the logits."""
 
     prefix = ""  # unchanged, because transformers writes the name of the class into config.json
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Call transformers' ``generate``, which refuses assisted decoding if a model has recurrent states, with a copy
+        of the model that does not say so if the cache can be cropped."""
+        if is_croppable(kwargs.get("past_key_values")) and self._is_stateful:
+            twin = with_children(self)
+            twin.__dict__["_is_stateful"] = False
+            return super(FusedCausalLM, twin).generate(*args, **kwargs)
+        return super().generate(*args, **kwargs)
 
     def _sample(
         self,

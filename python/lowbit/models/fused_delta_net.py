@@ -8,6 +8,7 @@ module is taken as a whole: it gets a forward of lowbit's, and nothing outside o
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from lowbit.models.recurrent_layers import (
     are_alike,
     boundaries_of,
     convolved,
+    croppable,
     is_served,
     keep,
     masked,
@@ -54,16 +56,23 @@ class FusedDeltaNet(Fused):
         qkv, z, g, b = projected(self, form, facts["merged"], x)
         beta = b.sigmoid() * facts["beta"]
         conv, norm, out = modules[CONV], modules[form.norm], modules[form.out]
-        state = None if cache_params is None else cache_params.get_recurrent_state(index)
         mixed = convolved(conv, qkv, cache_params, index, boundaries).split(sizes.columns, dim=-1)
         q, k = (part.unflatten(-1, (sizes.key_heads, sizes.dk)) for part in mixed[:2])
         v = mixed[2].unflatten(-1, (sizes.heads, sizes.dv))
-        state = None if state is None else state.float()
-        o, state = gated_delta_rule(q, k, v, g, beta, state, l2norm=True, cu_seqlens=boundaries)
-        if cache_params is not None:
-            keep(cache_params, index, state)
+        if (layer := croppable(cache_params, index)) is not None:
+            o = layer.recur(_rule, (q, k, v, g, beta))
+        else:
+            state = None if cache_params is None else cache_params.get_recurrent_state(index)
+            state = None if state is None else state.float()
+            o, state = gated_delta_rule(q, k, v, g, beta, state, l2norm=True, cu_seqlens=boundaries)
+            if cache_params is not None:
+                keep(cache_params, index, state)
         y = norm(o.view(-1, sizes.dv), z.reshape(-1, sizes.dv))
         return out(y.view(*x.shape[:2], -1))
+
+
+def _rule(tensors: Sequence[Tensor], state: Tensor | None) -> tuple[Tensor, Tensor]:
+    return gated_delta_rule(*tensors, state, l2norm=True)
 
 
 def fuse_delta_net(module: Any, tried: list[Any]) -> str:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
+from lowbit.models.croppable_states import CroppableStates
 from lowbit.models.growing_cache import GrowingLayer, GrowingSlidingLayer, new_tokens
 from lowbit.models.recurrent_layers import LinearAttentionLayer
 
@@ -62,7 +63,10 @@ class RecurrentStates:
     def found(self, layer: Any, x: Tensor, length: int) -> Found | None:
         """Return the states of a layer of a cache, which are made first if it has none, or None if a step cannot go on
         from them: they have another dtype or layout, or past ones are recorded for assisted decoding."""
-        if LinearAttentionLayer is None or type(layer) is not LinearAttentionLayer or layer.record_past:
+        crops = type(layer) is CroppableStates
+        if LinearAttentionLayer is None or not (crops or type(layer) is LinearAttentionLayer) or layer.record_past:
+            return None
+        if crops and layer.left < length:  # a program cannot stop where states are kept
             return None
         conv, state = layer.conv_states, layer.recurrent_states
         if conv[0] is None:
@@ -77,6 +81,8 @@ class RecurrentStates:
                 return None
             if tensor.is_inference() and not torch.is_inference_mode_enabled():  # torch refuses to write to it
                 return None
+        if crops:
+            layer.settle()
         return _Stepped(layer), [tensor for tensor, _, _ in wanted], 0
 
 
@@ -89,6 +95,8 @@ class _Stepped:
         self.layer = layer
 
     def extend(self, length: int) -> None:
+        if type(self.layer) is CroppableStates:
+            self.layer.advance(length)
         self.layer.has_previous_state[0] = True
 
 

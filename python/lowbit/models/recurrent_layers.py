@@ -4,13 +4,14 @@ on random input, the convolution with its state in the cache, and the recurrent 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
+from lowbit.models.croppable_states import CroppableStates, Recurrence
 from lowbit.ops.causal_conv1d import causal_conv1d
 from lowbit.ops.fakes import FLOATS
 from lowbit.quant.fused import hooked, is_eager, probe_of
@@ -41,9 +42,15 @@ def is_served(x: Tensor, cache: Any, index: int, given: dict[str, Any]) -> bool:
         x.dtype in FLOATS
         and is_eager(x)
         and (given.get("seq_idx") is None or boundaries_of(given) is not None)
-        and (cache is None or not getattr(cache.layers[index], "record_past", False))
+        and (cache is None or croppable(cache, index) is not None or not cache.is_recording_past(index))
         and (cache is None or not torch.is_grad_enabled() or cache.get_conv_state(index) is None)
     )
+
+
+def croppable(cache: Any, index: int) -> CroppableStates | None:
+    """Return the layer of a cache if its states can be cropped, else None."""
+    layer = None if cache is None else cache.layers[index]
+    return layer if type(layer) is CroppableStates else None
 
 
 def masked(x: Tensor, mask: Tensor | None) -> Tensor:
@@ -67,6 +74,8 @@ def convolved(
     weight, bias = conv.weight.squeeze(1), conv.bias
     if cache is None:
         return causal_conv1d(x, weight, bias, activation=activation, cu_seqlens=boundaries)[0]
+    if (layer := croppable(cache, index)) is not None:
+        return layer.convolve(_convolution(weight, bias, activation), x, weight.shape[-1])
     size, state = weight.shape[-1], cache.get_conv_state(index)
     before = x.new_zeros(len(x), x.shape[-1], size) if state is None else state.to(x.dtype)
     y, after = causal_conv1d(x, weight, bias, before, activation=activation)
@@ -77,6 +86,18 @@ def convolved(
     return y
 
 
+def _convolution(weight: Tensor, bias: Tensor | None, activation: str | None) -> Recurrence:
+    """Return a convolution as `CroppableStates` calls it."""
+    weight, bias = weight.detach(), None if bias is None else bias.detach()
+
+    def convolve(tensors: Sequence[Tensor], state: Tensor | None) -> tuple[Tensor, Tensor]:
+        (x,) = tensors
+        before = x.new_zeros(len(x), x.shape[-1], weight.shape[-1]) if state is None else state.to(x.dtype)
+        return causal_conv1d(x, weight, bias, before, activation=activation)
+
+    return convolve
+
+
 def scanned(
     scan: Callable[..., tuple[Tensor, Tensor]],
     tensors: tuple[Tensor, ...],
@@ -85,6 +106,15 @@ def scanned(
     index: int,
 ) -> Tensor:
     """Return y of `ssd` or `selective_scan`, which goes on from the state in the cache and changes it in place."""
+    if (layer := croppable(cache, index)) is not None:
+        timed = [tensor.dim() > 2 for tensor in tensors]  # [B, T, ...]; others are the same for all tokens
+
+        def go_on(parts: Sequence[Tensor], state: Tensor | None) -> tuple[Tensor, Tensor]:
+            rest = iter(parts)
+            of_part = [next(rest) if moves else tensor for moves, tensor in zip(timed, tensors, strict=True)]
+            return scan(*of_part, **given, state=state)
+
+        return layer.recur(go_on, [tensor for moves, tensor in zip(timed, tensors, strict=True) if moves])
     state = None if cache is None else cache.get_recurrent_state(index)
     if state is not None and state.dtype is torch.float32 and state.is_contiguous():
         return scan(*tensors, **given, state=state, in_place=True)[0]

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from lowbit.models.croppable_states import CroppableStates
 from lowbit.models.fused_attention import whole_columns
 from lowbit.models.fused_decoder import FusedDecoder, stand_ins, with_children
 from lowbit.models.fused_layer import calls_lowbit_attention
@@ -267,7 +268,8 @@ class TokenRun:
         windows = any(type(layer) is GrowingSlidingLayer for layer in self._cache.layers)
         if windows and self._mask is not None:
             return False
-        many = 1 if windows else self._room_ahead
+        left = (layer.left for layer in self._cache.layers if type(layer) is CroppableStates)
+        many = 1 if windows else min(self._room_ahead, *left, AHEAD)
         places = self._program.places(x, self._cache, many)
         if places is None:
             return False

@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Caches of hybrids that are cropped, rewound, saved and loaded, beside runs from the beginning."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from gguf_files import transformers
+from gguf_hybrids import CONFIGS as HYBRIDS
+from gguf_hybrids import model_of
+from gguf_qwen35 import CONFIGS as QWEN35
+
+import lowbit
+from lowbit.models.croppable_states import CroppableStates
+
+CONFIGS = {
+    "gated delta net": QWEN35["qwen35"],
+    "Mamba-2": HYBRIDS["granitehybrid"],
+    "Mamba-2 alone": HYBRIDS["mamba2"],
+    "Mamba-1": HYBRIDS["mamba"],
+    "short convolution": HYBRIDS["lfm2"],
+    "projections by head": HYBRIDS["qwen3next"],
+}
+ASKED = dict(do_sample=False, eos_token_id=-1, pad_token_id=0)
+PROMPT = torch.randint(3, 64, (1, 12), generator=torch.Generator().manual_seed(0)).repeat(1, 3)
+
+
+def fused(name: str, packed: bool = True) -> torch.nn.Module:
+    model = model_of(name, CONFIGS[name])
+    model.set_attn_implementation("lowbit")
+    if packed:
+        lowbit.quantize_(model, lowbit.int8_weight_only(group_size=32))
+    lowbit.fuse(model)
+    return model
+
+
+def logits(model: torch.nn.Module, tokens: torch.Tensor, cache=None) -> torch.Tensor:
+    name = "cache_params" if "mamba" in model.config.model_type else "past_key_values"
+    with torch.no_grad():
+        return model(tokens, **{name: cache}, use_cache=cache is not None).logits
+
+
+def distance(ours: torch.Tensor, wanted: torch.Tensor) -> float:
+    return ((ours - wanted).norm() / wanted.norm()).item()
+
+
+def recurrent(cache) -> list[CroppableStates]:
+    return [layer for layer in cache.layers if type(layer) is CroppableStates]
+
+
+@pytest.mark.parametrize("name", ["gated delta net", "Mamba-2", "short convolution"])
+def test_assisted_decoding_gives_the_tokens_of_greedy_decoding(name):
+    model = fused(name)
+    wanted = model.generate(PROMPT, max_new_tokens=24, **ASKED)
+    cache = lowbit.croppable_cache(model, every=16)
+    assert torch.equal(model.generate(PROMPT, past_key_values=cache, prompt_lookup_num_tokens=5, max_new_tokens=24, **ASKED), wanted)
+    assert {layer.length for layer in recurrent(cache)} == {wanted.shape[1] - 1}
+    assert model._is_stateful == type(model)._is_stateful
+
+
+def test_an_assistant_may_draft():
+    model = fused("gated delta net")
+    config = transformers.LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1)
+    torch.manual_seed(0)
+    assistant = transformers.AutoModelForCausalLM.from_config(config).eval()
+    wanted = model.generate(PROMPT, max_new_tokens=16, **ASKED)
+    cache = lowbit.croppable_cache(model)
+    assert torch.equal(model.generate(PROMPT, past_key_values=cache, assistant_model=assistant, max_new_tokens=16, **ASKED), wanted)
+    with pytest.raises(ValueError, match="assisted generation is not supported with stateful models"):
+        model.generate(PROMPT, assistant_model=assistant, max_new_tokens=16, **ASKED)
+    by_head = fused("projections by head")  # its layers are no one call
+    with pytest.raises(ValueError, match="assisted generation is not supported with stateful models"):
+        by_head.generate(PROMPT, past_key_values=lowbit.croppable_cache(by_head), assistant_model=assistant, **ASKED)
+
+
+@pytest.mark.parametrize("left", [1, 7, 15, 16, 17, 31, 32, 33, 36])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_what_follows_a_crop_is_what_follows_the_prefix(name, left):
+    """In prompts of one call, of which all of the last 16 tokens can be taken out one by one."""
+    model = fused(name, packed=False)
+    cache, fresh = lowbit.croppable_cache(model, every=16), lowbit.croppable_cache(model, every=16)
+    logits(model, PROMPT, cache)
+    kept = lowbit.rewind_cache(cache, left)
+    assert kept == (left if left >= 16 else 0)
+    assert {layer.length for layer in recurrent(cache)} == {kept}
+    assert all(type(layer) is CroppableStates or layer.get_seq_length() == kept for layer in cache.layers)
+    if kept:
+        logits(model, PROMPT[:, :kept], fresh)
+    more = torch.arange(5, 12)[None]
+    assert distance(logits(model, more, cache), logits(model, torch.cat([PROMPT[:, :kept], more], 1))[:, kept:]) < 1e-4
+    assert distance(logits(model, more, fresh), logits(model, torch.cat([PROMPT[:, :kept], more], 1))[:, kept:]) < 1e-4
+
+
+@pytest.mark.parametrize("name", ["gated delta net", "Mamba-2", "short convolution"])
+def test_a_second_turn_computes_at_most_every_tokens_again(name, monkeypatch):
+    """The answer of the first turn is computed by a program, which keeps no inputs."""
+    model = fused(name)
+    cache = lowbit.croppable_cache(model, every=16)
+    said = model.generate(PROMPT, past_key_values=cache, max_new_tokens=30, **ASKED)
+    assert recurrent(cache)[0].length == 65
+    shared = 60
+    second = torch.cat([said[:, :shared], torch.tensor([[9, 4, 11]])], 1)
+    left = lowbit.rewind_cache(cache, shared)
+    assert shared - 16 < left <= shared
+    computed = []
+    forward = type(model).forward
+
+    def counted(self, input_ids=None, **kwargs):
+        computed.append(input_ids.shape[1])
+        return forward(self, input_ids=input_ids, **kwargs)
+
+    monkeypatch.setattr(type(model), "forward", counted)
+    ours = model.generate(second, attention_mask=torch.ones_like(second), past_key_values=cache, max_new_tokens=6, **ASKED)
+    assert computed[0] == second.shape[1] - left
+    assert torch.equal(ours, model.generate(second, max_new_tokens=6, **ASKED))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_loaded_cache_has_the_same_bits(name, tmp_path):
+    model = fused(name)
+    cache = lowbit.croppable_cache(model, every=16)
+    logits(model, PROMPT, cache)
+    for token in range(9):
+        logits(model, torch.tensor([[token + 5]]), cache)
+    lowbit.save_cache(cache, tmp_path / "prompt.safetensors")
+    loaded = lowbit.load_cache(model, tmp_path / "prompt.safetensors")
+    for ours, theirs in zip(loaded.layers, cache.layers, strict=True):
+        if type(theirs) is not CroppableStates:
+            assert torch.equal(ours.keys, theirs.keys) and torch.equal(ours.values, theirs.values)
+            continue
+        assert ours.length == theirs.length and ours.every == 16
+        assert ours.states().keys() == theirs.states().keys() >= {16, 32, 45}
+        assert all(torch.equal(a, b) for at, states in ours.states().items() for a, b in zip(states, theirs.states()[at], strict=True))
+    more = torch.arange(5, 12)[None]
+    assert torch.equal(logits(model, more, cache), logits(model, more, loaded))
+    assert lowbit.rewind_cache(loaded, 40) in (32, 36)
+
+
+def test_beams_take_the_states_of_their_rows():
+    model = fused("Mamba-2")
+    asked = ASKED | dict(max_new_tokens=12, num_beams=3)
+    cache = lowbit.croppable_cache(model, every=16)
+    assert torch.equal(model.generate(PROMPT, past_key_values=cache, **asked), model.generate(PROMPT, **asked))
+
+
+# ---- what is refused -----------------------------------------------------------------------------------------------
+
+
+def test_a_crop_between_kept_states_is_refused_and_changes_nothing():
+    model = fused("gated delta net")
+    cache = lowbit.croppable_cache(model, every=16)
+    model.generate(PROMPT, past_key_values=cache, max_new_tokens=30, **ASKED)
+    before = [layer.states() for layer in recurrent(cache)]
+    with pytest.raises(ValueError, match=r"crop: the states of 60 tokens must be kept, got none between 48 and 60 tokens: .*rewind_cache\(cache, 60\) goes back to 48"):
+        recurrent(cache)[0].crop(-5)
+    assert all(torch.equal(a, b) for layer, states in zip(recurrent(cache), before, strict=True) for at, kept in states.items() for a, b in zip(layer.states()[at], kept, strict=True))
+    with pytest.raises(ValueError, match="crop: tokens_to_remove must be from -65 to 0, got -66"):
+        recurrent(cache)[0].crop(-66)
+
+
+def test_layers_that_are_not_fused_are_refused():
+    model = model_of("gated delta net", CONFIGS["gated delta net"])
+    model.set_attn_implementation("lowbit")
+    with pytest.raises(RuntimeError, match="a croppable cache is written by fused layers"):
+        logits(model, PROMPT, lowbit.croppable_cache(model))
+
+
+@pytest.mark.parametrize("every", [0, -1, 2.5, True])
+def test_every_must_be_a_number_of_tokens(every):
+    with pytest.raises(ValueError, match="croppable_cache: every must be a number of tokens from 1 on, got"):
+        lowbit.croppable_cache(model_of("lfm2"), every)
+
+
+@pytest.mark.parametrize(("name", "told"), [("falcon-h1", "a LinearAttentionAndFullAttentionLayer for layer 0"), ("lfm2", "a DynamicLayer for layer 2")])
+def test_layers_whose_states_cannot_be_kept_are_named(name, told):
+    with pytest.raises(ValueError, match=f"croppable_cache: model must have layers of recurrent states .* got {told}"):
+        lowbit.croppable_cache(model_of(name))
+
+
+def test_a_model_without_recurrent_layers_is_refused():
+    config = transformers.LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="lowbit")
+    with pytest.raises(ValueError, match="croppable_cache: model must have recurrent layers with one state each, got none"):
+        lowbit.croppable_cache(model)
+
+
+def test_other_caches_and_files_are_refused(tmp_path):
+    model = fused("short convolution")
+    other = transformers.DynamicCache(config=model.config)
+    for call in (lambda: lowbit.rewind_cache(other, 0), lambda: lowbit.save_cache(other, tmp_path / "file")):
+        with pytest.raises(ValueError, match="cache must be one of lowbit.croppable_cache, got a DynamicCache"):
+            call()
+    cache = lowbit.croppable_cache(model)
+    with pytest.raises(ValueError, match="rewind_cache: length must be from 0 to 0, the tokens in the cache, got 3"):
+        lowbit.rewind_cache(cache, 3)
+    with pytest.raises(ValueError, match="save_cache: cache must have tokens, got an empty one"):
+        lowbit.save_cache(cache, tmp_path / "file")
+    with pytest.raises(FileNotFoundError, match="load_cache: path must be a file"):
+        lowbit.load_cache(model, tmp_path / "file")
+    (tmp_path / "file").write_bytes(b"no tensors")
+    with pytest.raises(ValueError, match="load_cache: .*file must be a safetensors file"):
+        lowbit.load_cache(model, tmp_path / "file")
+    logits(model, PROMPT, cache)
+    lowbit.save_cache(cache, tmp_path / "file")
+    with pytest.raises(ValueError, match="load_cache: .*file must be of a model with the layers"):
+        lowbit.load_cache(fused("Mamba-2"), tmp_path / "file")
