@@ -7,9 +7,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from gguf_beside_llama import distances, logits_of_llama_cpp
 from gguf_files import gguf
 from gguf_hybrids import CONFIGS, by_kind, converted, model_of, write_hybrid
-from test_gguf_logits import by_llama_cpp
 
 import lowbit
 from lowbit.checkpoints.gguf.file import GgufFile
@@ -120,11 +120,11 @@ def test_logits_are_those_of_llama_cpp(name, tmp_path):
     """In one prompt, of which it computes 512 tokens at once."""
     write_hybrid(tmp_path / "model.gguf", name)
     tokens, positions = np.random.default_rng(0).integers(0, 64, 700), (0, 3, 100, 511, 699)
-    wanted = by_llama_cpp(tmp_path / "model.gguf", tokens, positions)
+    wanted = logits_of_llama_cpp(tmp_path / "model.gguf", tokens, positions)
     model = load_model(tmp_path / "model.gguf", activations="float")
     with torch.no_grad():
         ours = model(torch.from_numpy(tokens)[None]).logits[0, list(positions)]
-    off = ((ours - wanted).norm(dim=1) / wanted.norm(dim=1)).tolist()
+    off = distances(ours, wanted)
     print(f"\n{name}: " + ", ".join(f"{value:.1e}" for value in off))
     assert max(off) < 1e-3
 

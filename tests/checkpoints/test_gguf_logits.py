@@ -1,50 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Logits of small random files beside llama.cpp's, for every architecture and scaling, at positions 0, 4000 and 20000.
 
-llama-cpp-python is compiled for minutes, so it is no part of ".[test]": LOWBIT_LLAMA_PYTHON names an interpreter that
-has it. `test_gguf_metadata.py` holds the angles without it.
+LOWBIT_LLAMA_PYTHON names an interpreter with llama-cpp-python. `test_gguf_metadata.py` holds the angles without it.
 """
 
 from __future__ import annotations
 
-import os
-import subprocess
-from pathlib import Path
-
 import numpy as np
 import pytest
-import torch
+from gguf_beside_llama import off_by
 from gguf_files import CONFIGS, gguf, write
 from test_gguf_metadata import both, divisors_of_llama3, every_second, frequencies, linear, longrope, yarn
-
-from lowbit.huggingface.load_gguf import load_model
-
-SCRIPT = """
-import ctypes, sys
-import llama_cpp as c, numpy as np
-
-path, tokens, positions, out = sys.argv[1], np.load(sys.argv[2]), [int(at) for at in sys.argv[3].split(",")], sys.argv[4]
-c.llama_backend_init()
-model = c.llama_model_load_from_file(path.encode(), c.llama_model_default_params())
-assert model, path
-params = c.llama_context_default_params()
-params.n_ctx, params.n_batch, params.n_ubatch = len(tokens), 512, 512
-params.n_threads = params.n_threads_batch = 1
-params.type_k = params.type_v = 0  # float32
-params.flash_attn_type, params.swa_full = 0, True
-context = c.llama_init_from_model(model, params)
-batch, logits = c.llama_batch_init(512, 0, 1), []
-for begin in range(0, len(tokens), 512):
-    part = tokens[begin : begin + 512]
-    batch.n_tokens = len(part)
-    for i, token in enumerate(part):
-        batch.token[i], batch.pos[i], batch.n_seq_id[i], batch.seq_id[i][0] = int(token), begin + i, 1, 0
-        batch.logits[i] = begin + i in positions
-    assert c.llama_decode(context, batch) == 0
-    words = c.llama_vocab_n_tokens(c.llama_model_get_vocab(model))
-    logits += [np.ctypeslib.as_array(c.llama_get_logits_ith(context, at - begin), (words,)).copy() for at in positions if begin <= at < begin + 512]
-np.save(out, logits)
-"""
 
 
 def nothing(writer: gguf.GGUFWriter) -> None:
@@ -64,28 +30,6 @@ def small(name: str):
     if name == "gpt2":
         return type(CONFIGS[name])(vocab_size=64, n_embd=64, n_layer=2, n_head=1, n_positions=20480)
     return type(CONFIGS[name])(**sizes, **({} if name in ("phi3", "starcoder2", "stablelm") else dict(head_dim=64)))
-
-
-def by_llama_cpp(path: Path, tokens: np.ndarray, positions: tuple[int, ...]) -> torch.Tensor:
-    """llama.cpp's logits at these positions."""
-    interpreter = os.environ.get("LOWBIT_LLAMA_PYTHON")
-    if interpreter is None:
-        pytest.skip("pip install llama-cpp-python (LOWBIT_LLAMA_PYTHON names an interpreter that has it)")
-    files = [path.with_name(name) for name in ("script.py", "tokens.npy", "logits.npy")]
-    files[0].write_text(SCRIPT), np.save(files[1], tokens)
-    subprocess.run([interpreter, files[0], path, files[1], ",".join(map(str, positions)), files[2]], check=True, capture_output=True)
-    return torch.from_numpy(np.load(files[2]))
-
-
-def off_by(path: Path, tokens: np.ndarray, positions: tuple[int, ...]) -> list[float]:
-    """The differences of our logits and llama.cpp's, as parts of the latter's norm."""
-    wanted = by_llama_cpp(path, tokens, positions)
-    model = load_model(path, activations="float")
-    with torch.no_grad():
-        ours = model.lm_head(model.base_model(torch.from_numpy(tokens)[None]).last_hidden_state[0, list(positions)])
-        if cap := getattr(model.config, "final_logit_softcapping", None):
-            ours = cap * torch.tanh(ours / cap)
-    return ((ours - wanted).norm(dim=1) / wanted.norm(dim=1)).tolist()
 
 
 @pytest.mark.parametrize(("name", "scaling"), CASES)

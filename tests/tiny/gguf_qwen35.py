@@ -57,14 +57,15 @@ def is_shifted(name: str) -> bool:
     return name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight")
 
 
-def write_qwen35(path: Path, name: str, type: str = "F32", config=None, more: Callable[[gguf.GGUFWriter], None] = lambda writer: None) -> torch.nn.Module:
-    """Write a random model with matrices of ``type``, and return it with the weights of the file."""
+def write_qwen35(path: Path, name: str, type: str = "F32", config=None, words: bool = False, more: Callable[[gguf.GGUFWriter], None] = lambda writer: None) -> torch.nn.Module:
+    """Write a random model with matrices of ``type``, and return it with the weights of the file; with ``words`` that its
+    tokenizer can cut a text into."""
     config = config or CONFIGS[name]
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
     writer = gguf.GGUFWriter(path, name)
     _write_keys(writer, config, name)
-    _write_words(writer, config, False)
+    _write_words(writer, config, words)
     with _keys_replaced(writer):
         more(writer)
     state = model.state_dict()
