@@ -141,6 +141,23 @@ def test_a_model_that_does_not_fit_is_calibrated_with_one_float_layer_at_a_time(
     assert same(loaded, model) and not same(loaded, plain)
 
 
+def test_experts_that_do_not_fit_take_gptq_with_one_layer_float_at_a_time(tmp_path, monkeypatch):
+    torch.manual_seed(1)
+    sizes = {"vocab_size": 97, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    config = transformers.Qwen3MoeConfig(**sizes, intermediate_size=96, moe_intermediate_size=96, num_experts=4, num_experts_per_tok=2)
+    model = transformers.Qwen3MoeForCausalLM(config).eval()
+    model.save_pretrained(tmp_path / "float")
+    monkeypatch.setattr(by_layer, "available_bytes", lambda: 0)
+    lowbit.quantize_checkpoint(tmp_path / "float", tmp_path / "packed", CONFIG, calibration="self")
+    cls = transformers.AutoModelForCausalLM
+    plain = cls.from_pretrained(tmp_path / "float", quantization_config=lowbit.LowbitConfig(CONFIG))
+    text = [{"input_ids": torch.cat([batch["input_ids"] for batch in own_text(plain)])}]
+    model = transformers.Qwen3MoeForCausalLM.from_pretrained(tmp_path / "float").eval()
+    lowbit.quantize_(model, lowbit.int8_dynamic_activation_int4_weight(32, algorithm=lowbit.GPTQ()), calibration=text)
+    loaded = cls.from_pretrained(tmp_path / "packed")
+    assert same(loaded, model) and not same(loaded, plain)
+
+
 def test_layer_by_layer_refuses_a_layer_that_is_called_twice_or_shares_its_weight(tmp_path, monkeypatch):
     monkeypatch.setattr(by_layer, "available_bytes", lambda: 0)
     folder, _ = saved(tmp_path, tied=True)
