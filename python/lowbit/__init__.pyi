@@ -87,18 +87,14 @@ from lowbit.formats import (
     nf4_weight_only as nf4_weight_only,
     semi_sparse_weight as semi_sparse_weight,
 )
+from lowbit.huggingface.cache_file import load_cache as load_cache, save_cache as save_cache
 from lowbit.huggingface.load_gguf import load_gguf as load_gguf
 from lowbit.huggingface.load_gguf_adapter import load_gguf_adapter as load_gguf_adapter
 from lowbit.huggingface.lowbit_config import LowbitConfig as LowbitConfig
 from lowbit.huggingface.quantize_checkpoint import quantize_checkpoint as quantize_checkpoint
 from lowbit.huggingface.save import save as save
 from lowbit.huggingface.trainer_optimizer import trainer_optimizer as trainer_optimizer
-from lowbit.models.croppable_cache import (
-    croppable_cache as croppable_cache,
-    load_cache as load_cache,
-    rewind_cache as rewind_cache,
-    save_cache as save_cache,
-)
+from lowbit.models.croppable_cache import croppable_cache as croppable_cache, rewind_cache as rewind_cache
 from lowbit.models.fuse import fuse as fuse
 from lowbit.models.quantized_cache import QuantizedCache as QuantizedCache
 from lowbit.models.rotate import rotate_ as rotate_

@@ -1,30 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A cache of a model with recurrent layers that can be cropped, saved and loaded."""
+"""A cache of a model with recurrent layers that can be cropped."""
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import nn
 from transformers.cache_utils import DynamicCache
 
-from lowbit.documents.whole_file import replaced_file
 from lowbit.models.croppable_states import CroppableStates, LinearAttentionLayer
 from lowbit.models.growing_cache import GrowingLayer
-
-_FORMAT = "lowbit.cache"
-_PARTS = ("conv", "state")
 
 
 def croppable_cache(model: nn.Module, every: int = 256) -> DynamicCache:
     """Return an empty cache for a model with recurrent layers, from which tokens can be taken out again.
 
     transformers refuses to crop recurrent states, and so assisted decoding with such models. This cache keeps the states
-    behind every ``every``-th token and, of the last call of the model, what a crop to any of its tokens needs. Pass it
+    behind every ``every``-th token and, of the last call of the model, what a crop to its last tokens needs. Pass it
     to ``generate`` as ``past_key_values``: ``assistant_model`` and ``prompt_lookup_num_tokens`` work then, and
     `rewind_cache` goes back to the prefix that a next prompt shares.
 
@@ -77,7 +69,8 @@ def rewind_cache(cache: DynamicCache, length: int) -> int:
 
     Returns:
         The number of tokens that are left: the last one behind which the states of all layers can be recalled. It is
-        ``length`` within the last call of the model, and otherwise less by at most ``every`` - 1.
+        ``length`` among the last ``every`` tokens of a last call that ran module by module, and otherwise less by at most
+        ``every`` - 1.
 
     Raises:
         ValueError: the cache is another one, or has fewer tokens. Nothing has changed then.
@@ -85,7 +78,7 @@ def rewind_cache(cache: DynamicCache, length: int) -> int:
     Example:
         >>> left = lowbit.rewind_cache(cache, len(shared_prefix))
     """
-    layers = _recurrent("rewind_cache", cache)
+    layers = recurrent_layers_of("rewind_cache", cache)
     held = layers[0].length
     if type(length) is not int or not 0 <= length <= held:
         raise ValueError(f"rewind_cache: length must be from 0 to {held}, the tokens in the cache, got {length!r}")
@@ -96,79 +89,9 @@ def rewind_cache(cache: DynamicCache, length: int) -> int:
     return left
 
 
-def save_cache(cache: DynamicCache, path: str | Path) -> None:
-    """Write a cache of `croppable_cache` to a safetensors file: keys, values, and all states that are kept.
-
-    Args:
-        cache: the cache, with one token or more.
-        path: the file, which is replaced as a whole.
-
-    Raises:
-        ValueError: the cache is another one, or empty.
-    """
-    layers = _recurrent("save_cache", cache)
-    if not layers[0].length:
-        raise ValueError("save_cache: cache must have tokens, got an empty one")
-    tensors: dict[str, Tensor] = {}
-    for i, layer in enumerate(cache.layers):
-        if type(layer) is CroppableStates:
-            for at, states in layer.states().items():
-                for name, state in zip(_PARTS, states, strict=False):
-                    tensors[f"{i}.{at}.{name}"] = state.contiguous()
-        else:
-            tensors |= {f"{i}.keys": layer.keys.contiguous(), f"{i}.values": layer.values.contiguous()}
-    kinds = ["recurrent" if type(layer) is CroppableStates else "attention" for layer in cache.layers]
-    about = {"format": _FORMAT, "every": str(layers[0].every), "layers": json.dumps(kinds)}
-    with replaced_file(path) as place:
-        save_file({name: tensor.clone() for name, tensor in tensors.items()}, place, about)
-
-
-def load_cache(model: nn.Module, path: str | Path) -> DynamicCache:
-    """Return the cache that `save_cache` wrote, with the same bits.
-
-    Args:
-        model: a model with the layers of the one that the cache is of, as for `croppable_cache`.
-        path: the file.
-
-    Raises:
-        FileNotFoundError: the file does not exist.
-        ValueError: it is no file of `save_cache`, or of a model with other layers. The message names the file.
-    """
-    if not Path(path).is_file():
-        raise FileNotFoundError(f"load_cache: path must be a file, got {path}")
-    try:
-        with safe_open(path, framework="pt", device="cpu") as file:
-            about = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except SafetensorError as error:
-        raise ValueError(f"load_cache: {path} must be a safetensors file, got one that is not: {error}") from None
-    if about.get("format") != _FORMAT:
-        raise ValueError(f"load_cache: {path} must be a file of save_cache, got format {about.get('format')!r}")
-    cache = croppable_cache(model, int(about["every"]))
-    kinds = ["recurrent" if type(layer) is CroppableStates else "attention" for layer in cache.layers]
-    if kinds != (told := json.loads(about["layers"])):
-        raise ValueError(f"load_cache: {path} must be of a model with the layers {kinds}, got {told}")
-    try:
-        for i, layer in enumerate(cache.layers):
-            _fill(layer, {name.partition(".")[2]: each for name, each in tensors.items() if name.startswith(f"{i}.")})
-    except (KeyError, ValueError) as error:
-        raise ValueError(
-            f"load_cache: {path} must hold the states of every layer, got a damaged one: {error}"
-        ) from None
-    return cache
-
-
-def _fill(layer: Any, tensors: dict[str, Tensor]) -> None:
-    """Give a new layer the tensors of one."""
-    if type(layer) is not CroppableStates:
-        layer.update(tensors["keys"], tensors["values"])
-        return
-    lengths = {int(name.partition(".")[0]) for name in tensors}
-    names = [name for name in _PARTS if f"{max(lengths)}.{name}" in tensors]
-    layer.hold({at: tuple(tensors[f"{at}.{name}"] for name in names) for at in lengths})
-
-
-def _recurrent(call: str, cache: Any) -> list[CroppableStates]:
+def recurrent_layers_of(call: str, cache: Any) -> list[CroppableStates]:
+    """Return the recurrent layers of a cache of `croppable_cache`; raise ValueError in the name of ``call`` if it is
+    another one."""
     if not is_croppable(cache):
         raise ValueError(f"{call}: cache must be one of lowbit.croppable_cache, got a {type(cache).__name__}")
     return [layer for layer in cache.layers if type(layer) is CroppableStates]
