@@ -14,6 +14,7 @@ from lowbit.checkpoints.gguf.attention_keys import attends, heads_of_some_layers
 from lowbit.checkpoints.gguf.expert_keys import SIGMOID, ExpertKeys
 from lowbit.checkpoints.gguf.metadata import Metadata
 
+_ENDS = ".weight", ".bias"
 _CONV = "shortconv.conv.weight"
 
 
@@ -49,14 +50,13 @@ _NAMES = {
     "attn_norm.weight": "operator_norm.weight",
     "ffn_norm.weight": "ffn_norm.weight",
     "attn_output.weight": "self_attn.out_proj.weight",
-    **{f"attn_{of}.weight": f"self_attn.{of}_proj.weight" for of in "qkv"},
+    **{f"attn_{of}{_ENDS[0]}": f"self_attn.{of}_proj.weight" for of in "qkv"},
     **{f"attn_{of}_norm.weight": f"self_attn.{of}_layernorm.weight" for of in "qk"},
+    **{f"shortconv.{of}{end}": f"conv.{of}{end}" for of in ("in_proj", "conv", "out_proj") for end in _ENDS},
     **{
-        f"shortconv.{of}.{end}": f"conv.{of}.{end}"
-        for of in ("in_proj", "conv", "out_proj")
-        for end in ("weight", "bias")
+        f"ffn_{of}{_ENDS[0]}": f"feed_forward.{to}{_ENDS[0]}"
+        for of, to in (("gate", "w1"), ("down", "w2"), ("up", "w3"))
     },
-    **{f"ffn_{of}.weight": f"feed_forward.{to}.weight" for of, to in (("gate", "w1"), ("down", "w2"), ("up", "w3"))},
 }
 _LFM2 = dict(
     epsilon=(ROOT_MEAN_SQUARE, "norm_eps"),

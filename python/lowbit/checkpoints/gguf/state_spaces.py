@@ -22,6 +22,7 @@ from lowbit.checkpoints.gguf.further_layers import without_further_layers
 from lowbit.checkpoints.gguf.metadata import Metadata
 
 _A, _D, _CONV, _NORM = "ssm_a", "ssm_d", "ssm_conv1d.weight", "ssm_norm.weight"
+_ENDS = ".weight", ".bias"
 _WIDTH, _LAYERS = "hidden_size", "num_hidden_layers"
 
 
@@ -230,20 +231,20 @@ def _mixer(name: str) -> dict[str, str]:
     """Return the parameters of a Mamba-2 mixer of this name."""
     names = {_A: f"{name}.A_log", _D: f"{name}.D", "ssm_dt.bias": f"{name}.dt_bias", _NORM: f"{name}.norm.weight"}
     for of, to in (("ssm_in", "in_proj"), ("ssm_conv1d", "conv1d"), ("ssm_out", "out_proj")):
-        names |= {f"{of}.{end}": f"{name}.{to}.{end}" for end in ("weight", "bias")}
+        names |= {f"{of}{end}": f"{name}.{to}{end}" for end in _ENDS}
     return names
 
 
 def _attention(name: str) -> dict[str, str]:
     projections = ("q", "k", "v", "o")
     to = dict(zip(projections, ("attn_q", "attn_k", "attn_v", "attn_output"), strict=True))
-    return {f"{to[of]}.{end}": f"{name}.{of}_proj.{end}" for of in projections for end in ("weight", "bias")}
+    return {f"{to[of]}{end}": f"{name}.{of}_proj{end}" for of in projections for end in _ENDS}
 
 
 def _outside(base: str, embedding: str, norm: str) -> dict[str, str]:
     return {
-        "token_embd.weight": f"{base}.{embedding}.weight",
-        "output_norm.weight": f"{base}.{norm}.weight",
+        "token_embd.weight": f"{base}.{embedding}{_ENDS[0]}",
+        "output_norm.weight": f"{base}.{norm}{_ENDS[0]}",
         "output.weight": "lm_head.weight",
     }
 
@@ -255,7 +256,7 @@ _MAMBA = dict(
     reads_weights=True,
     outside=_outside("backbone", "embeddings", "norm_f"),
 )
-_OF_MAMBA1 = {f"ssm_dt.{end}": f"mixer.dt_proj.{end}" for end in ("weight", "bias")}
+_OF_MAMBA1 = {f"ssm_dt{end}": f"mixer.dt_proj{end}" for end in _ENDS}
 _OF_MAMBA1 |= {"attn_norm.weight": "norm.weight", "ssm_x.weight": "mixer.x_proj.weight"}
 MAMBA, FALCON_MAMBA = (
     Architecture(model_type=name, more=_mamba, tensors=MambaTensors, names=_mixer("mixer") | _OF_MAMBA1, **_MAMBA)
@@ -308,11 +309,7 @@ FALCON_H1 = Architecture(
     names={
         "attn_norm.weight": "input_layernorm.weight",
         "ffn_norm": "pre_ff_layernorm.weight",  # the only norm without an end in its name
-        **{
-            f"ffn_{of}.{end}": f"feed_forward.{of}_proj.{end}"
-            for of in ("gate", "up", "down")
-            for end in ("weight", "bias")
-        },
+        **{f"ffn_{of}{end}": f"feed_forward.{of}_proj{end}" for of in ("gate", "up", "down") for end in _ENDS},
         **_mixer("mamba"),
         **_attention("self_attn"),
     },
@@ -327,7 +324,7 @@ _NEMOTRON_H = dict(
     outside=_outside("model", "embeddings", "norm_f"),
 )
 _IN_NEMOTRON_H = {"attn_norm.weight": "norm.weight", **_mixer("mixer"), **_attention("mixer")}
-_IN_NEMOTRON_H |= {f"ffn_{of}.{end}": f"mixer.{of}_proj.{end}" for of in ("up", "down") for end in ("weight", "bias")}
+_IN_NEMOTRON_H |= {f"ffn_{of}{end}": f"mixer.{of}_proj{end}" for of in ("up", "down") for end in _ENDS}
 NEMOTRON_H = Architecture(more=_nemotron_h, names=_IN_NEMOTRON_H, **_NEMOTRON_H)
 NEMOTRON_H_MOE = Architecture(
     more=_nemotron_h_moe,
