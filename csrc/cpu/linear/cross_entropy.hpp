@@ -346,7 +346,9 @@ inline void cross_entropy_by(const LinearCrossEntropyArgs& args, ChooseFamily ch
   lists(counted);
   const Scratch memory(counted.bytes);
   Arena arena = memory.arena();
-  const auto [rows, ends] = lists(arena);
+  const auto found = lists(arena);  // clang 15 captures no structured bindings
+  int32_t* const rows = found.first;
+  RowEnd* const ends = found.second;
   const int64_t count = find_label_rows(args, rows);
   zero(args.loss), zero(args.lse), zero(args.grad_x);  // rows without a label keep these
   if (count == 0) return zero(args.grad_head), zero(args.grad_bias);
