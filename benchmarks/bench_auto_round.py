@@ -3,17 +3,14 @@
 
     pip install --no-deps auto-round-lib==0.16.0 && python benchmarks/bench_auto_round.py
 
-Both have the same codes and scales; the error of each beside a float32 product is printed before its times. --alone
-names a program that runs as long as its argument, in seconds, and keeps others off the machine meanwhile.
+Both have the same codes and scales; the error of each beside a float32 product is printed before its times.
 """
 
 from __future__ import annotations
 
 import argparse
-import subprocess
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from harness import Run, table
@@ -57,7 +54,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--alone", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     products, weight = candidates()
@@ -68,8 +64,6 @@ def main() -> None:
         for name, product in products.items():
             print(f"{name}: error {((product(x) - wanted).norm() / wanted.norm()).item():.1e}")
         run = Run()
-        alone = subprocess.Popen([options.alone, "sleep", "60"]) if options.alone else None
-        time.sleep(2 if alone else 0)
         for m in ROWS:
             x, best = torch.randn(m, SIZE), dict.fromkeys(products, 1e9)
             for _ in range(options.rounds):
@@ -79,9 +73,6 @@ def main() -> None:
                         product(x)
                         best[name] = min(best[name], time.perf_counter() - begin)
             rows.append([str(m), *(f"{1e3 * seconds:.2f}" for seconds in best.values())])
-        if alone:
-            subprocess.run(["pkill", "-P", str(alone.pid), "sleep"], check=False)
-            alone.wait()
     print(table(("rows, ms", *products), rows))
     run.end(None, rows)
 

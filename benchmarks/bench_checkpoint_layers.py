@@ -6,16 +6,13 @@
 A whole model of GPTQModel takes minutes to load on two cores, because it compiles every layer by torch.compile; this
 times its kernel for the same products instead, not compiled. The weights are random, in groups of 32 (int4) or 128 (float8), activations bfloat16, one row. The 16 layers have memory of
 their own, so that every weight comes from memory. "of the memory" is the share of what a loop that only reads finds.
---alone names a program that runs as long as its argument, in seconds, and keeps others off the machine meanwhile.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
-import subprocess
 import time
-from pathlib import Path
 
 import torch
 from harness import Run, table
@@ -67,7 +64,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=12)
-    parser.add_argument("--alone", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     inputs = {k: torch.randn(1, k, dtype=torch.bfloat16) for k in (2048, 8192)}
@@ -83,8 +79,6 @@ def main() -> None:
             name: [layer, *(copy.deepcopy(layer) for _ in range(LAYERS - 1))] for name, layer in candidates.items()
         }
         run = Run()
-        alone = subprocess.Popen([options.alone, "sleep", "50"]) if options.alone else None
-        time.sleep(2 if alone else 0)
         for _ in range(options.rounds):
             for name, layers in models.items():
                 begin = time.perf_counter()
@@ -92,9 +86,6 @@ def main() -> None:
                 times[name] = min(times.get(name, 1e9), time.perf_counter() - begin)
             read = max(_C.read_bandwidth(256 * MIB, streams, options.threads, 3) for streams in (1, 4))
             times["read"] = max(times.get("read", 0), read)
-        if alone:
-            subprocess.run(["pkill", "-P", str(alone.pid), "sleep"], check=False)
-            alone.wait()
     rows = []
     for name, layers in models.items():
         held = {id(t): t.nbytes for layer in layers for one in layer for t in (*one.parameters(), *one.buffers())}

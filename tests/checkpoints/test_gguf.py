@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from gguf_files import CONFIGS, HALVES, gguf, random_blocks, transformers, write
+from gguf_files import CONFIGS, HALVES, distance, gguf, logits, random_blocks, transformers, write
 
 import lowbit
 from lowbit import _C
@@ -120,15 +120,6 @@ def in_transformers(path: Path) -> torch.nn.Module:
     """As transformers reads the weights; of the configuration it leaves out a part."""
     config = config_of(GgufFile.open(path))
     return transformers.AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, config=config, dtype=torch.float32)
-
-
-def logits(model: torch.nn.Module) -> torch.Tensor:
-    with torch.no_grad():
-        return model(torch.arange(18).view(2, 9)).logits
-
-
-def distance(ours: torch.Tensor, wanted: torch.Tensor) -> float:
-    return ((ours - wanted).norm() / wanted.norm()).item()
 
 
 @pytest.mark.parametrize("type", ["Q4_0", "Q6_K"])

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from gguf_beside_llama import distances, logits_of_llama_cpp
-from gguf_files import gguf
+from gguf_files import TOKENS, distance, gguf, logits
 from gguf_hybrids import CONFIGS, by_kind, converted, model_of, write_hybrid
 
 import lowbit
@@ -18,16 +18,6 @@ from lowbit.huggingface.load_gguf import load_gguf, load_model
 
 READ_BY_OTHERS = {"mamba": {"lm_head", "dt_proj"}, "falcon mamba": {"lm_head", "dt_proj"}, "mamba2": {"lm_head"}}
 """Layers that are float, because transformers reads their weights."""
-TOKENS = torch.arange(18).view(2, 9)
-
-
-def logits(model: torch.nn.Module) -> torch.Tensor:
-    with torch.no_grad():
-        return model(TOKENS).logits
-
-
-def distance(ours: torch.Tensor, wanted: torch.Tensor) -> float:
-    return ((ours - wanted).norm() / wanted.norm()).item()
 
 
 @pytest.mark.parametrize("fuse", [False, True])

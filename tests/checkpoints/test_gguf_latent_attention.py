@@ -7,7 +7,7 @@ import copy
 
 import pytest
 import torch
-from gguf_files import gguf, transformers
+from gguf_files import TOKENS, distance, gguf, logits, transformers
 from gguf_mixtures import KV_B, LATENT, halves_of_kv_b, in_float, write_mixture
 
 from lowbit.checkpoints.gguf.file import GgufFile
@@ -15,7 +15,6 @@ from lowbit.checkpoints.gguf.saving import save
 from lowbit.huggingface.load_gguf import load_model
 
 NAME = "deepseek2"
-TOKENS = torch.arange(18).view(2, 9)
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 40.0, "original_max_position_embeddings": 16, "mscale": 0.707, "mscale_all_dim": 0.707}
 V3, V2 = transformers.DeepseekV3Config, transformers.DeepseekV2Config
 CONFIGS = {
@@ -27,15 +26,6 @@ CONFIGS = {
     "V2 Lite": V2(**LATENT | dict(q_lora_rank=None), n_group=1, topk_group=1, topk_method="greedy", rope_parameters=YARN),
     "V2 with experts in all layers": V2(**LATENT | dict(first_k_dense_replace=0), topk_method="greedy"),
 }
-
-
-def logits(model: torch.nn.Module) -> torch.Tensor:
-    with torch.no_grad():
-        return model(TOKENS).logits
-
-
-def distance(ours: torch.Tensor, wanted: torch.Tensor) -> float:
-    return ((ours - wanted).norm() / wanted.norm()).item()
 
 
 def changed(case: str, **attributes) -> transformers.PreTrainedConfig:

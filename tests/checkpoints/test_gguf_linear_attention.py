@@ -5,24 +5,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from gguf_files import gguf
+from gguf_files import TOKENS, distance, gguf, logits
 from gguf_qwen35 import CONFIGS, write_qwen35
 
 import lowbit
 from lowbit.checkpoints.gguf.file import GgufFile
 from lowbit.checkpoints.gguf.saving import save
 from lowbit.huggingface.load_gguf import load_model
-
-TOKENS = torch.arange(18).view(2, 9)
-
-
-def logits(model: torch.nn.Module) -> torch.Tensor:
-    with torch.no_grad():
-        return model(TOKENS).logits
-
-
-def distance(ours: torch.Tensor, wanted: torch.Tensor) -> float:
-    return ((ours - wanted).norm() / wanted.norm()).item()
 
 
 @pytest.mark.parametrize("type", ["F32", "F16", "Q4_0", "Q5_1", "Q8_0"])

@@ -7,7 +7,7 @@ import copy
 
 import pytest
 import torch
-from gguf_files import HALVES, gguf, transformers
+from gguf_files import HALVES, distance, gguf, logits, transformers
 from gguf_hybrids import CONFIGS as HYBRIDS
 from gguf_hybrids import architecture_of
 from gguf_mixtures import CONFIGS, experts_of, in_float, write_mixture
@@ -21,17 +21,7 @@ from lowbit.checkpoints.gguf.mixtures import DENSE, MIXTURES
 from lowbit.checkpoints.gguf.saving import save
 from lowbit.huggingface.load_gguf import load_model
 
-TOKENS = torch.arange(18).view(2, 9)
 TYPES = [*HALVES, "F32", "F16"]
-
-
-def logits(model: torch.nn.Module) -> torch.Tensor:
-    with torch.no_grad():
-        return model(TOKENS).logits
-
-
-def distance(ours: torch.Tensor, wanted: torch.Tensor) -> float:
-    return ((ours - wanted).norm() / wanted.norm()).item()
 
 
 def changed(name: str, **attributes) -> transformers.PreTrainedConfig:

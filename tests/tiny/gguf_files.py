@@ -16,6 +16,7 @@ gguf = pytest.importorskip("gguf")
 transformers = pytest.importorskip("transformers")
 from transformers.modeling_gguf_pytorch_utils import TensorProcessor, get_gguf_hf_weights_map  # noqa: E402
 
+TOKENS = torch.arange(18).view(2, 9)
 SIZES = dict(vocab_size=64, hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64)  # fmt: skip
 CONFIGS = {
     "llama": transformers.LlamaConfig(**SIZES, head_dim=64),
@@ -36,6 +37,15 @@ HALVES = {
     "Q4_K": [0, 2], "Q5_K": [0, 2], "Q6_K": [208], "IQ4_NL": [0], "IQ4_XS": [0], "MXFP4": [],
 }  # fmt: skip
 """Where the float16 numbers of a block are."""
+
+
+def logits(model: torch.nn.Module) -> torch.Tensor:
+    with torch.no_grad():
+        return model(TOKENS).logits
+
+
+def distance(ours: torch.Tensor, wanted: torch.Tensor) -> float:
+    return ((ours - wanted).norm() / wanted.norm()).item()
 
 
 def random_blocks(type: str, rows: int, k: int, seed: int = 0, spread: float = 1.0) -> np.ndarray:
