@@ -16,7 +16,7 @@ from lowbit.autotune.kept_times import KeptTimes
 from lowbit.autotune.plan import Plan
 from lowbit.autotune.seen_layer import record
 from lowbit.autotune.timing import Times
-from lowbit.quant.output_head import head_config
+from lowbit.autotune.tried_formats import TriedFormats
 
 FLOAT_SECONDS = 10.0
 
@@ -60,12 +60,12 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
 def make_plan() -> Callable[..., Plan]:
     """autoquant with a FakeTimer, and no times kept in a file."""
 
-    def make(model, example_input, candidates, seconds, min_sqnr=20.0, model_seconds=1.0, cache=False, filter_fn=None, noise=1.0, taken=0.0, recorded=False, whole=True, evaluate=None, at_most=None, head="int8"):
+    def make(model, example_input, candidates, seconds, min_sqnr=20.0, model_seconds=1.0, cache=False, filter_fn=None, noise=1.0, taken=0.0, recorded=False, whole=True, evaluate=None, at_most=None, head="int8", calibration=None):
         timer = FakeTimer(seconds, model_seconds)
         timer.noise, timer.taken = noise, taken
-        maker = PlanMaker(candidates_of(candidates, None), min_sqnr, KeptTimes(cache), timer)
+        formats = TriedFormats(candidates_of(candidates, None), head, calibration)
+        maker = PlanMaker(formats, min_sqnr, KeptTimes(cache), timer)
         maker.raises, maker.evaluate, maker.at_most = True, evaluate, at_most
-        maker.of_head = [head_config("autoquant", head, config) or config for config in maker.configs]
         layers = maker.layers_of(model, filter_fn)
         if recorded:
             record(model, layers, lambda: model(example_input))

@@ -12,7 +12,7 @@ from torch import nn
 
 import lowbit
 from lowbit import _C
-from lowbit.autotune import candidates, seen_linear
+from lowbit.autotune import candidates, seen_layer, seen_linear
 from lowbit.autotune.rows import fitting_rows
 from lowbit.autotune.seen_layer import SAMPLE_ROWS
 from lowbit.formats import FORMATS
@@ -395,14 +395,14 @@ def test_a_forced_row_leaves_nothing_to_choose(block, x):
 
 
 def test_a_candidate_that_raises_is_left_out_and_noted(block, x, make_plan, monkeypatch):
-    packed = seen_linear.pack_weight
+    packed = seen_layer.pack_weight
 
-    def refuses(weight, spec):
+    def refuses(weight, spec, inputs):
         if spec.format == "int4":
             raise RuntimeError("no paper left")
-        return packed(weight, spec)
+        return packed(weight, spec, inputs)
 
-    monkeypatch.setattr(seen_linear, "pack_weight", refuses)
+    monkeypatch.setattr(seen_layer, "pack_weight", refuses)
     plan = lowbit.autoquant(block, x, candidates=[INT8, W4A8], cache=False)
     assert any("int4 g32 int8-activations is left out, twice cannot be tried with it: no paper left" in note for note in plan.notes)
     assert all(spec.format == "int8" for spec in plan.specs.values())

@@ -93,6 +93,37 @@ def test_generate_is_recorded_with_prompt_and_steps(tmp_path):
     assert model.generate(torch.arange(7)[None], max_new_tokens=3, do_sample=False).shape == (1, 10)
 
 
+def test_a_model_that_writes_its_own_text_gets_codes_by_gptq(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=50, max_position_embeddings=64, tie_word_embeddings=False,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(config).eval()
+    ids = {"input_ids": torch.arange(40)[None]}
+    one = lowbit.int8_dynamic_activation_int4_weight(32)
+    plan = lowbit.autoquant(model, ids, candidates=[one], min_sqnr=None, calibration="self", cache=False)
+    assert any(note.startswith("calibrated on 16 x 63 tokens that the model wrote by itself") for note in plan.notes)
+    by_gptq = {name for name, spec in plan.specs.items() if spec.algorithm == lowbit.GPTQ()}
+    assert {spec.format for name, spec in plan.specs.items() if name not in by_gptq} <= {"int8"}, "the head"
+    plan.save(tmp_path / "plan.json")
+    wanted, got = copy.deepcopy(model), copy.deepcopy(model)
+    plan.apply(wanted)
+    lowbit.Plan.load(tmp_path / "plan.json").apply(got, calibration="self")
+    for (name, value), other in zip(wanted.state_dict().items(), got.state_dict().values(), strict=True):
+        assert torch.equal(value, other), name
+    if plan.specs:
+        model.save_pretrained(tmp_path / "float")
+        with pytest.raises(ValueError, match="plan.json was made with a calibration and needs calibration, got None"):
+            lowbit.quantize_checkpoint(tmp_path / "float", tmp_path / "packed", plan=tmp_path / "plan.json")
+        lowbit.quantize_checkpoint(
+            tmp_path / "float", tmp_path / "packed", plan=tmp_path / "plan.json", calibration="self"
+        )
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "packed")
+        assert torch.equal(loaded(**ids).logits, wanted(**ids).logits)
+
+
 def test_the_kv_cache_is_the_smallest_that_holds_the_bound():
     from lowbit.autotune.kv_choice import choose_cache
 

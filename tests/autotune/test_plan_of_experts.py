@@ -197,3 +197,18 @@ def test_the_real_timer_measures_experts():
     plan = lowbit.autoquant(model, torch.randn(3, HIDDEN), candidates=[INT8], min_sqnr=None, cache=False)
     row = of(plan)["experts"]
     assert row.float_seconds > 0 and row.seconds > 0
+
+
+def test_codes_of_experts_are_those_of_quantize_with_the_same_calibration(make_plan):
+    model = Mixture().eval()
+    batches = list(torch.randn(3, 2, 40, HIDDEN, generator=torch.Generator().manual_seed(5)))
+    config = lowbit.int4_weight_only(32, algorithm=lowbit.GPTQ())
+    plan = make_plan(model, batches[0], [config], {"int4": 2.0}, -math.inf, calibration=batches)
+    wanted, got = copy.deepcopy(model), copy.deepcopy(model)
+    lowbit.quantize_(wanted, config, calibration=batches)
+    plan.apply(got)
+    assert of(plan)["experts"].spec.algorithm == lowbit.GPTQ()
+    for key in ("gate_up_proj", "down_proj"):
+        assert torch.equal(getattr(wanted.experts, key), getattr(got.experts, key))
+    noise = (model(batches[0]).double() - got(batches[0]).double()).square().sum()
+    assert plan.model_db == pytest.approx(10 * math.log10(model(batches[0]).double().square().sum() / noise), abs=1e-6)

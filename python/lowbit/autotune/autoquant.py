@@ -29,12 +29,14 @@ from lowbit.autotune.rows import forced_row
 from lowbit.autotune.seen_layer import SeenLayer, float_bytes_of, record
 from lowbit.autotune.seen_layers import MEASURED, seen_layers
 from lowbit.autotune.timing import AGREE, BUSY, Timer
+from lowbit.autotune.tried_formats import TriedFormats
 from lowbit.autotune.whole_model import CACHE, WholeModel
 from lowbit.formats.base import FormatConfig
 from lowbit.formats.float import FloatWeightConfig
+from lowbit.quant.calibration import Calibration
 from lowbit.quant.evaluation import evaluating
 from lowbit.quant.kinds import is_packed, kind_of, shape_of
-from lowbit.quant.output_head import INT8, head_config, head_layers
+from lowbit.quant.output_head import INT8, head_layers
 from lowbit.quant.read_weights import weights_that_are_read
 from lowbit.quant.select import FilterFn, reason_to_skip, select
 
@@ -60,6 +62,8 @@ def autoquant(
     evaluate: Callable[[nn.Module], float] | None = None,
     at_most: float | None = None,
     head: FormatConfig | str | None = INT8,
+    calibration: Calibration | Iterable[Any] | str | None = None,
+    tokenizer: Callable[..., Any] | None = None,
 ) -> Plan | Recording:
     """Choose for each linear layer and module of experts the fastest format and kernel row that is accurate enough.
 
@@ -93,14 +97,16 @@ def autoquant(
         head: the formats of a language model's output head, as in `quantize_`: with "int8", 8 bits take the place of
             candidates that have fewer. Embeddings are not measured: one that is tied to the head keeps its float
             weight.
+        calibration, tokenizer: as in `quantize_`: the codes of candidates that search for scales or use `GPTQ` are
+            chosen with it, and with "self" by GPTQ. ``plan.apply`` chooses the same codes.
 
     Returns:
         A `Plan`; with ``manual`` a `Recording`.
 
     Raises:
         ValueError: an argument has an unsupported value; a kernel row is forced (LOWBIT_KERNEL); a weight is not
-            finite; no layer is called; two runs of the model or of ``evaluate`` differ; or the result of
-            ``evaluate`` for the float model is not below ``at_most``.
+            finite; no layer is called; two runs of the model or of ``evaluate`` differ; the result of ``evaluate`` for
+            the float model is not below ``at_most``; or `quantize_` would refuse the calibration.
         TypeError: an argument is of the wrong type, or ``evaluate`` does not return a number.
 
     Example:
@@ -119,9 +125,9 @@ def autoquant(
         raise ValueError("autoquant: manual=True records what you run; give example_input to finalize()")
     _check_evaluate(evaluate, at_most)
     model = getattr(model, "_orig_mod", model)  # the original module, since torch.compile's graphs have no hooks
-    maker = PlanMaker(configs, -math.inf if min_sqnr is None else float(min_sqnr), KeptTimes(cache), Timer())
+    formats = TriedFormats(configs, head, calibration, tokenizer)
+    maker = PlanMaker(formats, -math.inf if min_sqnr is None else float(min_sqnr), KeptTimes(cache), Timer())
     maker.raises, maker.evaluate, maker.at_most = not supress_autoquant_errors, evaluate, at_most
-    maker.of_head = [head_config("autoquant", head, config) or config for config in configs]
     layers = maker.layers_of(model, filter_fn)
     if manual:
         return Recording(model, layers, maker.plan)
@@ -149,10 +155,9 @@ def _check_evaluate(evaluate: Any, at_most: Any) -> None:
 class PlanMaker:
     """Creates a plan from a recording. It has the settings that do not depend on the model."""
 
-    def __init__(self, configs: Sequence[FormatConfig], bound_db: float, kept: KeptTimes, timer: Timer) -> None:
-        self.configs, self.bound_db, self.kept, self.timer = configs, bound_db, kept, timer
+    def __init__(self, formats: TriedFormats, bound_db: float, kept: KeptTimes, timer: Timer) -> None:
+        self.formats, self.bound_db, self.kept, self.timer = formats, bound_db, kept, timer
         self.raises = False
-        self.of_head = configs  # the configuration that the output head gets in place of each
         self.evaluate: Callable[[nn.Module], float] | None = None
         self.at_most: float | None = None
         self.left: dict[str, str] = {}  # layers that are not measured, with the reasons
@@ -205,10 +210,14 @@ class PlanMaker:
                     f"autoquant: the model must call a layer that can be quantized, got {len(layers)} that it did not "
                     "call"
                 )
+            calibration = self.formats.calibrate(model, called)
+            self.notes += [self.formats.note] * bool(self.formats.note)
             measured, noise = self._measure(layers, called)
             room_db, runs = self._bound_of(whole, evaluated)
             choice = choose(measured, room_db, self.bound_db, runs, margin_of(noise))
-            return self._finish(model, layers, choice, whole, evaluated, recorded)
+            plan = self._finish(model, layers, choice, whole, evaluated, recorded)
+            plan.calibrated, plan.calibration = calibration is not None, calibration
+            return plan
 
     def _bound_of(self, whole: WholeModel | None, evaluated: Evaluated | None) -> tuple[Callable[[Choice], float], int]:
         """Return a function that computes how far a choice is from the model's bound in dB, and the max number of its
@@ -222,15 +231,9 @@ class PlanMaker:
     def _measure(self, layers: list[SeenLayer], called: list[SeenLayer]) -> tuple[list[MeasuredLayer], float]:
         """Return the layers with their options, and the noise: the ratio by which times of the same call differ. If
         there is much noise, a note explains the consequence."""
-        dtypes = {layer.dtype for layer in called}
-        specs = {dtype: list(dict.fromkeys(config.spec(dtype) for config in self.configs)) for dtype in dtypes}
+        formats = {dtype: self.formats.of(dtype) for dtype in {layer.dtype for layer in called}}
         kinds = kinds_of(called)
-        of_head = {
-            config.spec(dtype): of_head.spec(dtype)
-            for dtype in dtypes
-            for config, of_head in zip(self.configs, self.of_head, strict=True)
-        }
-        measuring = Measuring(layers, kinds, specs, of_head, self.timer, self.kept, self._failed)
+        measuring = Measuring(layers, kinds, formats, self.timer, self.kept, self._failed)
         measured = measuring.measure(self._progress(kinds))
         self.by_bytes = measuring.by_bytes
         by_bytes = "they are taken to go by the bytes of the weights"

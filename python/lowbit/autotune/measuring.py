@@ -37,8 +37,8 @@ class Measuring:
     Args:
         layers: all layers of the model that may change. The weights of the others are read between two calls of one.
         kinds: the layers to measure, grouped by `kinds_of`.
-        specs: the formats to try, by the dtype of the weight.
-        of_head: the format that the output head gets in place of each format.
+        formats: the formats to try, by the dtype of the weight, each with the one that the output head gets in its
+            place.
         timer: the timer.
         kept: the times that are known already.
         failed: called with an exception and a text if a candidate cannot be tried.
@@ -48,17 +48,16 @@ class Measuring:
         self,
         layers: Sequence[SeenLayer],
         kinds: Sequence[Sequence[SeenLayer]],
-        specs: Mapping[torch.dtype, Sequence[LinearSpec]],
-        of_head: Mapping[LinearSpec, LinearSpec],
+        formats: Mapping[torch.dtype, Mapping[LinearSpec, LinearSpec]],
         timer: Timer,
         kept: KeptTimes,
         failed: Callable[[Exception, str], None],
     ) -> None:
         self.layers, self.timer, self.kept, self.failed = layers, timer, kept, failed
-        self.of_head = of_head
-        self.specs = {(dtype, False): list(of_dtype) for dtype, of_dtype in specs.items()}
-        for dtype, of_dtype in specs.items():
-            self.specs[dtype, True] = list(dict.fromkeys(of_head[spec] for spec in of_dtype))
+        self.of_head = {spec: of_head for of_dtype in formats.values() for spec, of_head in of_dtype.items()}
+        self.specs = {(dtype, False): list(of_dtype) for dtype, of_dtype in formats.items()}
+        for dtype, of_dtype in formats.items():
+            self.specs[dtype, True] = list(dict.fromkeys(of_dtype.values()))
         self._share = 1 / max(1, sum(len(kind[0].calls) for kind in kinds))  # fraction of the time per set of calls
         self.taken = 0.0  # max share of the CPU time that other programs took
         self.noise = 1.0  # ratio by which times of the same call differ, averaged over layers and weighted by time

@@ -9,9 +9,11 @@ import math
 import os
 import warnings
 from collections import defaultdict
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from types import NoneType
+from typing import Any, ClassVar, get_args
 
 from torch import nn
 
@@ -19,13 +21,22 @@ from lowbit.autotune.evaluated import Evaluation
 from lowbit.autotune.kept_times import machine
 from lowbit.autotune.kv_choice import CacheChoice
 from lowbit.autotune.picture import picture
-from lowbit.autotune.plan_checks import check_fits, check_names_of_formats, check_rows, text_of_size
+from lowbit.autotune.plan_checks import (
+    check_fits,
+    check_names_of_formats,
+    check_rows,
+    text_of_size,
+    with_algorithms,
+)
 from lowbit.autotune.plan_row import PlanRow
 from lowbit.autotune.seen_layers import MEASURED
 from lowbit.documents.declared import as_declared
 from lowbit.documents.whole_file import write_whole
+from lowbit.formats.algorithms import Algorithm
 from lowbit.formats.base import FormatConfig
 from lowbit.formats.spec import LinearSpec
+from lowbit.quant.calibration import Calibration, calibration_of
+from lowbit.quant.packing import Selected
 from lowbit.quant.quantize import quantize_
 from lowbit.quant.report import QuantizationReport
 from lowbit.quant.select import select
@@ -55,6 +66,7 @@ class Plan(LayerTable):
         evaluation: the result of ``evaluate`` without and with the plan.
         machine: the machine on which the plan was measured.
         notes: further remarks.
+        calibrated: whether codes are chosen with a calibration. `calibration` is it; a file does not keep it.
 
     Example:
         >>> plan = lowbit.Plan.load("plan.json")
@@ -70,19 +82,34 @@ class Plan(LayerTable):
     evaluation: Evaluation | None = None
     machine: dict[str, str] = field(default_factory=machine)
     notes: list[str] = field(default_factory=list)
+    calibrated: bool = False
 
     COLUMNS = ("layer", "n x k", "calls", "format", "row", "to float", "dB", "MB", "note")
+
+    def __post_init__(self) -> None:
+        self.calibration: Calibration | None = None
 
     @property
     def specs(self) -> dict[str, LinearSpec]:
         """The formats of the layers that do not stay float, by layer name."""
         return {row.layer: row.spec for row in self.rows if row.spec is not None}
 
-    def apply(self, model: nn.Module) -> QuantizationReport:
+    def apply(
+        self,
+        model: nn.Module,
+        *,
+        calibration: Calibration | Iterable[Any] | str | None = None,
+        tokenizer: Callable[..., Any] | None = None,
+    ) -> QuantizationReport:
         """Quantize ``model`` in place according to the plan, and make each layer prefer its kernel row.
 
         All checks are made before the first change. On another machine, the plan is valid, but perhaps not the fastest;
         a warning says so.
+
+        Args:
+            model: a float model with the layers of the plan.
+            calibration, tokenizer: as in `quantize_`, for a plan that was made with a calibration. None is that
+                calibration itself, which a plan from a file no longer has.
 
         Returns:
             The report of ``quantize_``.
@@ -90,25 +117,46 @@ class Plan(LayerTable):
         Raises:
             ValueError: a layer of the plan is missing in the model, has another size, or is already quantized; a linear
                 layer or module of experts of the model is missing in the plan; a kernel row does not exist in this
-                build, or can serve none of its layer's calls; or a weight is not finite. The message names the layers.
+                build, or can serve none of its layer's calls; a weight is not finite; the plan was made with a calibration,
+            and there is none, or the other way around; or the calibration does not cover a layer. The message names the
+            layers.
         """
         model = getattr(model, "_orig_mod", model)
         check_rows(self.rows)
         check_fits(self.rows, model)
+        given = self.calibration if calibration is None else calibration
+        self._check_calibration(given, tokenizer)
         configs: dict[LinearSpec, set[str]] = defaultdict(set)
         for name, spec in self.specs.items():
             configs[spec].add(name)
+        selected: list[Selected] = []
         for spec, names in configs.items():
-            select(model, _Fixed(spec), _named(names), None, True, kinds=MEASURED)
+            selected += select(model, _Fixed(spec), _named(names), None, True, kinds=MEASURED)[0]
+        weighed = any(item.spec.weighs_inputs for item in selected)
+        found = calibration_of(model, given, "the plan", selected, tokenizer) if given is not None and weighed else None
         here = machine()
         if other := [name for name, value in self.machine.items() if here.get(name) != value]:
             told = ", ".join(f"{name} {self.machine[name]} (here {here.get(name)})" for name in other)
             warnings.warn(f"Plan: times are those of {told}: another choice may be faster here", stacklevel=2)
-        reports = [quantize_(model, _Fixed(spec), _named(names), head=None) for spec, names in configs.items()]
+        reports = [
+            quantize_(model, _Fixed(spec), _named(names), calibration=found if spec.weighs_inputs else None, head=None)
+            for spec, names in configs.items()
+        ]
         for row in self.rows:
             if row.row:
                 model.get_submodule(row.layer).prefer(row.row)
         return _merged(reports)
+
+    def _check_calibration(self, given: Any, tokenizer: Any) -> None:
+        if self.calibrated and given is None:
+            raise ValueError(
+                "Plan: calibration must be given, since the plan was made with one, and its file does not keep it; got "
+                "None"
+            )
+        if given is not None and not self.calibrated:
+            raise ValueError("Plan: calibration must be None for a plan that was made without one")
+        if tokenizer is not None and not self.calibrated:
+            raise ValueError("Plan: tokenizer must be None for a plan that was made without a calibration")
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan to a JSON file. An existing file is replaced atomically.
@@ -141,11 +189,15 @@ class Plan(LayerTable):
         for name, spec in self.specs.items():
             for part in fields(spec):
                 value = getattr(spec, part.name)
-                if not isinstance(value, (str, int, float, type(None))):
+                if not isinstance(value, (str, int, float, NoneType, *get_args(Algorithm))):
                     raise ValueError(
                         f"Plan: {part.name} of {name} must be text, a number or None to be saved, got {value!r}"
                     )
-        return _plain({"lowbit_plan": VERSION, **asdict(self)})
+        values = asdict(self)
+        for row, saved in zip(self.rows, values["rows"], strict=True):
+            if row.spec is not None and row.spec.algorithm is not None:
+                saved["spec"]["algorithm"] = str(row.spec.algorithm)
+        return _plain({"lowbit_plan": VERSION, **values})
 
     @classmethod
     def from_dict(cls, values: Any) -> Plan:
@@ -161,6 +213,8 @@ class Plan(LayerTable):
         if version != VERSION:
             raise ValueError(f"the version must be {VERSION}, got {version!r}")
         check_names_of_formats(values.get("rows"))
+        if "rows" in values:
+            values["rows"] = with_algorithms(values["rows"])
         plan: Plan = as_declared(cls, values, "plan")
         check_rows(plan.rows)
         return plan

@@ -16,6 +16,7 @@ from lowbit.autotune.rows import alike, serves
 from lowbit.autotune.seen_layers import MEASURED
 from lowbit.devices import places
 from lowbit.formats.nearest import nearest
+from lowbit.formats.text import algorithm_from
 from lowbit.quant.kinds import is_packed, kind_of, shape_of
 
 _KNOWN = {
@@ -31,6 +32,25 @@ def check_names_of_formats(rows: Any) -> None:
         for name, known in _KNOWN.items() if isinstance(spec, dict) else ():
             if isinstance(value := spec.get(name), str) and value not in known:
                 raise ValueError(f"{row.get('layer')}: {name} must be one that this lowbit has, got {value!r}")
+
+
+def with_algorithms(rows: Any) -> Any:
+    """Return the rows of a file with the algorithms that their specs name as text.
+
+    Raises:
+        ValueError: the text is no algorithm; the message names the layer.
+    """
+    return [_with_algorithm(row) for row in rows] if isinstance(rows, list) else rows
+
+
+def _with_algorithm(row: Any) -> Any:
+    spec = row.get("spec") if isinstance(row, dict) else None
+    if not isinstance(spec, dict) or not isinstance(text := spec.get("algorithm"), str):
+        return row
+    try:
+        return {**row, "spec": {**spec, "algorithm": algorithm_from(text)}}
+    except ValueError as error:
+        raise ValueError(f"{row.get('layer')}: {error}") from None
 
 
 def check_rows(rows: Sequence[PlanRow]) -> None:

@@ -18,7 +18,7 @@ from lowbit.autotune.seen_layer import SeenLayer, Shape
 from lowbit.formats.spec import LinearSpec
 from lowbit.quant.experts import Form, call_of, dense_product, parts_in_float64, run
 from lowbit.quant.kinds import twin_of
-from lowbit.quant.packing import Selected, hold_packed, pack_weight
+from lowbit.quant.packing import Selected, hold_packed
 
 
 class SeenExperts(SeenLayer):
@@ -53,8 +53,7 @@ class SeenExperts(SeenLayer):
         return [""]  # a module of experts has no preferred kernel row
 
     def pack(self, spec: LinearSpec) -> nn.Module:
-        held = self.module._parameters
-        packed = {key: pack_weight(weight.matrix(held[key]), spec)[0] for key, weight in self.weights.items()}
+        packed = {key: self.packed_weight(weight, spec) for key, weight in self.weights.items()}
         return self._with(self.module, packed, spec)
 
     def in_place_of(self, module: nn.Module, packed: nn.Module, spec: LinearSpec, row: str = "") -> nn.Module:

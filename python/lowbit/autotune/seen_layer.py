@@ -18,8 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from lowbit.formats.spec import LinearSpec
+from lowbit.quant.calibration import Calibration, inputs_of
 from lowbit.quant.evaluation import without_encoder_fast_path
 from lowbit.quant.kinds import LayerWeight, weights_of
+from lowbit.quant.packing import Selected, pack_weight
 
 SAMPLE_ROWS = 64
 """Max number of input rows that are kept per layer. The SQNR of 64 rows x n outputs varies by less than 0.2 dB, and 200
@@ -51,12 +53,14 @@ class SeenLayer(ABC):
         calls: the number of calls with each shape.
         sample: rows of the inputs, about SAMPLE_ROWS in total: tuples of tensors as `inputs` returns them.
         is_head: whether one of them is the output head of a language model.
+        calibration: weights the errors of codes; None weights all equally.
     """
 
     modules: dict[str, nn.Module]
     calls: Counter[Shape] = field(default_factory=Counter)
     sample: list[tuple[Tensor, ...]] = field(default_factory=list)
     is_head: bool = False
+    calibration: Calibration | None = None
 
     @property
     def name(self) -> str:
@@ -83,6 +87,17 @@ class SeenLayer(ABC):
     def bytes(self, spec: LinearSpec) -> int:
         """Return the size of the weights in a format."""
         return sum(weight.bytes(spec) for weight in self.weights.values())
+
+    def selected(self, weight: LayerWeight, spec: LinearSpec) -> list[Selected]:
+        """Return one weight of the modules as `quantize_` selects it, once for each module."""
+        return [Selected(name, module, weight, spec, kernel="") for name, module in self.modules.items()]
+
+    def packed_weight(self, weight: LayerWeight, spec: LinearSpec) -> nn.Parameter:
+        """Return one weight of the layer in a format. Its codes are those that `quantize_` would choose."""
+        value = weight.matrix(self.module._parameters[weight.key])
+        weighed = self.calibration is not None and spec.weighs_inputs
+        inputs = inputs_of(self.selected(weight, spec), self.calibration) if weighed else None
+        return pack_weight(value, spec, inputs)[0]
 
     @property
     @abstractmethod

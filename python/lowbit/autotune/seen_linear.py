@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,7 +14,6 @@ from lowbit.autotune.seen_layer import SeenLayer, Shape
 from lowbit.devices import places
 from lowbit.formats.spec import LinearSpec
 from lowbit.quant.kinds import features_of, matrix_of
-from lowbit.quant.packing import pack_weight
 from lowbit.quant.quant_linear import QuantLinear
 
 _CHUNK = 1024  # number of output features that are computed at once in float64
@@ -39,7 +39,8 @@ class SeenLinear(SeenLayer):
         return fitting_rows(shape.m, *spec.op_args(*features_of(self.module)), shape.dtype, device)
 
     def pack(self, spec: LinearSpec) -> QuantLinear:
-        return _preferring(self.module, pack_weight(matrix_of(self.module), spec)[0], spec)
+        (weight,) = self.weights.values()
+        return _preferring(self.module, self.packed_weight(weight, spec), spec)
 
     def in_place_of(self, module: nn.Module, packed: nn.Module, spec: LinearSpec, row: str = "") -> QuantLinear:
         return _preferring(module, packed.weight, spec, row)
@@ -51,6 +52,6 @@ class SeenLinear(SeenLayer):
 
 
 def _preferring(module: nn.Module, weight: nn.Parameter, spec: LinearSpec, row: str = "") -> QuantLinear:
-    layer = QuantLinear.from_packed(weight, *features_of(module), spec, module.bias).eval()
+    layer = QuantLinear.from_packed(weight, *features_of(module), replace(spec, algorithm=None), module.bias).eval()
     layer.prefer(row)
     return layer

@@ -17,7 +17,7 @@ _NOT_FINITE = ("inf", "-inf", "nan")  # strings, because JSON has no such number
 def as_declared(kind: Any, value: Any, where: str) -> Any:
     """Return ``value`` as ``kind``: a dataclass, a list, tuple or dict of such, a plain type, or one of these or None.
 
-    A float may be given as one of the strings "inf", "-inf" and "nan".
+    A value that is of one of several declared types is taken as it is. A float may be given as one of the strings "inf", "-inf" and "nan".
 
     Args:
         kind: the declared type.
@@ -32,6 +32,8 @@ def as_declared(kind: Any, value: Any, where: str) -> Any:
         if value is None:
             return None
         possible = [part for part in parts if part is not NoneType]
+        if type(value) in possible:
+            return value
         return as_declared(possible[0] if len(possible) == 1 else NoneType, value, where)
     if is_dataclass(kind):
         return _dataclass(kind, value, where)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from lowbit import _C
-from lowbit.formats.algorithms import Algorithm
+from lowbit.formats.algorithms import GPTQ, Algorithm
 from lowbit.ops.linear import LinearArgs
 
 LAYOUT_FIELDS = ("version", "format", "n", "k", "group_size", "asymmetric", "x_format", "layout", "experts")
@@ -68,6 +68,16 @@ class LinearSpec:
     def takes_absmax(self) -> bool:
         """Whether scales follow from the groups' ranges and codes are the nearest ones."""
         return self.scale == "absmax" and self.algorithm is None
+
+    @property
+    def weighs_inputs(self) -> bool:
+        """Whether the codes depend on a calibration, if there is one: the scales are searched, or the algorithm is GPTQ."""
+        return isinstance(self.algorithm, GPTQ) or (self.algorithm is None and self.scale == "search")
+
+    def with_gptq(self, algorithm: GPTQ) -> LinearSpec:
+        """Return the spec with codes by this algorithm, if its scales are searched and it names no algorithm yet."""
+        can = self.scale == "search" and self.algorithm is None
+        return replace(self, algorithm=algorithm) if can else self
 
     @property
     def name(self) -> str:

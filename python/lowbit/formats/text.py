@@ -13,12 +13,13 @@ import itertools
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import fields
+from types import NoneType
 from typing import Any
 
 import torch
 
 from lowbit.formats import FORMATS
-from lowbit.formats.algorithms import GPTQ, HQQ
+from lowbit.formats.algorithms import GPTQ, HQQ, Algorithm
 from lowbit.formats.base import GROUP_SIZES, FormatConfig, MappingType, PerAxis, PerGroup, PerRow, PerToken
 from lowbit.formats.float import FLOAT_FORMATS
 from lowbit.formats.intx import INT_DTYPES
@@ -63,7 +64,7 @@ def config_of(config: Any) -> FormatConfig:
     if isinstance(config, str):
         return _from_call(config)
     if isinstance(config, Mapping) and config.keys() == {field.name for field in fields(LinearSpec)}:
-        config = LinearSpec(**config)
+        config = LinearSpec(**{**config, "algorithm": algorithm_from(config["algorithm"])})
     if isinstance(config, LinearSpec):
         return _config_with(config)
     if isinstance(config, Mapping):
@@ -76,6 +77,18 @@ def config_of(config: Any) -> FormatConfig:
     raise TypeError(
         f'config must be a configuration, its text such as "int4_weight_only(group_size=32)" or a dict, got {got}'
     )
+
+
+def algorithm_from(text: Any) -> Algorithm | None:
+    """Return the algorithm that ``str`` of it describes, such as "HQQ(iterations=20)"; one or None as it is.
+
+    Raises:
+        ValueError: it is none of these.
+    """
+    algorithm = _parsed(text)
+    if not isinstance(algorithm, (GPTQ, HQQ, NoneType)):
+        raise ValueError(f"algorithm must be the text of GPTQ() or HQQ(), or null, got {algorithm!r}")
+    return algorithm
 
 
 def _makers() -> dict[str, type[FormatConfig]]:

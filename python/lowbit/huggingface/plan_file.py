@@ -18,13 +18,13 @@ from lowbit.quant.kinds import kind_of
 from lowbit.quant.quant_linear import LINEAR
 
 
-def read_plan(path: Path) -> tuple[dict[str, Any], bool]:
+def read_plan(path: Path, calibration: Any) -> tuple[dict[str, Any], bool]:
     """Return the configurations of a plan by layer (None leaves it float), and whether it is a saved Plan, which lists
     every linear layer.
 
     Raises:
-        ValueError: the file is no plan, a layer stands twice, or a configuration or a kernel row is unknown. The message
-            names the file and the layer.
+        ValueError: the file is no plan, a layer stands twice, a configuration or a kernel row is unknown, or the plan was
+            made with a calibration and there is none. The message names the file and the layer.
     """
     begin = f"quantize_checkpoint: plan {path}"
     try:
@@ -34,6 +34,8 @@ def read_plan(path: Path) -> tuple[dict[str, Any], bool]:
     if not isinstance(told, _Pairs):
         raise ValueError(f"{begin} must be a JSON object of layer names and configurations, got {type(told).__name__}")
     is_saved = "lowbit_plan" in told
+    if is_saved and told.get("calibrated") and calibration is None:
+        raise ValueError(f"{begin} was made with a calibration and needs calibration, got None")
     layers = _of_autoquant(told.get("rows"), begin) if is_saved else told.pairs
     if twice := [name for name, count in Counter(name for name, _ in layers).items() if count > 1]:
         raise ValueError(f"{begin} must name a layer once, got several of {', '.join(twice)}")

@@ -121,7 +121,9 @@ def quantize_checkpoint(
             f"quantize_checkpoint: needs config, plan or embeddings, and no activations, for {source}, which has no "
             f"codes of another package; got config={config!r} and activations={activations!r}"
         )
-    formats, lists_all = (plan, False) if plan is None or isinstance(plan, Mapping) else read_plan(Path(plan))
+    formats, lists_all = (
+        (plan, False) if plan is None or isinstance(plan, Mapping) else read_plan(Path(plan), calibration)
+    )
     settings = LowbitConfig(
         config, modules_to_not_convert, plan=formats, embeddings=embeddings, head=head, calibration=calibration
     )

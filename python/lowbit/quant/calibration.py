@@ -258,7 +258,7 @@ def calibration_of(
     Raises unless the configuration can use a calibration and it covers every selected layer.
     """
     multiplied = [item for item in selected if kind_of(item.module).multiplies]
-    selected = [item for item in multiplied if not item.spec.takes_absmax]  # the codes of others depend on no inputs
+    selected = [item for item in multiplied if item.spec.weighs_inputs]
     real = [item for item in selected if not item.value.is_meta]
     gptq = any(isinstance(item.spec.algorithm, GPTQ) for item in real)
     own = isinstance(given, str) and given == SELF
@@ -267,7 +267,7 @@ def calibration_of(
             "quantize_: calibration must be a result of lowbit.calibrate, an iterable of batches to run the model on, "
             f"or 'self', got {type(given).__name__}; [x] is one batch"
         )
-    if multiplied and all(item.spec.algorithm is not None for item in selected) and not gptq:
+    if multiplied and not selected:
         raise ValueError(
             f"quantize_: calibration must be None for formats that neither search for scales nor use GPTQ, got {config}"
         )
@@ -317,7 +317,7 @@ def _check_moments(item: Selected, moments: list[InputMoments], gptq: bool) -> N
 def inputs_of(group: list[Selected], calibration: Calibration) -> InputMoments | Sequence[InputMoments] | None:
     """Return the summed moments of the layers that share a weight, or None if its codes do not depend on the inputs.
     For experts there is one item each."""
-    if group[0].spec.takes_absmax:
+    if not group[0].spec.weighs_inputs:
         return None
     counted = [_moments_of(item, calibration) for item in group if kind_of(item.module).multiplies]
     if not counted:

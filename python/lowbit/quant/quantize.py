@@ -195,10 +195,7 @@ def _checked_device(device: torch.device | str | None) -> torch.device | None:
 def by_gptq(item: Selected, algorithm: GPTQ) -> Selected:
     """Return the weight with codes by this algorithm, if its format searches for scales and it is multiplied by inputs;
     otherwise unchanged."""
-    spec = item.spec
-    if spec.scale != "search" or spec.algorithm is not None or not kind_of(item.module).multiplies:
-        return item
-    return replace(item, spec=replace(spec, algorithm=algorithm))
+    return replace(item, spec=item.spec.with_gptq(algorithm)) if kind_of(item.module).multiplies else item
 
 
 def with_same_inputs(groups: list[list[Selected]], calibration: Calibration | None) -> list[list[list[Selected]]]:
