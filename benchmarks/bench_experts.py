@@ -112,32 +112,33 @@ def main() -> None:
     parser.add_argument("--config", nargs="+", choices=FORMATS, default=["int4 32 int8_group", "bfloat16 float"])
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
     parser.add_argument("--zipf", action="store_true", help="some experts are hot")
+    parser.add_argument("--without-torch", action="store_true", help="its bfloat16 takes seconds without a unit for it")
     args = options(parser, rounds=12, threads=2)
     print(describe(header()))
     lines = []
     with torch.inference_mode():
-        peer = Bfloat16(args)
+        peer = None if args.without_torch else Bfloat16(args)
         for config in args.config:
             layer = Packed(args, config)
             for tokens in args.tokens:
                 x = torch.randn(tokens, args.hidden, dtype=getattr(torch, args.dtype))
                 of = routes(args, tokens)
-                ways = (layer.op, layer.by_gather_linear, layer.by_loop, peer.grouped, peer.by_loop)
-                names = ("experts", "gather_linear", "loop", "torch grouped_mm", "torch loop")
+                ways = {"experts": layer.op, "gather_linear": layer.by_gather_linear, "loop": layer.by_loop}
+                ways |= {} if peer is None else {"torch grouped_mm": peer.grouped, "torch loop": peer.by_loop}
                 calls: dict[str, Call] = {
                     name: rotate([lambda way=way, route=route: way(x, route) for route in of])  # noqa: B023
-                    for name, way in zip(names, ways, strict=True)
+                    for name, way in ways.items()
                 }
                 rates = [_C.read_bandwidth(256 * MIB, streams, args.threads, 3) for streams in (1, 4)]
                 times = interleave(calls, rounds=args.rounds)
                 rates += [_C.read_bandwidth(256 * MIB, streams, args.threads, 3) for streams in (1, 4)]
                 reading = layer.bytes_hit(of) / max(rates) / 1e9
                 lines.append([config, str(tokens), f"{layer.bytes_hit(of) / 1e6:.0f} MB", duration(reading),
-                              *(duration(times[name].best_s) for name in names),
+                              *(duration(times[name].best_s) for name in ways),
                               f"{times['experts'].best_s / reading:.2f}"])  # fmt: skip
     title = f"{args.experts} experts of {args.hidden} x {args.inner}, {args.each} a token, {args.dtype}"
     print(f"{title}, {'by Zipf' if args.zipf else 'uniform'}, {args.threads} threads, best of {args.rounds}")
-    print(table(["format", "tokens", "experts hit", "reading", *names, "experts / reading"], lines))
+    print(table(["format", "tokens", "experts hit", "reading", *ways, "experts / reading"], lines))
 
 
 if __name__ == "__main__":
