@@ -9,14 +9,15 @@ turned by a random orthogonal matrix (lowbit.rotate_(model, "orthogonal", heads=
 
 Perplexity is that of English pages of this repository in windows of 512 tokens. Calibration is on --calibration windows
 of its other pages, or on text that the model writes itself (calibration="self"). The head and the embedding have 8
-bits. llama.cpp quantizes the turned model, written as a GGUF file of floats, with the same calibration as importance
-matrix: --llama-python is an interpreter with llama-cpp-python.
+bits. llama.cpp quantizes the turned model, written as a GGUF file of floats, without data and with the same calibration
+as importance matrix: --llama-python is an interpreter with llama-cpp-python.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import itertools
 import json
 import math
 import re
@@ -60,7 +61,7 @@ MODELS: dict[str, tuple[Callable[[nn.Module], nn.Module], str]] = {  # and the f
     TURNED: (turned, "."),
     "turned, rotate_": (lambda model: hadamard(turned(model)), "float32|W8A8|W4A8 g32$|calibrated|A8 g32, GPTQ$"),
 }
-LLAMA = ("Q4_0", "Q4_K_M")
+LLAMA = ("Q4_0", "IQ4_XS", "Q4_K_M")
 CONFIGS: dict[str, tuple[Any, str]] = {
     "float32": (None, ""),
     "W8A8": (lowbit.int8_dynamic_activation_int8_weight(), ""),
@@ -68,6 +69,7 @@ CONFIGS: dict[str, tuple[Any, str]] = {
     "W4A8 g32, calibrated": (W4A8(32), "text"),
     "W4A8 g32 asymmetric": (W4A8(32, mapping_type=ASYMMETRIC), ""),
     "W4A8 g32, HQQ": (W4A8(32, algorithm=lowbit.HQQ()), ""),
+    "nf4 g64": (lowbit.nf4_weight_only(64), ""),
     'W4A8 g32, "self"': (W4A8(32), "self"),
     'W4A8 g32 asymmetric, "self"': (W4A8(32, mapping_type=ASYMMETRIC), "self"),
     "W4A8 g32, GPTQ": (W4A8(32, algorithm=lowbit.GPTQ()), "text"),
@@ -96,8 +98,10 @@ def quantized(model: nn.Module, config: Any, calibration: Any) -> nn.Module:
     return model
 
 
-def by_llama(model: nn.Module, file: Path, batches: list[Tensor], python: str, type: str, folder: Path) -> Path:
-    """The file that llama.cpp makes of the model, with the mean squares of its layers' inputs."""
+def by_llama(
+    model: nn.Module, file: Path, batches: list[Tensor], python: str, type: str, weighted: bool, folder: Path
+) -> Path:
+    """The file that llama.cpp makes of the model, with the mean squares of its layers' inputs if weighted."""
     floats, importance, out = folder / "floats.gguf", folder / "importance.npz", folder / f"{type}.gguf"
     if not floats.exists():
         lowbit.checkpoints.gguf.save(model, floats, like=file)
@@ -107,7 +111,8 @@ def by_llama(model: nn.Module, file: Path, batches: list[Tensor], python: str, t
         seen = {name: layers[path].importance.numpy() for name, path in paths.items() if path in layers}
         np.savez(importance, **seen)
     script = Path(__file__).with_name("llama_quantize.py")
-    subprocess.run([python, script, floats, type, out, "--importance", importance], check=True, capture_output=True)
+    by = ["--importance", importance] if weighted else []
+    subprocess.run([python, script, floats, type, out, *by], check=True, capture_output=True)
     return out
 
 
@@ -204,14 +209,15 @@ def rows_of_llama(
     with tempfile.TemporaryDirectory() as folder:
         tokens = Path(folder, "tokens.json")
         tokens.write_text(json.dumps(torch.cat(windows, 1)[0].tolist()))
-        for type in LLAMA:
-            if re.search(options.configs, f"llama.cpp {type}"):
+        for type, weighted in itertools.product(LLAMA, (False, True)):
+            format = f"llama.cpp {type}" + ", importance matrix" * weighted
+            if re.search(options.configs, format):
                 begin = time.perf_counter()
-                file = by_llama(model, options.file, batches, options.llama_python, type, Path(folder))
+                file = by_llama(model, options.file, batches, options.llama_python, type, weighted, Path(folder))
                 seconds = time.perf_counter() - begin
                 found = in_process(options.llama_python, "llama.cpp", file, tokens, "16", options.threads)
                 figures = found["perplexity"], found["answer 16"]
-                rows.append(row_of(TURNED, f"llama.cpp {type}", file.stat().st_size, *figures, seconds))
+                rows.append(row_of(TURNED, format, file.stat().st_size, *figures, seconds))
     return rows
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+from collections import defaultdict
 
 import torch
 
@@ -43,10 +44,7 @@ def info() -> Info:
     facts["recorder"] = _recorder()
     facts["torch"] = torch.__version__
     facts["autoload"] = autoload_state()
-    for row in registered():
-        facts[f"torch.ops.{row['op'].replace('::', '.')}"] = row["how"] + (
-            f" ({row['reason']})" if row["reason"] else ""
-        )
+    facts["torch.ops.lowbit"] = _ops()
     facts |= integration_states()
     facts["devices"] = ", ".join(devices.list())
     facts |= {f"backend {package.name}": told(package) for package in report()}
@@ -56,6 +54,17 @@ def info() -> Info:
     facts["level_zero"] = _level_zero()
     facts["level_zero modules"] = _modules()
     return facts
+
+
+def _ops() -> str:
+    """Return how the ops are registered with torch; which ones, if some are in another way."""
+    ways: dict[str, list[str]] = defaultdict(list)
+    for row in registered():
+        ways[row["how"] + (f" ({row['reason']})" if row["reason"] else "")].append(row["op"].removeprefix("lowbit::"))
+    if len(ways) == 1:
+        ((how, ops),) = ways.items()
+        return f"{len(ops)} ops, {how}"
+    return "; ".join(f"{how}: {', '.join(ops)}" for how, ops in ways.items())
 
 
 def _backends() -> dict[str, str]:
