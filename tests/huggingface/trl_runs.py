@@ -15,6 +15,7 @@ from tiny_models import MODELS, transformers
 from torch import nn
 
 import lowbit
+from lowbit.ops.fake_quantize import fake_quantize_activations
 
 datasets = pytest.importorskip("datasets")
 peft = pytest.importorskip("peft")
@@ -61,13 +62,19 @@ def quantized(config: Any, vocab_size: int = 97, **options: Any) -> nn.Module:
     return model
 
 
-def with_float_head(model: nn.Module, weight: torch.Tensor | None = None) -> nn.Module:
-    """The same model, whose head is an nn.Linear with this weight, by default the decoded one."""
+def with_float_head(model: nn.Module) -> nn.Module:
+    """The same model, whose head is an nn.Linear with the decoded weight. If the head rounds its inputs, they are
+    rounded where they come from."""
     model = copy.deepcopy(model)
-    head = model.lm_head.to_linear()
-    if weight is not None:
-        head.weight = nn.Parameter(weight.clone())
-    model.lm_head = head.requires_grad_(False)
+    *_, group_size, _, x_format = model.lm_head.op_args
+    model.lm_head = model.lm_head.to_linear().requires_grad_(False)
+
+    def rounded(module: nn.Module, args: Any, out: Any) -> Any:
+        out.last_hidden_state = fake_quantize_activations(out.last_hidden_state, x_format, group_size)
+        return out
+
+    if x_format:
+        model.base_model.register_forward_hook(rounded)
     return model
 
 
@@ -93,19 +100,21 @@ def sft(
     )  # fmt: skip
 
 
-def packing(model: nn.Module, folder: Path, adapters: Any = None) -> Any:
-    return sft(model, folder, adapters, packing=True)
+def packing(model: nn.Module, folder: Path, adapters: Any = None, **options: Any) -> Any:
+    return sft(model, folder, adapters, packing=True, **options)
 
 
-def dpo(model: nn.Module, folder: Path, adapters: Any = None, reference: nn.Module | None = None) -> Any:
-    given = settings(trl.DPOConfig, folder)
+def dpo(
+    model: nn.Module, folder: Path, adapters: Any = None, reference: nn.Module | None = None, **options: Any
+) -> Any:
+    given = settings(trl.DPOConfig, folder, **options)
     return trl.DPOTrainer(
         model, reference, given, train_dataset=rows("pairs"), processing_class=tokenizer(), peft_config=adapters
     )
 
 
-def kto(model: nn.Module, folder: Path, adapters: Any = None) -> Any:
-    given = settings(trl.KTOConfig, folder)
+def kto(model: nn.Module, folder: Path, adapters: Any = None, **options: Any) -> Any:
+    given = settings(trl.KTOConfig, folder, **options)
     return trl.KTOTrainer(
         model, None, given, train_dataset=rows("labelled"), processing_class=tokenizer(), peft_config=adapters
     )
@@ -122,8 +131,8 @@ def grpo(model: nn.Module, folder: Path, adapters: Any = None, **options: Any) -
     )
 
 
-def rloo(model: nn.Module, folder: Path, adapters: Any = None) -> Any:
-    given = settings(trl.RLOOConfig, folder, num_generations=4, max_completion_length=5, beta=0.1)
+def rloo(model: nn.Module, folder: Path, adapters: Any = None, **options: Any) -> Any:
+    given = settings(trl.RLOOConfig, folder, num_generations=4, max_completion_length=5, beta=0.1, **options)
     return trl.RLOOTrainer(
         model, _longer, given, train_dataset=rows("prompt"), processing_class=tokenizer(), peft_config=adapters
     )

@@ -59,23 +59,25 @@ class ServedHead:
         for position, find in self.heads.items():
             head = find()
             if isinstance(head, QuantLinear):
-                self._check(given[position], head)
+                check_bytes(self.function.__name__, given[position], head)
                 packed[position] = head.op_args[:-1]
             elif is_fake_quantized(head):
                 given[position] = head.fake_quantized_weight()
         return _ByRows.apply(self.function, packed, *given) if packed else self.function.apply(*given)
 
-    def _check(self, weight: Tensor, head: QuantLinear) -> None:
-        if weight is not head.weight and weight.dtype == torch.uint8:  # the head of a copy of the model
-            raise ValueError(
-                f"{self.function.__name__}: the output head must be that of the model that the trainer was given, got "
-                "another one's weight: give a copy of the model to a trainer of its own"
-            )
-        if weight.dtype != torch.uint8:  # FSDP2's shards, gathered and cast
-            raise NotImplementedError(
-                f"{self.function.__name__}: the packed weight of the output head must come as its bytes, uint8, got "
-                f"{weight.dtype}; leave the head float (LowbitConfig(head=None), filter_fn of quantize_)"
-            )
+
+def check_bytes(function: str, weight: Tensor, head: QuantLinear) -> None:
+    """Raise unless ``weight`` are the bytes of this head."""
+    if weight is not head.weight and weight.dtype == torch.uint8:  # the head of a copy of the model
+        raise ValueError(
+            f"{function}: the output head must be that of the model that the trainer was given, got another one's "
+            "weight: give a copy of the model to a trainer of its own"
+        )
+    if weight.dtype != torch.uint8:  # FSDP2's shards, gathered and cast
+        raise NotImplementedError(
+            f"{function}: the packed weight of the output head must come as its bytes, uint8, got {weight.dtype}; "
+            "leave the head float (LowbitConfig(head=None), filter_fn of quantize_)"
+        )
 
 
 class _ByRows(torch.autograd.Function):

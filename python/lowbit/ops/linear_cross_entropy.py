@@ -60,6 +60,14 @@ def linear_cross_entropy(
     return _reduced(loss, labels, formula, reduction), lse
 
 
+def losses_and_gradients(
+    x: Tensor, head: Tensor, labels: Tensor, op_args: LinearArgs, formula: LossFormula, of_x: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the loss and lse of each row, and, if ``of_x``, the gradient of each row's loss by its x, in one pass."""
+    ones = torch.ones_like(labels, dtype=torch.float32) if of_x else None
+    return _call(x, head.detach(), labels, *op_args, None, ones, *formula, of_x, False, False)[:3]
+
+
 def _count(labels: Tensor, formula: LossFormula) -> Tensor:
     return (labels != formula.ignore_index).sum().float()
 

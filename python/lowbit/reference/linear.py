@@ -56,7 +56,7 @@ def magnitude(x: Tensor, weight: QuantizedWeight | Tensor, x_format: str = "floa
         offset = 0 if weight.format == "int4" or weight.format in LEVELS else code_of_zero(weight.format)
         zero = weight.spread(weight.zero_or_symmetric).double()
         steps = (weight.levels - offset).abs() + (zero - offset).abs()
-        dense = weight.spread(weight.scale).double() * steps
+        dense = weight.spread(weight.scale).double().abs() * steps  # a searched scale may be negative
     else:
         dense = weight.double().abs()
     if x_format == "float" or not isinstance(weight, QuantizedWeight):
