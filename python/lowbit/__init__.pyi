@@ -96,6 +96,7 @@ from lowbit.huggingface.save import save as save
 from lowbit.huggingface.trainer_optimizer import trainer_optimizer as trainer_optimizer
 from lowbit.models.croppable_cache import croppable_cache as croppable_cache, rewind_cache as rewind_cache
 from lowbit.models.fuse import fuse as fuse
+from lowbit.models.fused_loss import fuse_loss as fuse_loss
 from lowbit.models.quantized_cache import QuantizedCache as QuantizedCache
 from lowbit.models.rotate import rotate_ as rotate_
 from lowbit.models.smooth import smooth_ as smooth_
