@@ -129,9 +129,12 @@ def test_bfloat16_models_and_autocast(dtype: str, tmp_path: Path) -> None:
 def test_a_model_is_named_by_its_folder_and_a_run_is_resumed(tmp_path: Path) -> None:
     folder = save("tied", tmp_path)
     tokenizer().save_pretrained(folder)
-    options = {"save_strategy": "steps", "save_steps": 2, "quantization_config": lowbit.LowbitConfig(CONFIGS["nf4"])}
+    config = lowbit.LowbitConfig(CONFIGS["nf4"])
+    of_8_bits = {"optim": "adamw_8bit", "optim_args": "min_8bit_size=1"}
+    options = {"save_strategy": "steps", "save_steps": 2, "quantization_config": config, **of_8_bits}
     whole = sft(str(folder), tmp_path / "whole", lora(), **options)
     assert type(whole.model.get_output_embeddings()) is QuantLinear
+    assert whole.create_optimizer().__class__ is lowbit.optim.AdamW8bit
     wanted = losses(whole)
     resumed = sft(str(folder), tmp_path / "whole", lora(), **options)
     resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))

@@ -78,8 +78,8 @@ def with_float_head(model: nn.Module) -> nn.Module:
     return model
 
 
-def lora() -> Any:
-    return peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False)
+def lora(**options: Any) -> Any:
+    return peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False, **options)
 
 
 def settings(kind: type, folder: Path, **options: Any) -> Any:
@@ -93,10 +93,11 @@ def settings(kind: type, folder: Path, **options: Any) -> Any:
 def sft(
     model: nn.Module | str, folder: Path, adapters: Any = None, quantization_config: Any = None, **options: Any
 ) -> Any:
-    given = settings(trl.SFTConfig, folder, max_length=32, **options)
+    given = settings(trl.SFTConfig, folder, **{"max_length": 32} | options)
     return trl.SFTTrainer(
         model, given, train_dataset=rows("text"), processing_class=tokenizer(), peft_config=adapters,
         quantization_config=quantization_config,
+        optimizer_cls_and_kwargs=lowbit.trainer_optimizer(given) if given.optim == "adamw_8bit" else None,
     )  # fmt: skip
 
 
