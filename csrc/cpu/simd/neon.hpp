@@ -11,28 +11,31 @@ LOWBIT_INLINE int8x16_t four_activations(const int8_t* a) {  // in each column
   return vreinterpretq_s8_s32(vld1q_dup_s32(reinterpret_cast<const int32_t*>(a)));
 }
 // Sums of the four k of a column, which are neighbours in two registers.
+LOWBIT_INLINE int32x4_t sums_of_columns(int32x4_t a, int32x4_t b) { return vpaddq_s32(a, b); }
 LOWBIT_INLINE int32x4_t sums_of_columns(int16x8_t a, int16x8_t b) { return vpaddq_s32(vpaddlq_s16(a), vpaddlq_s16(b)); }
 
+// Sums with the products of four activations: two registers for each of the codes, of its lower and of its upper half.
+template <class Dot, class Acc, class Codes>
+LOWBIT_INLINE Acc with_products(const Acc& sums, const Codes& c, int8x16_t x) {
+  return {{Dot::lower(sums.q[0], c.q[0], x), Dot::upper(sums.q[1], c.q[0], x), Dot::lower(sums.q[2], c.q[1], x),
+           Dot::upper(sums.q[3], c.q[1], x), Dot::lower(sums.q[4], c.q[2], x), Dot::upper(sums.q[5], c.q[2], x),
+           Dot::lower(sums.q[6], c.q[3], x), Dot::upper(sums.q[7], c.q[3], x)}};
+}
 // Each k of each column has a sum of its own in int16: 8 steps of 15 * 127 are 15240 < 32767, exact.
 struct Dot4 : NibbleCodes {
   struct Acc { int16x8_t q[8]; };
   using Step = int8_t;
   static constexpr int kChains = 1;
   static constexpr int kOffset = 0;
-  LOWBIT_INLINE static Acc start(i32x16) {
-    const int16x8_t zero = vdupq_n_s16(0);
-    return {{zero, zero, zero, zero, zero, zero, zero, zero}};
+  LOWBIT_INLINE static int16x8_t lower(int16x8_t sum, uint8x16_t codes, int8x16_t x) {
+    return vmlal_s8(sum, vget_low_s8(vreinterpretq_s8_u8(codes)), vget_low_s8(x));
   }
-  template <int i>
-  LOWBIT_INLINE static void add_products(Acc& acc, const Codes& c, int8x16_t x) {
-    const int8x16_t codes = vreinterpretq_s8_u8(c.q[i]);
-    acc.q[2 * i] = vmlal_s8(acc.q[2 * i], vget_low_s8(codes), vget_low_s8(x));
-    acc.q[2 * i + 1] = vmlal_high_s8(acc.q[2 * i + 1], codes, x);
+  LOWBIT_INLINE static int16x8_t upper(int16x8_t sum, uint8x16_t codes, int8x16_t x) {
+    return vmlal_high_s8(sum, vreinterpretq_s8_u8(codes), x);
   }
+  LOWBIT_INLINE static Acc start(i32x16) { return {}; }
   LOWBIT_INLINE static Acc step(Acc acc, const Codes& c, const int8_t* a) {
-    const int8x16_t x = four_activations(a);
-    add_products<0>(acc, c, x), add_products<1>(acc, c, x), add_products<2>(acc, c, x), add_products<3>(acc, c, x);
-    return acc;
+    return with_products<Dot4>(acc, c, four_activations(a));
   }
   LOWBIT_INLINE static i32x16 finish(i32x16 total, Acc acc) {
     const i32x16 sums = {{sums_of_columns(acc.q[0], acc.q[1]), sums_of_columns(acc.q[2], acc.q[3]),
@@ -49,23 +52,19 @@ struct Dot8 {
   static constexpr int kChains = 1;
   static constexpr int kOffset = 0;
   LOWBIT_INLINE static Codes codes(u8x64 c) { return LOWBIT_EACH(from_128, c); }
-  LOWBIT_INLINE static Acc start(i32x16) {
-    const int32x4_t zero = vdupq_n_s32(0);
-    return {{zero, zero, zero, zero, zero, zero, zero, zero}};
+  LOWBIT_INLINE static int32x4_t lower(int32x4_t sum, int8x16_t codes, int8x16_t x) {
+    return vpadalq_s16(sum, vmull_s8(vget_low_s8(codes), vget_low_s8(x)));
   }
-  template <int i>
-  LOWBIT_INLINE static void add_products(Acc& acc, const Codes& c, int8x16_t x) {
-    acc.q[2 * i] = vpadalq_s16(acc.q[2 * i], vmull_s8(vget_low_s8(c.q[i]), vget_low_s8(x)));
-    acc.q[2 * i + 1] = vpadalq_s16(acc.q[2 * i + 1], vmull_high_s8(c.q[i], x));
+  LOWBIT_INLINE static int32x4_t upper(int32x4_t sum, int8x16_t codes, int8x16_t x) {
+    return vpadalq_s16(sum, vmull_high_s8(codes, x));
   }
+  LOWBIT_INLINE static Acc start(i32x16) { return {}; }
   LOWBIT_INLINE static Acc step(Acc acc, const Codes& c, const int8_t* a) {
-    const int8x16_t x = four_activations(a);
-    add_products<0>(acc, c, x), add_products<1>(acc, c, x), add_products<2>(acc, c, x), add_products<3>(acc, c, x);
-    return acc;
+    return with_products<Dot8>(acc, c, four_activations(a));
   }
   LOWBIT_INLINE static i32x16 finish(i32x16 total, Acc acc) {
-    const i32x16 sums = {{vpaddq_s32(acc.q[0], acc.q[1]), vpaddq_s32(acc.q[2], acc.q[3]),
-                          vpaddq_s32(acc.q[4], acc.q[5]), vpaddq_s32(acc.q[6], acc.q[7])}};
+    const i32x16 sums = {{sums_of_columns(acc.q[0], acc.q[1]), sums_of_columns(acc.q[2], acc.q[3]),
+                          sums_of_columns(acc.q[4], acc.q[5]), sums_of_columns(acc.q[6], acc.q[7])}};
     return add(total, sums);
   }
 };
