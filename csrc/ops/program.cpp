@@ -51,6 +51,7 @@ class Reader {
   static int count_results(const LinearStep& step) { return step.into ? 0 : 1; }
   static int count_results(const RouteStep&) { return 2; }
   static int count_results(const MaskRowsStep&) { return 0; }
+  static int count_results(const HeadsStep& step) { return step.into ? 0 : 1; }
   template <class Step>
   static int count_results(const Step&) { return 1; }
 
@@ -74,6 +75,8 @@ class Reader {
       case StepKind::gated_delta_rule: return gated_delta_rule();
       case StepKind::ssd: return ssd();
       case StepKind::gated_rms_norm: return gated_rms_norm();
+      case StepKind::heads: return heads();
+      case StepKind::head_linear: return head_linear();
     }
     check(false, value, kRunProgram, ": the kind of step ", at(), " of program must be known, got ", kind);
     return ScoreModStep{};
@@ -121,8 +124,7 @@ class Reader {
     check(!step.into || step.into.kind == Operand::Kind::result, value, kRunProgram, ": into of step ", at(),
           " of program must be a result");
     step.inner = optional_operand("inner"), step.up = optional_constant("up");
-    check(static_cast<bool>(step.inner) == static_cast<bool>(step.up), value, kRunProgram, ": inner and up of step ",
-          at(), " of program must both be given, or none");
+    check_both("inner and up", step.inner, step.up);
     for (int64_t parts = number(0); parts > 0; parts--) {
       const int64_t end = number(), column = number();
       step.parts.push_back({end, column});
@@ -133,8 +135,7 @@ class Reader {
   RopeAppendStep rope_append() {
     RopeAppendStep step;
     step.qkv = shaping("qkv"), step.cos = optional_operand("cos"), step.sin = optional_operand("sin");
-    check(static_cast<bool>(step.cos) == static_cast<bool>(step.sin), value, kRunProgram, ": cos and sin of step ",
-          at(), " of program must both be given, or none");
+    check_both("cos and sin", step.cos, step.sin);
     step.keys = state("keys"), step.values = state("values");
     step.start = start();
     step.q_weight = optional_constant("q_weight"), step.k_weight = optional_constant("k_weight");
@@ -264,6 +265,31 @@ class Reader {
     return step;
   }
 
+  HeadsStep heads() {
+    HeadsStep step;
+    step.x = shaping("x"), step.heads = at_least("heads", 1), step.size = at_least("size", 1);
+    step.column = at_least("column", 0), step.step = at_least("step", step.size);
+    step.into = optional_operand("into"), step.into_column = at_least("into_column", 0, 0);
+    const bool of_state = step.into.kind == Operand::Kind::state;
+    check(!step.into || of_state || step.into.kind == Operand::Kind::result, value, kRunProgram, ": into of step ",
+          at(), " of program must be a result or a state");
+    if (of_state) step.start = start();
+    else check(number(-1) == -1, value, kRunProgram, ": start of step ", at(), " of program must come with a state");
+    step.cos = optional_operand("cos"), step.sin = optional_operand("sin");
+    check_both("cos and sin", step.cos, step.sin);
+    step.rotation = number(0), step.weight = optional_constant("weight");
+    step.eps = real(0), step.offset = real(0);
+    return step;
+  }
+
+  HeadLinearStep head_linear() {
+    HeadLinearStep step;
+    step.x = shaping("x"), step.weight = constant("weight");
+    step.spec = spec();
+    step.x_format = number();
+    return step;
+  }
+
   WeightSpec spec() {
     const int64_t n = number(), k = number(), format = number(), group_size = number(), asymmetric = number();
     return weight_spec(kRunProgram, n, k, format, group_size, asymmetric != 0);
@@ -286,6 +312,11 @@ class Reader {
     check(value_ >= least && value_ <= INT32_MAX, value, kRunProgram, ": ", name, " of step ", at(),
           " of program must be at least ", least, ", got ", value_);
     return value_;
+  }
+
+  void check_both(std::string_view names, const Operand& one, const Operand& other) const {
+    check(static_cast<bool>(one) == static_cast<bool>(other), value, kRunProgram, ": ", names, " of step ", at(),
+          " of program must both be given, or none");
   }
 
   int64_t start() {

@@ -25,6 +25,7 @@
 #include "ops/layer_norm.hpp"
 #include "ops/linear.hpp"
 #include "ops/pointwise.hpp"
+#include "ops/program_heads.hpp"
 #include "ops/program_operand.hpp"
 #include "ops/program_recurrent.hpp"
 #include "ops/rms_norm.hpp"
@@ -35,8 +36,9 @@ namespace lowbit {
 
 class AttentionMods;
 
-// Each step except ScoreModStep has one result, and a RouteStep has two; a LinearStep with `into` and a MaskRowsStep
-// write to the result of another step. Those of recurrent layers are in program_recurrent.hpp.
+// Each step except ScoreModStep has one result, and a RouteStep has two; a LinearStep or HeadsStep with `into` and a
+// MaskRowsStep write to the result of another step. Those of recurrent layers are in program_recurrent.hpp, those of
+// single heads in program_heads.hpp.
 struct ScoreModStep {  // a score_mod for attention
   std::shared_ptr<const AttentionMods> mods;
 };
@@ -80,7 +82,7 @@ struct RopeAppendStep {
   bool grouped = false, norm_behind = false, gated = false;
 };
 struct AttentionStep {        // attends to the tokens in the cache and the new ones; result [B, L, Hq Ev]
-  Operand q, keys, values, mask, sink;
+  Operand q, keys, values, mask, sink;  // q [B, Hq, L, E] or [B, L, Hq E]
   int64_t start = 0;
   double scale = 1;
   bool causal = false;        // if no mask is given
@@ -111,7 +113,7 @@ struct ExpertsStep {          // the result has the leading dimensions of x
 using ProgramStep = std::variant<ScoreModStep, ColumnsStep, RmsNormStep, LayerNormStep, PointwiseStep, LinearStep,
                                  RopeAppendStep, AttentionStep, SelfAttentionStep, CrossAttentionStep, RouteStep,
                                  ExpertsStep, MaskRowsStep, CausalConv1dStep, GatedDeltaRuleStep, SsdStep,
-                                 GatedRmsNormStep>;
+                                 GatedRmsNormStep, HeadsStep, HeadLinearStep>;
 
 class Program {
  public:
@@ -155,7 +157,8 @@ class ProgramPlan {
   std::vector<Result> results_;
   // Arguments of steps that change between runs in addresses alone.
   using Fixed =
-      std::variant<std::monostate, RmsNormArgs, LayerNormArgs, PointwiseArgs, LinearArgs, RouteArgs, ExpertsArgs>;
+      std::variant<std::monostate, RmsNormArgs, LayerNormArgs, PointwiseArgs, LinearArgs, RouteArgs, ExpertsArgs,
+                   GatherLinearArgs>;
   std::vector<Fixed> fixed_;
   std::vector<TensorView> constants_, inputs_;  // without data
   Place place_;

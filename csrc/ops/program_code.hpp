@@ -30,6 +30,10 @@
 //   ssd               xBC, dt, A, state, heads, p, groups, s, dt_min, dt_max, D = none, dt_bias = none, softplus = 0,
 //                     dt_column = 0
 //   gated_rms_norm    x, gate, weight, eps, group_size, sigmoid = 0, gate_first = 0, gate_column = 0
+//   heads        x, heads, size, column, step, into = none, into_column = 0, start = -1, cos = none, sin = none,
+//                rotation = 0, weight = none, eps = 0, offset = 0; a result unless there is an into; start if and only
+//                if that is a state
+//   head_linear  x, weight, n, k, format, group_size, asymmetric, x_format
 //
 // An operand is 4 * index + 0 for a constant, 1 for a state, 2 for an input, 3 for a result; -1 is none. A real number
 // is stored as the integer with its bits.
@@ -47,7 +51,8 @@ enum class StepKind : int64_t {
   score = 1, columns = 2, rms_norm = 3, linear = 4, rope_append = 5, attention = 6, route = 7, experts = 8,
   scaled_add = 9,
   layer_norm = 16, pointwise = 17, self_attention = 18, cross_attention = 19,
-  mask_rows = 24, causal_conv1d = 25, gated_delta_rule = 26, ssd = 27, gated_rms_norm = 28
+  mask_rows = 24, causal_conv1d = 25, gated_delta_rule = 26, ssd = 27, gated_rms_norm = 28,
+  heads = 40, head_linear = 41
 };
 
 }  // namespace lowbit

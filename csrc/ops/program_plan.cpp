@@ -20,7 +20,7 @@ std::vector<TensorView> without_data(std::span<const TensorView> views) {
 template <class Step>
 constexpr bool kGrows = std::is_same_v<Step, RopeAppendStep> || std::is_same_v<Step, AttentionStep> ||
                         std::is_same_v<Step, SelfAttentionStep> || std::is_same_v<Step, CrossAttentionStep> ||
-                        std::is_same_v<Step, MaskRowsStep> || kRecurrent<Step>;
+                        std::is_same_v<Step, MaskRowsStep> || std::is_same_v<Step, HeadsStep> || kRecurrent<Step>;
 // Steps that call a kernel row.
 template <class Step>
 constexpr bool kComputes = !std::is_same_v<Step, ScoreModStep> && !std::is_same_v<Step, ColumnsStep>;
@@ -51,6 +51,9 @@ ProgramPlan::ProgramPlan(std::shared_ptr<const Program> program, const ProgramTe
           add(with_columns(run.view(step.x), step.columns));
         } else if constexpr (std::is_same_v<Step, MaskRowsStep>) {
           if (!not_given(run.view(step.mask))) run.args(step);
+        } else if constexpr (std::is_same_v<Step, HeadsStep>) {
+          const HeadsArgs args = run.args(step);
+          if (!step.into) add(ProgramRun::result_of(args));
         } else if constexpr (kGrows<Step>) {
           add(ProgramRun::result_of(run.args(step)));
         } else if constexpr (kComputes<Step>) {
@@ -58,6 +61,8 @@ ProgramPlan::ProgramPlan(std::shared_ptr<const Program> program, const ProgramTe
           fixed_[i] = args;
           if constexpr (std::is_same_v<Step, RouteStep>) add(args.weights), add(args.index);
           else if constexpr (std::is_same_v<Step, ExpertsStep>) add(with_columns(run.view(step.x), step.down_spec.n));
+          else if constexpr (std::is_same_v<Step, HeadLinearStep>)
+            add(with_columns(run.view(step.x), args.y.size(1) * args.y.size(2)));
           else if constexpr (!std::is_same_v<Step, LinearStep>) add(args.y);
           else if (!step.into) add(with_columns(run.view(step.x), step.spec.n));
         }
@@ -103,6 +108,10 @@ bool ProgramPlan::serves(const ProgramTensors& tensors) const {
       if constexpr (std::is_same_v<Step, MaskRowsStep>) {
         if (!not_given(run.view(step.mask))) run.args(step);
         return true;
+      } else if constexpr (std::is_same_v<Step, HeadsStep>) {
+        const HeadsArgs args = run.args(step);
+        return step.into ||
+               alike(ProgramRun::result_of(args), results_[static_cast<std::size_t>(program_->result_of[i])].view);
       } else if constexpr (kGrows<Step>) {
         const Result& result = results_[static_cast<std::size_t>(program_->result_of[i])];
         return alike(ProgramRun::result_of(run.args(step)), result.view);

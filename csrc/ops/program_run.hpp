@@ -117,6 +117,11 @@ class ProgramRun {
   GatedRmsNormArgs args(const GatedRmsNormStep& step) const {
     return step_args(step, view(step.x), view(step.gate), view(step.weight));
   }
+  HeadsArgs args(const HeadsStep& step) const {
+    return step_args(step, view(step.x), view(step.cos), view(step.sin), view(step.weight), view(step.into),
+                     step.start < 0 ? 0 : start(step.start));
+  }
+  GatherLinearArgs args(const HeadLinearStep& step) const { return step_args(step, view(step.x), view(step.weight)); }
 
   LinearArgs args(const LinearStep& step) const {
     const TensorView x = view(step.x), y = with_columns(x, step.spec.n);
@@ -188,6 +193,7 @@ class ProgramRun {
   // Checks the arguments too.
   AttentionForwardArgs args(const AttentionStep& step) const {
     AttentionForwardArgs args{.q = view(step.q), .k = view(step.keys), .v = view(step.values)};
+    if (args.q.rank == 3 && args.k.rank == 4) args.q = heads_as_keys(args.q, args.k);
     check(args.q.rank == 4 && args.k.rank == 4 && args.v.rank == 4, value,
           "q, keys and values must have four dimensions, got ", shape_text(args.q), ", ", shape_text(args.k), " and ",
           shape_text(args.v));
@@ -236,16 +242,21 @@ class ProgramRun {
     check(q.rank == 3 && args.k.rank == 4 && args.v.rank == 4, value,
           "q must have three dimensions, keys and values four, got ", shape_text(q), ", ", shape_text(args.k), " and ",
           shape_text(args.v));
-    const int64_t e = args.k.size(3);
-    check(e > 0 && q.size(2) % e == 0, value, "the columns of q must be heads of E, the last dimension of keys, got ",
-          q.size(2), " columns and keys of shape ", shape_text(args.k));
-    check_contiguous("attention", "q", q);
-    args.q = heads_before_tokens("q", q, 0, q.size(2) / e, e);
+    args.q = heads_as_keys(q, args.k);
     args.out = heads_behind_tokens(args.q, args.v.size(3));
     set_mask(args, step.mask, {});
     args.scale = step.scale;
     check_args(args);
     return args;
+  }
+
+  // The heads [B, Hq, L, E] of q [B, L, Hq E].
+  static TensorView heads_as_keys(const TensorView& q, const TensorView& keys) {
+    const int64_t e = keys.size(3);
+    check(e > 0 && q.size(2) % e == 0, value, "the columns of q must be heads of E, the last dimension of keys, got ",
+          q.size(2), " columns and keys of shape ", shape_text(keys));
+    check_contiguous("attention", "q", q);
+    return heads_before_tokens("q", q, 0, q.size(2) / e, e);
   }
 
   // The heads [B, heads, L, E] that begin at a column of x [B, L, columns].
@@ -277,6 +288,11 @@ class ProgramRun {
   }
 
   static TensorView result_of(const RopeAppendArgs& args) { return args.rotated; }
+  static TensorView result_of(const HeadsArgs& args) {
+    TensorView of_tokens = args.rotated;
+    std::swap(of_tokens.shape[1], of_tokens.shape[2]);
+    return without_heads(of_tokens);
+  }
   static TensorView result_of(const CausalConv1dArgs& args) { return args.y; }
   static TensorView result_of(const GatedDeltaRuleArgs& args) { return without_heads(args.o); }
   static TensorView result_of(const SsdArgs& args) { return without_heads(args.y); }
@@ -336,6 +352,18 @@ class ProgramRun {
     RopeAppendArgs call = args(step);
     call.rotated.data = result(y);
     lowbit::run(call);
+  }
+
+  void run(const HeadsStep& step, int32_t y) const {
+    HeadsArgs call = args(step);
+    if (!step.into) call.rotated.data = result(y);
+    lowbit::run<RopeAppendArgs>(call);
+  }
+
+  void run(const HeadLinearStep& step, GatherLinearArgs args, int32_t y) const {
+    args.x.data = address(step.x), args.weight.data = address(step.weight);
+    args.y.data = result(y);
+    run_by_head(args);
   }
 
   void run(const MaskRowsStep& step, int32_t) const {

@@ -7,7 +7,7 @@
 //   rotated(k)[i + R/2] = k'[i + R/2] * cos[i + R/2] + k'[i] * sin[i + R/2]
 //   rotated(k)[i]       = k'[i]                                              for i in R..E
 // With rotation `neighbours` the pairs are 2i and 2i + 1 instead of i and i + R/2. With `neighbours_of_halves` they also
-// read cos[i] and sin[i] for both. With norm_behind, heads are normalized after they are rotated. A weight of all
+// read cos[i] and sin[i] for both; with `neighbours_to_halves` too, and are written to i and i + R/2. With norm_behind, heads are normalized after they are rotated. A weight of all
 // heads, [Hq E] or [Hkv E], normalizes them as one row.
 // With grouped, the heads of qkv are Hkv groups of Hq / Hkv queries, a key and a value. With gated, a head behind each
 // query is the gate of what the query attends to, which this op leaves alone.
@@ -20,8 +20,8 @@
 
 namespace lowbit {
 
-enum class Rotation : int64_t { halves = 0, neighbours = 1, neighbours_of_halves = 2 };
-inline constexpr int64_t kRotations = 3;
+enum class Rotation : int64_t { halves = 0, neighbours = 1, neighbours_of_halves = 2, neighbours_to_halves = 3 };
+inline constexpr int64_t kRotations = 4;
 
 struct RopeAppendArgs {
   Place place{};

@@ -12,7 +12,7 @@ from settings import forced
 from torch import Tensor
 
 from lowbit import testing
-from lowbit.ops.rope_append import rope_append
+from lowbit.ops.rope_append import NEIGHBOURS, NEIGHBOURS_OF_HALVES, NEIGHBOURS_TO_HALVES, rope_append
 
 ROWS = [str(row["name"]) for row in testing.rows("rope_append") if row["available"]]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -67,6 +67,26 @@ def test_every_row(
                 assert (states[:, :, :4] == 3).all() and (states[:, :, 4 + length :] == 3).all()
 
 
+@pytest.mark.core
+@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("e, columns", [(64, 64), (40, 36), (80, 6), (97, 96)])
+def test_pairs_of_neighbours(row: str, dtype: torch.dtype, e: int, columns: int) -> None:
+    """Beside halves of permuted columns, in float64."""
+    pairs = torch.arange(columns).view(-1, 2).mT.flatten()  # 0, 2, .., 1, 3, ..
+    rest = torch.arange(columns, e)
+    for rotation in (NEIGHBOURS, NEIGHBOURS_OF_HALVES, NEIGHBOURS_TO_HALVES):
+        q, cos, sin = torch.randn(2, 3, 4, e).to(dtype), *torch.randn(2, 2, 3, columns).to(dtype)
+        with forced(row):
+            got = rope_append(q, cos, sin, *q.new_empty(2, 2, 0, 3, e), 0, rotation=rotation)
+        halves = [angles[..., : columns // 2].repeat(1, 1, 2) for angles in (cos, sin)]
+        angles = [each[..., pairs] for each in (cos, sin)] if rotation == NEIGHBOURS else halves
+        wanted, sizes = rotated(q[..., torch.cat([pairs, rest])], *angles, None, 0.0)
+        if rotation != NEIGHBOURS_TO_HALVES:
+            wanted, sizes = (each[..., torch.cat([pairs.argsort(), rest])] for each in (wanted, sizes))
+        testing.assert_within(got, wanted, allowed(wanted, sizes, dtype, e), what=f"{row}, rotation {rotation}")
+
+
 def test_strides_of_everything_and_no_tokens() -> None:
     qkv, cos, sin = torch.randn(2, 3, 8, 32), torch.randn(1, 3, 32), torch.randn(1, 3, 32)
     keys, values = torch.zeros(2, 2, 2, 5, 32)
@@ -102,6 +122,7 @@ def arguments(**changed: Any) -> dict[str, Any]:
         ({"cos": torch.ones(1, 3, 5), "sin": torch.ones(1, 3, 5)}, ValueError, "cos must have an even number of columns"),
         ({"q_weight": torch.ones(4)}, ValueError, r"q_weight must have shape \[8\], got \[4\]"),
         ({"k_weight": torch.ones(8), "eps": -1.0}, ValueError, "eps must be finite and not negative, got -1"),
+        ({"rotation": 4}, ValueError, "rotation must be 0 to 3, got 4"),
         ({"gated": True, "qkv": torch.ones(2, 3, 7, 8)}, ValueError, "gated heads must be pairs of a query and its gate"),
         ({"gated": True, "grouped": True}, ValueError, "gated heads must be .* not grouped, got 8 heads with 4 keys and"),
         ({"qkv": torch.ones(2, 3, 8, 8).requires_grad_()}, NotImplementedError, "no argument may require a gradient"),

@@ -41,11 +41,13 @@ struct HeadNorm {
   }
 };
 
-// Rotates the pairs 2i and 2i + 1 of 32 columns from `at` on, of which `count` are there.
+// Rotates the pairs 2i and 2i + 1 of 32 columns from `at` on, of which there are 2 half.
 template <class Value>
-LOWBIT_INLINE void rotate_neighbours(bool of_halves, Row cos, Row sin, Row to, int64_t at, int64_t count, Value value) {
+LOWBIT_INLINE void rotate_neighbours(Rotation rotation, Row cos, Row sin, Row to, int64_t at, int64_t half,
+                                     Value value) {
   alignas(64) float x[32], c[32], s[32], y[32];
-  const int64_t more = count - 16;
+  const bool of_halves = rotation != Rotation::neighbours, to_halves = rotation == Rotation::neighbours_to_halves;
+  const int64_t count = 2 * half - at, more = count - 16;
   store(x, value(at, count)), store(x + 16, more > 0 ? value(at + 16, more) : set1(0.0f));
   const int64_t angle = of_halves ? at / 2 : at, angles = of_halves ? count / 2 : count;
   store(c, cos.load(angle, angles)), store(s, sin.load(angle, angles));
@@ -53,8 +55,12 @@ LOWBIT_INLINE void rotate_neighbours(bool of_halves, Row cos, Row sin, Row to, i
   for (int i = 0; i < 16; i++) {
     const int low = of_halves ? i : 2 * i, high = of_halves ? i : 2 * i + 1;
     if (2 * i >= count) break;
-    y[2 * i] = x[2 * i] * c[low] - x[2 * i + 1] * s[low];
-    y[2 * i + 1] = x[2 * i + 1] * c[high] + x[2 * i] * s[high];
+    y[to_halves ? i : 2 * i] = x[2 * i] * c[low] - x[2 * i + 1] * s[low];
+    y[to_halves ? 16 + i : 2 * i + 1] = x[2 * i + 1] * c[high] + x[2 * i] * s[high];
+  }
+  if (to_halves) {
+    to.store(at / 2, count / 2, load(y)), to.store(half + at / 2, count / 2, load(y + 16));
+    return;
   }
   to.store(at, count, load(y));
   if (more > 0) to.store(at + 16, more, load(y + 16));
@@ -75,8 +81,8 @@ void rotate(const RopeAppendArgs& args, HeadNorm norm, Row cos, Row sin, Row fro
       to.store(half + i, count, fma(high, cos.load(half + i, count), mul(low, sin.load(half + i, count))));
     }
   } else {
-    const bool of_halves = args.rotation == static_cast<int64_t>(Rotation::neighbours_of_halves);
-    for (int64_t i = 0; i < 2 * half; i += 32) rotate_neighbours(of_halves, cos, sin, to, i, 2 * half - i, value);
+    const auto rotation = static_cast<Rotation>(args.rotation);
+    for (int64_t i = 0; i < 2 * half; i += 32) rotate_neighbours(rotation, cos, sin, to, i, half, value);
   }
   for (int64_t i = 2 * half; i < e; i += 16) to.store(i, e - i, value(i, e - i));
   if (!norm.weight || !args.norm_behind) return;

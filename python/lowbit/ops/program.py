@@ -25,6 +25,7 @@ CONSTANT, STATE, INPUT, RESULT = range(4)
 SCORE, COLUMNS, RMS_NORM, LINEAR, ROPE_APPEND, ATTENTION, ROUTE, EXPERTS, SCALED_ADD = range(1, 10)
 LAYER_NORM, POINTWISE, SELF_ATTENTION, CROSS_ATTENTION = 16, 17, 18, 19
 MASK_ROWS, CAUSAL_CONV1D, GATED_DELTA_RULE, SSD, GATED_RMS_NORM = range(24, 29)
+HEADS, HEAD_LINEAR = 40, 41
 
 
 class LowRank(NamedTuple):
@@ -143,8 +144,8 @@ class Program:
         sink: int = NONE,
         cu_seqlens: int = NONE,
     ) -> int:
-        """Append a call of `attention` over the first ``start + L`` tokens of a cache, with the result
-        ``[B, L, Hq Ev]``. ``mask`` may be an input of shape [0]; then nothing is masked, except later tokens if
+        """Append a call of `attention` of ``q [B, Hq, L, E]`` or ``[B, L, Hq E]`` over the first ``start + L`` tokens of
+        a cache, with the result ``[B, L, Hq Ev]``. ``mask`` may be an input of shape [0]; then nothing is masked, except later tokens if
         ``causal``. ``cu_seqlens`` may be one too; otherwise B is 1, its entries ``[N + 1]`` are the ends of packed
         sequences, each of which sees itself alone, and the mask ``[1, 1 or Hq, M, M]`` is that of each, from its first
         token on."""
@@ -283,6 +284,36 @@ class Program:
         """Append a call of `gated_rms_norm` over each ``n`` columns of x, with ``weight [n]``. The gate has as many
         columns as x, from ``gate_column`` on."""
         return self._step(GATED_RMS_NORM, x, gate, weight, _bits(eps), group_size, sigmoid, gate_first, gate_column)
+
+    def heads(
+        self,
+        x: int,
+        heads: int,
+        size: int,
+        column: int,
+        step: int,
+        into: int = NONE,
+        into_column: int = 0,
+        start: int = NONE,
+        cos: int = NONE,
+        sin: int = NONE,
+        rotation: int = 0,
+        weight: int = NONE,
+        eps: float = 0.0,
+        offset: float = 0.0,
+    ) -> int:
+        """Append a copy of heads, normalized if there is a ``weight [size]``, and then rotated if there are cos and sin,
+        as `rope_append` does it. They are ``size`` columns of ``x [B, L, n]`` each, from ``column`` on, ``step`` columns
+        apart. The result is ``[B, L, heads size]``. With ``into``, a result ``[B, L, heads m]`` or a state
+        ``[B, heads, S, m]``, they are written there, to the columns of each head from ``into_column`` on; of a state,
+        to the tokens from ``start`` on, an index into ``starts``."""
+        fields = (x, heads, size, column, step, into, into_column, start, cos, sin, rotation, weight)
+        return self._step(HEADS, *fields, _bits(eps), _bits(offset), results=int(into == NONE))
+
+    def head_linear(self, x: int, weight: int, op_args: LinearArgs) -> int:
+        """Append a call of `gather_linear` in which each head of ``x [B, L, heads k]`` has a weight of its own, of
+        ``weight [heads, panels, panel_bytes]``, with the result ``[B, L, heads n]``."""
+        return self._step(HEAD_LINEAR, x, weight, *map(int, op_args))
 
     def _score(self, score_mod: Sequence[int]) -> int:
         key = tuple(score_mod)

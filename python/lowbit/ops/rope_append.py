@@ -12,7 +12,7 @@ from lowbit.ops.registration import function_of, register
 
 register()
 _call = function_of("rope_append_")
-HALVES, NEIGHBOURS, NEIGHBOURS_OF_HALVES = range(3)
+HALVES, NEIGHBOURS, NEIGHBOURS_OF_HALVES, NEIGHBOURS_TO_HALVES = range(4)
 
 
 def rope_append(
@@ -48,7 +48,7 @@ def rope_append(
             ``[Hq E]`` and ``[Hkv E]``, normalize them as one row.
         eps, offset: the parameters of the norms, as in `rms_norm`.
         rotation: 0 rotates the first half with the second; 1 neighbouring elements; 2 neighbours too, with cos and sin
-            of pair i in column i.
+            of pair i in column i; 3 the same, with the results of pair i in columns i and R / 2 + i.
         grouped: the heads are Hkv groups, each of Hq / Hkv queries, a key and a value.
         norm_behind: heads are normalized after the rotation, not before.
         gated: behind each head of queries is its gate, so that qkv is ``[B, L, 2 Hq + 2 Hkv, E]``; the gates do not
