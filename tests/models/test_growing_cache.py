@@ -17,8 +17,10 @@ from transformers.cache_utils import DynamicCache, DynamicLayer  # noqa: E402
 from lowbit.models.growing_cache import LEAST_ROOM, GrowingLayer  # noqa: E402
 
 
-def states(tokens: int, batch: int = 2, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.randn(batch, 3, tokens, 8).to(dtype), torch.randn(batch, 3, tokens, 6).to(dtype)
+def states(
+    tokens: int, batch: int = 2, dtype: torch.dtype = torch.float32, heads: int = 3
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(batch, heads, tokens, 8).to(dtype), torch.randn(batch, heads, tokens, 6).to(dtype)
 
 
 def assert_same(ours: DynamicLayer, theirs: DynamicLayer) -> None:
@@ -30,16 +32,20 @@ def assert_same(ours: DynamicLayer, theirs: DynamicLayer) -> None:
 STEPS = ("token", "chunk", "crop", "reorder", "repeat", "select", "reset", "bfloat16", "deepcopy", "inference", "leave")
 
 
+@pytest.mark.parametrize("heads", [3, 1])
 @given(st.lists(st.sampled_from(STEPS), min_size=1, max_size=14), st.integers(0, 2**31))
 @example(["token", "token", "leave", "crop", "token"], 0)  # the copy's last token was overwritten
 @settings(max_examples=60, deadline=None)
-def test_any_sequence_of_calls_gives_what_the_class_of_transformers_gives(steps: list[str], seed: int) -> None:
+def test_any_sequence_of_calls_gives_what_the_class_of_transformers_gives(
+    heads: int, steps: list[str], seed: int
+) -> None:
+    """Keys and values of one head whose sizes differ are columns of one tensor."""
     torch.manual_seed(seed)
     ours, theirs = GrowingLayer(), DynamicLayer()
     left: list[tuple[DynamicLayer, DynamicLayer]] = []  # copies that go on by themselves
     for step in steps:
         batch = theirs.keys.shape[0] if theirs.get_seq_length() else 2
-        new = states({"chunk": 300}.get(step, 1), batch, torch.bfloat16 if step == "bfloat16" else torch.float32)
+        new = states({"chunk": 300}.get(step, 1), batch, torch.bfloat16 if step == "bfloat16" else torch.float32, heads)
         if step == "deepcopy":
             left.append((copy.deepcopy(ours), copy.deepcopy(theirs)))
         if step == "leave":
@@ -64,7 +70,7 @@ def test_any_sequence_of_calls_gives_what_the_class_of_transformers_gives(steps:
         assert_same(ours, theirs)
     for one, other in left:
         if one.get_seq_length():
-            new = states(2, other.keys.shape[0])
+            new = states(2, other.keys.shape[0], heads=heads)
             one.update(*new)
             other.update(*new)
         assert_same(one, other)

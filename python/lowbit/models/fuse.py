@@ -24,8 +24,9 @@ def fuse(model: nn.Module) -> FusedModules:
     - An RMSNorm, one with a gate, or a LayerNorm becomes one call.
     - In the attention of transformers, the q, k and v projections become one product. The head norms, the rotary
       embedding and the write to the cache become one call.
-    - Multi-head latent attention (DeepSeek V2 and V3, GLM 4.7 Flash, Kimi-Linear) projects the queries of a few tokens
-      instead of all keys and values in the cache, with ``attn_implementation="lowbit"``.
+    - Multi-head latent attention (DeepSeek V2 and V3, GLM 4.7 Flash, Kimi-Linear) projects the queries of up to 16
+      tokens instead of all keys and values in the cache, as a part of the call of its layer, with
+      ``attn_implementation="lowbit"``.
     - In a gated MLP, the activation and the elementwise product become part of the linear calls (`fuse_gated_mlps`).
     - A gated delta net (Qwen3-Next, Qwen3.5, OLMo-hybrid, Kimi-Linear) runs on `gated_delta_rule`, a Mamba-2 mixer
       (Mamba2, Bamba, Granite 4, Falcon-H1, Nemotron-H, Zamba2) on `ssd`, a Mamba-1 mixer (Mamba, Falcon-Mamba, Jamba)

@@ -145,6 +145,13 @@ class FusedAttention(AttentionPiece):
         return (*weights, norm["eps"], norm["offset"]) if norm else ()
 
 
+def pair_of(embeddings: Any) -> Any:
+    """Return cos and sin ``[B, L, R / 2]`` of rotary embeddings that are complex numbers (DeepSeek V2), others as they
+    are."""
+    is_complex = isinstance(embeddings, Tensor) and embeddings.is_complex()
+    return (embeddings.real, embeddings.imag) if is_complex else embeddings
+
+
 def _is_rotary(embeddings: tuple[Tensor, Tensor] | None, wanted: bool) -> bool:
     """Whether cos and sin have the form that the module got when it was fused; some modules get none."""
     return embeddings[0].dim() == 3 if wanted and embeddings is not None else (embeddings is None) is not wanted
@@ -301,12 +308,13 @@ def recorded(probe: nn.Module, call: dict[str, Any]) -> dict[str, Any] | None:
 def _record(
     probe: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any
 ) -> tuple[Tensor, None]:
-    """Record the arguments and return the queries as the result."""
+    """Record the arguments and return the queries as the result, or the values if only these have its size."""
     known = {name: option for name, option in options.items() if name not in _NOT_OPTIONS}
     if known.get("is_causal", ...) == getattr(probe, "is_causal", None):  # which attention functions read themselves
         del known["is_causal"]
     probe.seen.update(query=query, key=key, value=value, options=known)
-    return query.transpose(1, 2).contiguous(), None
+    result = query if query.shape[-1] == value.shape[-1] else value
+    return result.transpose(1, 2).contiguous(), None
 
 
 def agree(wanted: dict[str, Any], got: dict[str, Any] | None) -> bool:

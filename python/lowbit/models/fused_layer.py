@@ -11,11 +11,12 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lowbit.models.decoder_pieces import HALVES
-from lowbit.models.fused_attention import IDLE, FusedAttention, whole_columns
+from lowbit.models.fused_attention import IDLE, FusedAttention, pair_of, whole_columns
 from lowbit.models.fused_latent_attention import FusedLatentAttention
 from lowbit.models.fused_mixture import FusedMixture
 from lowbit.models.fused_self_attention import FusedSelfAttention
 from lowbit.models.half_steps import HALF_STEPS
+from lowbit.models.latent_states import FEW
 from lowbit.models.layer_joins import joins_of
 from lowbit.models.layer_program import NORMS, LayerProgram
 from lowbit.models.lowbit_attention import lowbit_attention, weights_are_recorded
@@ -31,7 +32,8 @@ _SECOND_HALVES = ("mlp", "block_sparse_moe", "feed_forward", "moe")
 """Names of the half behind attention."""
 OPTIONS = {"scaling", "softcap", "sliding_window", "deterministic"}
 """Options of attention that steps serve: the window is in the mask, and every result is deterministic."""
-_MIXERS = (FusedAttention, *RECURRENT_STEPS)
+_ATTENTION = (FusedAttention, FusedLatentAttention)
+_MIXERS = (*_ATTENTION, *RECURRENT_STEPS)
 """The classes of modules that mix tokens, of which a layer has one."""
 _READ = {"attention_mask", "position_embeddings", "past_key_values"}
 _READ |= {"layer_past", "position_ids", "use_cache", "cache_position", "return_dict"}  # nothing in a layer reads these
@@ -68,6 +70,8 @@ def in_one_call(
     """
     if not is_inference(x) or not calls_lowbit_attention(facts["attention"]):
         return None
+    if x.shape[1] > FEW and isinstance(facts["attention"], FusedLatentAttention):
+        return None  # the modules project keys, which is faster for so many queries
     kinds, dtype, crosses = facts["kinds"], x.dtype, of_encoder is not None
     program = facts["kept"].serving(
         lambda kept: kept.serves(dtype), lambda: LayerProgram(layers, kinds, dtype, crosses=crosses)
@@ -117,7 +121,7 @@ def inputs_of(
     inputs, cache = [x if x.is_contiguous() else x.contiguous()], cache_of(calls[0])
     for kind in range(len(first_calls)):
         call = first_calls[kind]
-        mask, embeddings = call.get("attention_mask"), call.get("position_embeddings")
+        mask, embeddings = call.get("attention_mask"), pair_of(call.get("position_embeddings"))
         if kind in recurrent or (embeddings is None and not rotates):
             embeddings = (MISSING, MISSING)
         elif embeddings is None or embeddings[0].dim() != 3:
@@ -179,7 +183,7 @@ def fuse_decoder_layer(module: nn.Module) -> str:
             "arguments": (),
             "mixer": mixer,
             "hidden": mixer.facts["hidden"],
-            "attention": mixer if isinstance(mixer, FusedAttention) else None,
+            "attention": mixer if isinstance(mixer, _ATTENTION) else None,
             "idle": idle,
             "joins": joins,
             "kinds": (0,),
@@ -196,7 +200,7 @@ def halves_of(module: nn.Module) -> tuple[str, ...]:
 
 
 def _returns_more(piece: nn.Module) -> bool:
-    return isinstance(piece, FusedAttention) or (isinstance(piece, FusedMixture) and piece.facts["returns_more"])
+    return isinstance(piece, _ATTENTION) or (isinstance(piece, FusedMixture) and piece.facts["returns_more"])
 
 
 def _problem(module: nn.Module, children: dict[str, nn.Module], pieces: dict[str, nn.Module], idle: list[str]) -> str:
@@ -204,8 +208,8 @@ def _problem(module: nn.Module, children: dict[str, nn.Module], pieces: dict[str
     for name, mixer in mixers:
         if isinstance(mixer, tuple(RECURRENT_STEPS)) and (reason := why_no_steps(mixer)):
             return f"of its {name}: {reason}"
-    if latent := [name for name, child in children.items() if isinstance(child, FusedLatentAttention)]:
-        return f"its {latent[0]}, latent attention, is no step of a program"
+        if isinstance(mixer, FusedLatentAttention) and mixer.facts["no_steps"]:
+            return f"of its {name}, latent attention: {mixer.facts['no_steps']}"
     if left := [name for name in children if name not in pieces and name not in idle]:
         known = [name for name in left if name == HALVES[0] or name in _SECOND_HALVES or "norm" in name]
         return f"its {known[0]} is not fused" if known else f"it has {', '.join(sorted(left))}"

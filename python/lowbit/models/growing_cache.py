@@ -9,6 +9,7 @@ of a sliding-window layer. Here a layer has spare capacity after its last token,
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -44,14 +45,15 @@ class _Held:
         layer._served = None
 
 
-NewTokens = tuple[tuple[int, int, int], torch.dtype, torch.device, bool]
-"""A description of new tokens: the shape of their keys (B, H, E), and all else that decides whether a room can hold
-them."""
+NewTokens = tuple[tuple[int, int, int, int], torch.dtype, torch.device, bool]
+"""A description of new tokens: the shape of their keys and values (B, H, E, Ev), and all else that decides whether a
+room can hold them."""
 
 
-def new_tokens(batch: int, heads: int, size: int, like: Tensor) -> NewTokens:
-    """Describe tokens of this shape, with the dtype and device of ``like``."""
-    return (batch, heads, size), like.dtype, like.device, torch.is_inference_mode_enabled()
+def new_tokens(batch: int, heads: int, size: int, like: Tensor, value_size: int | None = None) -> NewTokens:
+    """Describe tokens of this shape, with the dtype and device of ``like``. Values have the size of keys by default."""
+    sizes = size, size if value_size is None else value_size
+    return (batch, heads, *sizes), like.dtype, like.device, torch.is_inference_mode_enabled()
 
 
 class _Growing:
@@ -94,7 +96,8 @@ class _Growing:
         held = self.keys, self.values, key_states, value_states
         if is_traced() or (torch.is_grad_enabled() and any(states.requires_grad for states in held)):
             return super().update(key_states, value_states, *args, **kwargs)
-        for room, states, new in zip(self._rooms, held[:2], held[2:], strict=True):
+        self._lay_side_by_side(key_states.shape, value_states.shape[-1], key_states)
+        for room, states, new in zip(self._rooms, (self.keys, self.values), held[2:], strict=True):
             room.append(states, new)
         return self.last(self._count(key_states.shape[-2]))
 
@@ -109,10 +112,11 @@ class _Growing:
             return self._behind(keys.total)
         if not self.is_initialized:
             self.lazy_initialization(like, like)
-        held, (batch, heads, size) = self._held(), new[0]
-        for room, states in zip(self._rooms, self._states, strict=True):
-            if held and (room.states if states is _IN_ROOM else states).dtype is not like.dtype:
-                return None
+        held, (batch, heads, *sizes) = self._held(), new[0]
+        if not self._are_of(held, like):
+            return None
+        self._lay_side_by_side((batch, heads, length, sizes[0]), sizes[1], like)
+        for room, states, size in zip(self._rooms, self._states, sizes, strict=True):
             room.make(states, held, (batch, heads, held + length, size), like)
         if self._states[0] is _IN_ROOM is self._states[1] and (keys.begin, keys.total) == (values.begin, values.total):
             self._served, self._capacity = new, min(room.states.shape[-2] for room in self._rooms)
@@ -151,6 +155,32 @@ class _Growing:
         super().crop(tokens_to_remove)
         for room, old, states in zip(self._rooms, before, (self.keys, self.values), strict=False):
             room.narrow_to(old, states)
+
+    def _are_of(self, held: int, like: Tensor) -> bool:
+        """Whether the states, if there are any, have the dtype of ``like``."""
+        all_states = zip(self._rooms, self._states, strict=True)
+        return not held or all((room.states if s is _IN_ROOM else s).dtype is like.dtype for room, s in all_states)
+
+    def _lay_side_by_side(self, shape: Sequence[int], value_size: int, like: Tensor) -> None:
+        """Let the rooms be columns of one tensor, with space for tokens of this shape, if keys and values are what
+        latent attention keeps: one head, whose rotated keys, stored as values, have another size than its latent
+        vectors, stored as keys. Its attention reads both as one row."""
+        batch, heads, length, size = shape
+        held = self._held()
+        if heads > 1 or size == value_size or self._longest is not None or not self._are_of(held, like):
+            return
+        rooms, sizes, total = self._rooms, (size, value_size), held + length
+        fit = all(
+            room.owns(states) and room.takes((batch, heads, total, columns), like)
+            for room, states, columns in zip(rooms, self._states, sizes, strict=True)
+        )
+        if fit and side_by_side(*(room.states for room in rooms)) is not None:
+            return
+        whole = like.new_empty((batch, heads, total + spare_tokens(total), sum(sizes)))
+        for i, (room, states, columns) in enumerate(zip(rooms, self._states, whole.split(sizes, dim=-1), strict=True)):
+            room.move_to(columns, states, held)
+            room.hold(held)
+            self._states[i] = _IN_ROOM
 
     def _begin_anew(self) -> None:
         self._rooms = _Room(self._longest), _Room(self._longest)
@@ -241,14 +271,21 @@ class _Room:
 
         A prompt longer than ``longest`` gets no spare capacity, because the next token does not see most of it.
         """
-        own = held is _IN_ROOM or held is self.view
-        if own and self._takes(shape, like):
+        if self.owns(held) and self.takes(shape, like):
             return
+        *batch, total, size = shape
+        more = 0 if self.longest is not None and total > self.longest else spare_tokens(total)
+        self.move_to(like.new_empty((*batch, total + more, size)), held, length)
+
+    def owns(self, held: Any) -> bool:
+        """Whether these states are the tokens that were written here."""
+        return held is _IN_ROOM or held is self.view
+
+    def move_to(self, memory: Tensor, held: Any, length: int) -> None:
+        """Copy the ``length`` tokens of ``held`` to the start of new memory."""
         if held is _IN_ROOM:
             held = self.written
-        *batch, total, size = shape
-        more = 0 if self.longest is not None and total > self.longest else max(LEAST_ROOM, total // 4)
-        self.states, self.begin, self.view = like.new_empty((*batch, total + more, size)), 0, None
+        self.states, self.begin, self.view = memory, 0, None
         if length:
             self.states.narrow(-2, 0, length).copy_(held)
 
@@ -276,13 +313,34 @@ class _Room:
             self.begin += (held.storage_offset() - before.storage_offset()) // max(1, held.stride(-2))
             self.total, self.view = held.shape[-2], held
 
-    def _takes(self, shape: tuple[int, ...], like: Tensor) -> bool:
+    def takes(self, shape: tuple[int, ...], like: Tensor) -> bool:
+        """Whether there is room for tokens of this shape."""
         states = self.states
+        if states is None:
+            return False
         if states.is_inference() and not torch.is_inference_mode_enabled():  # torch refuses to write to it
             return False
         *batch, room, size = states.shape
         same = like.dtype is states.dtype and like.device == states.device
         return same and (*batch, size) == (*shape[:-2], shape[-1]) and self.begin + shape[-2] <= room
+
+
+def spare_tokens(total: int) -> int:
+    """Return how many more tokens memory for ``total`` tokens has room for."""
+    return max(LEAST_ROOM, total // 4)
+
+
+def side_by_side(keys: Tensor, values: Tensor) -> Tensor | None:
+    """Return the tensor whose first columns are ``keys [B, H, S, E]`` and whose others ``values [B, H, S, Ev]``, or None
+    if they do not lie so in memory."""
+    size, columns = keys.shape[-1], keys.shape[-1] + values.shape[-1]
+    if keys.shape[:-1] != values.shape[:-1] or keys.stride() != values.stride() or keys.stride(-2) != columns:
+        return None
+    if keys.dtype is not values.dtype or keys.untyped_storage().data_ptr() != values.untyped_storage().data_ptr():
+        return None
+    if values.storage_offset() != keys.storage_offset() + size:
+        return None
+    return keys.as_strided((*keys.shape[:-1], columns), keys.stride())
 
 
 def growing_layer(cache: Any, index: int | None) -> GrowingLayer | GrowingSlidingLayer | None:

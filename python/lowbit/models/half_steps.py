@@ -15,9 +15,11 @@ import torch
 from torch import nn
 
 from lowbit.models.fused_attention import AttentionPiece, FusedAttention
+from lowbit.models.fused_latent_attention import FusedLatentAttention
 from lowbit.models.fused_mixture import FusedMixture, mixture_steps
 from lowbit.models.fused_self_attention import FusedSelfAttention
 from lowbit.models.gated_mlp_steps import gated_mlp_steps
+from lowbit.models.latent_steps import latent_attention_steps
 from lowbit.models.layer_memory import KeysAndValues
 from lowbit.models.lowbit_attention import softcap_program
 from lowbit.models.products import projected
@@ -93,10 +95,8 @@ def _of_cache(steps: Steps, attention: AttentionPiece, kind: int, qkv: int) -> i
     """Write the step that adds the new tokens to the keys and values of the layer, and the attention to these. Return
     None if a layer before has a rotary embedding of another form."""
     program, facts = steps.program, attention.facts
-    if facts["rotates"]:
-        if steps.rotates and steps.half_rotary != facts["half_rotary"]:
-            return None
-        steps.rotates, steps.half_rotary = True, facts["half_rotary"]
+    if facts["rotates"] and not steps.takes_rotation(facts["half_rotary"]):
+        return None
     cos, sin, mask = (Program.input(1 + 3 * kind + j) for j in range(3))
     keys, values = steps.keep(KeysAndValues(facts["kv_heads"], facts["head_dim"]), kind, attention)
     norms = [program.constant(norm.weight) for norm in facts["norms"]]
@@ -169,6 +169,7 @@ def mlp_steps(steps: Steps, mlp: FusedMLP, i: int, kind: int, x: int) -> Written
 HALF_STEPS: dict[type[Fused], Callable[..., Written | None]] = {
     FusedAttention: attention_steps,
     FusedGatedMLP: gated_mlp_steps,
+    FusedLatentAttention: latent_attention_steps,
     FusedMixture: mixture_steps,
     FusedMLP: mlp_steps,
     FusedSelfAttention: attention_steps,

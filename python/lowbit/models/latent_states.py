@@ -16,7 +16,9 @@ import torch
 from torch import Tensor
 
 from lowbit.formats.spec import StoredWeight
+from lowbit.models.growing_cache import side_by_side
 from lowbit.ops.gather_linear import gather_linear
+from lowbit.ops.linear import LinearArgs
 
 Expand = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 FEW = 16
@@ -31,12 +33,17 @@ class HeadWeights:
     packed: Tensor
     stored: StoredWeight
 
+    @property
+    def op_args(self) -> LinearArgs:
+        """The numbers that describe one matrix to ops."""
+        return self.stored.spec.op_args(self.stored.n, self.stored.k)
+
     def __call__(self, x: Tensor) -> Tensor:
         """Return ``[B, heads, L, n]``, the product of each head's matrix and its rows of x ``[B, heads, L, k]``."""
         batch, heads, length, k = x.shape
         rows = x.transpose(1, 2).reshape(batch * length, heads, k)
         index = torch.arange(heads, dtype=torch.int32, device="cpu").expand(batch * length, heads)
-        y = gather_linear(rows, self.packed, index, self.stored.spec.op_args(self.stored.n, k))
+        y = gather_linear(rows, self.packed, index, self.op_args)
         return y.view(batch, length, heads, -1).transpose(1, 2)
 
 
@@ -66,5 +73,7 @@ class LatentStates:
         if query.shape[2] > FEW:
             return query, *self.expand(self.latents, self.rotated), False
         kept, turned = query.split([self.to_queries.stored.k, self.rotated.shape[-1]], dim=-1)
-        keys = torch.cat([self.latents, self.rotated], dim=-1)
+        keys = side_by_side(self.latents, self.rotated)
+        if keys is None:
+            keys = torch.cat([self.latents, self.rotated], dim=-1)
         return torch.cat([self.to_queries(kept), turned], dim=-1), keys, keys[..., : self.latents.shape[-1]], True

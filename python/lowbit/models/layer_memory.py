@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a layer of a decoder keeps of earlier tokens, and where: keys and values, or the states of a recurrent layer, in a
-cache that is written in place."""
+"""What a layer of a decoder keeps of earlier tokens, and where: keys and values, latent vectors, or the states of a
+recurrent layer, in a cache that is written in place."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
 from lowbit.models.croppable_states import CroppableStates
-from lowbit.models.growing_cache import GrowingLayer, GrowingSlidingLayer, new_tokens
+from lowbit.models.growing_cache import GrowingLayer, GrowingSlidingLayer, new_tokens, side_by_side
 from lowbit.models.recurrent_layers import LinearAttentionLayer
 
 Found = tuple[Any, Sequence[Tensor], int]
@@ -39,6 +39,32 @@ class KeysAndValues:
             return None
         room = layer.room_for(length, new_tokens(x.shape[0], self.heads, self.size, x), x)
         return None if room is None else (layer, room[:2], room[2])
+
+
+@dataclass(frozen=True, slots=True)
+class LatentVectors:
+    """What latent attention keeps of a token: a latent vector and a rotated key beside it, as one head of keys
+    ``[B, 1, S, rank + rotated]``, of which the values are the first columns."""
+
+    rank: int
+    rotated: int
+    count: ClassVar[int] = 2
+
+    def new(self, x: Tensor, length: int) -> Sequence[Tensor]:
+        """Return memory for ``length`` tokens of a call without a cache."""
+        return self._states(x.new_empty(x.shape[0], 1, length, self.rank + self.rotated))
+
+    def found(self, layer: Any, x: Tensor, length: int) -> Found | None:
+        """Return where in a layer of a cache the next ``length`` tokens are written, or None if only its ``update`` can
+        add them."""
+        if type(layer) is not GrowingLayer:
+            return None
+        room = layer.room_for(length, new_tokens(x.shape[0], 1, self.rank, x, self.rotated), x)
+        whole = None if room is None else side_by_side(*room[:2])
+        return None if whole is None else (layer, self._states(whole), room[2])
+
+    def _states(self, whole: Tensor) -> Sequence[Tensor]:
+        return whole, whole[..., : self.rank]
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +126,7 @@ class _Stepped:
         self.layer.has_previous_state[0] = True
 
 
-Memory = KeysAndValues | RecurrentStates
+Memory = KeysAndValues | LatentVectors | RecurrentStates
 
 
 def layers_in(cache: Any, indices: Sequence[int | None]) -> list[Any] | None:

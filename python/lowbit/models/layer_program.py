@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from lowbit.models.fused_attention import IDLE
 from lowbit.models.half_steps import HALF_STEPS, cross_attention_steps
 from lowbit.models.layer_joins import Sums
-from lowbit.models.layer_memory import KeysAndValues, RecurrentStates, layers_in
+from lowbit.models.layer_memory import RecurrentStates, layers_in
 from lowbit.models.recurrent_steps import RECURRENT_STEPS
 from lowbit.models.steps import Steps
 from lowbit.ops.program import NONE, Program
@@ -72,7 +72,6 @@ class LayerProgram(Steps):
             self.cu_seqlens = Program.input(1 + 3 * len(set(kinds)))
         if crosses:
             self.cross_states, self.cross_mask = 2 * len(layers), Program.input(1 + 3 * len(set(kinds)))
-        self.norms: list[Tensor] = []
         self._kinds = kinds
         x: int | None = Program.input(0)
         for i, (layer, kind) in enumerate(zip(layers, kinds, strict=True)):
@@ -83,7 +82,7 @@ class LayerProgram(Steps):
                 self.note_module(layer)
         if end is not None and x is not None:
             x = end(self, x)
-        of_attention = {kind for memory, kind, _ in self.memories if isinstance(memory, KeysAndValues)}
+        of_attention = {kind for memory, kind, _ in self.memories if not isinstance(memory, RecurrentStates)}
         self.recurrent = {kind for _, kind, _ in self.memories} - of_attention
         """The kinds of recurrent layers, whose mask is that of padding."""
         self._starts = max(of_attention, default=-1) + 1
@@ -130,15 +129,6 @@ class LayerProgram(Steps):
         kept = [memory for memory, _, _ in self.memories]
         made = {memory: memory.new(x, x.shape[1]) for memory in set(kept)}
         return [*chain.from_iterable(map(made.__getitem__, kept))]
-
-    def takes_norm(self, norm: nn.Module) -> bool:
-        """Whether a norm can be a step: it is unchanged since it was fused and has the dtype. `serves` checks the dtype
-        again in each call."""
-        weights = [weight for weight in norm._parameters.values() if weight is not None]
-        if not norm.is_as_fused() or not all(w.dtype is self.dtype and w.is_contiguous() for w in weights):
-            return False
-        self.norms += weights
-        return True
 
     def _layer(self, layer: Fused, i: int, kind: int, x: int) -> int | None:
         """Write the steps of a layer and return its result, or None if the layer has changed since it was fused."""

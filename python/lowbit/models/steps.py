@@ -58,6 +58,8 @@ class Steps(Unchanged):
         """The operand with the mask of an encoder's result."""
         self.weights: list[Tensor] = []
         """The packed weights of layers, without their adapters."""
+        self.norms: list[Tensor] = []
+        """The weights of norms, which have the dtype of activations."""
 
     def keep(self, memory: Memory, kind: int, module: nn.Module) -> list[int]:
         """Record what a module keeps of earlier tokens, and return the operands."""
@@ -66,11 +68,30 @@ class Steps(Unchanged):
         self.memories.append((memory, kind, getattr(module, "layer_idx", None)))
         return [Program.state(first + i) for i in range(memory.count)]
 
-    def norm(self, norm: nn.Module, x: int, **add: int) -> int:
-        """Write the norm of x."""
+    def takes_rotation(self, half_rotary: bool) -> bool:
+        """Whether a step can read cos and sin of this form: those before it read no other."""
+        fits = not self.rotates or self.half_rotary == half_rotary
+        self.rotates, self.half_rotary = True, half_rotary
+        return fits
+
+    def takes_norm(self, norm: nn.Module) -> bool:
+        """Whether a norm can be a step: it is unchanged since it was fused and has the dtype. `serves` of a program
+        checks the dtype again in each call."""
+        weights = [weight for weight in norm._parameters.values() if weight is not None]
+        if not norm.is_as_fused() or not all(w.dtype is self.dtype and w.is_contiguous() for w in weights):
+            return False
+        self.norms += weights
+        return True
+
+    def note_norm(self, norm: nn.Module) -> None:
+        """Record a norm that a step computes."""
         self.note(norm._parameters, "weight", "bias")
         self.note(norm.__dict__, "facts", *EPS)
         self.note_module(norm)
+
+    def norm(self, norm: nn.Module, x: int, **add: int) -> int:
+        """Write the norm of x."""
+        self.note_norm(norm)
         facts = norm.facts
         if norm.piece is FusedLayerNorm:
             operands = map(self.program.constant, norm.operands())

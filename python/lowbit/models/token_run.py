@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lowbit.models.croppable_states import CroppableStates
-from lowbit.models.fused_attention import whole_columns
+from lowbit.models.fused_attention import pair_of, whole_columns
 from lowbit.models.fused_decoder import FusedDecoder, stand_ins, with_children
 from lowbit.models.fused_layer import calls_lowbit_attention
 from lowbit.models.growing_cache import GrowingSlidingLayer
@@ -292,7 +292,7 @@ def rotary_embeddings(
     decoder, seen = parts.decoder, []
 
     def call(_: nn.Module, x: Tensor, /, position_embeddings: Any = None, **kwargs: Any) -> Tensor:
-        seen.append(position_embeddings)
+        seen.append(pair_of(position_embeddings))
         return x
 
     facts = decoder.facts
