@@ -2,7 +2,7 @@
 """The command line, `lowbit` or `python -m lowbit`.
 
 `lowbit info` (machine, ops, threads, fallbacks), `lowbit kernels [op]`, `lowbit prebuild --arch sm_90a`, `lowbit
-quantize MODEL OUT`, `lowbit chat FILE.gguf`, `lowbit compare A B`, `lowbit recorder DIR`, `lowbit cmake-dir`, `lowbit
+quantize MODEL OUT`, `lowbit chat FILE.gguf`, `lowbit train MODEL DATA.jsonl`, `lowbit compare A B`, `lowbit recorder DIR`, `lowbit cmake-dir`, `lowbit
 --version`.
 """
 
@@ -12,6 +12,7 @@ import argparse
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import lowbit
 from lowbit.documents.whole_file import replaced_file
@@ -39,7 +40,9 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"lowbit: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        goes_on = "; the same command goes on where it was" if options.command == "quantize" else ""
+        goes_on = {"quantize": "; the same command goes on where it was", "train": "; --resume goes on"}.get(
+            options.command, ""
+        )
         print(f"lowbit: interrupted{goes_on}", file=sys.stderr)
         return 130
     return 0
@@ -108,6 +111,7 @@ def _parser() -> argparse.ArgumentParser:
     chat.add_argument("--seed", type=int, metavar="N", help="of sampling; default: another one each time")
     chat.add_argument("--greedy", action="store_true", help="the likeliest word always, as --temperature 0")
     chat.set_defaults(run=_chat)
+    _add_train(commands)
     compare = commands.add_parser("compare", help="the error of each weight of one checkpoint against another, in dB")
     compare.add_argument("a", help="folder or safetensors file that counts as exact")
     compare.add_argument("b", help="folder or safetensors file that is measured against it")
@@ -130,6 +134,51 @@ def _parser() -> argparse.ArgumentParser:
     )
     cmake.set_defaults(run=lambda options: Path(lowbit.__file__).with_name("cmake"))
     return parser
+
+
+def _add_train(commands: Any) -> None:
+    train = commands.add_parser(
+        "train",
+        help="train LoRA adapters over packed weights, on a file of records",
+        description="Adapters go to --out, with a checkpoint every --save-every steps. Records are packed into rows of "
+        "--max-length tokens, and do not see each other. Needs trl, peft and datasets.",
+    )
+    train.add_argument("model", help="a .gguf file, a folder of a model of transformers, or a name of the Hub")
+    told = "one JSON object a line, with messages, or text, or prompt and completion, whose completion is trained"
+    train.add_argument("data", metavar="DATA.jsonl", help=told)
+    train.add_argument("--out", default="adapters", metavar="FOLDER", help="default: adapters")
+    told = 'format of the weights of a float model; default: "int4_weight_only(group_size=32)"'
+    train.add_argument("--config", metavar="FORMAT", help=told)
+    train.add_argument("--evaluation", metavar="FILE.jsonl", help="records to evaluate on; default: a share of DATA")
+    told = "the share of DATA that is held out, its last records; default: 0.05"
+    train.add_argument("--evaluation-share", type=float, default=0.05, metavar="S", help=told)
+    train.add_argument("--rank", type=int, default=16, metavar="R", help="of the adapters, whose alpha is 2 R")
+    train.add_argument("--learning-rate", type=float, default=2e-4, metavar="LR", help="default: 2e-4")
+    train.add_argument("--epochs", type=float, default=1.0, metavar="N", help="default: 1")
+    train.add_argument("--steps", type=int, metavar="N", help="in place of epochs")
+    train.add_argument("--batch-size", type=int, default=4, metavar="N", help="rows of a step; default: 4")
+    told = "tokens of a row; longer records are cut; default: 512"
+    train.add_argument("--max-length", type=int, default=512, metavar="N", help=told)
+    train.add_argument(
+        "--save-every", type=int, default=50, metavar="N", help="steps of a checkpoint and an evaluation"
+    )
+    told = "compute activations again in the backward, for less memory"
+    train.add_argument("--gradient-checkpointing", action="store_true", help=told)
+    train.add_argument("--seed", type=int, default=0, metavar="N")
+    train.add_argument("--resume", action="store_true", help="go on from the last checkpoint in --out")
+    train.add_argument("--merge", metavar="FOLDER", help="merge the adapters, and save the model here")
+    train.add_argument("--gguf", metavar="FILE", help="merge the adapters, and write a file that llama.cpp reads")
+    told = 'format of the weights of --gguf, such as "int4_weight_only(group_size=32)"; default: bfloat16'
+    train.add_argument("--gguf-config", metavar="FORMAT", help=told)
+    train.add_argument("--like", metavar="FILE", help=".gguf file whose metadata --gguf takes; default: MODEL")
+    train.set_defaults(run=_train)
+
+
+def _train(options: argparse.Namespace) -> object:
+    from lowbit.huggingface.train import TrainOptions, train
+
+    given = {field: getattr(options, field) for field in TrainOptions.__dataclass_fields__}
+    return train(options.model, options.data, TrainOptions(**given))
 
 
 def _recorder(options: argparse.Namespace) -> object:

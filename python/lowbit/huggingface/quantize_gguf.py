@@ -62,13 +62,13 @@ def quantize_to_file(
         dequantize_(network)
     else:
         network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    report = _quantize(network, config_of(config), modules_to_not_convert or [], head, calibration)
+    report = quantize_layers(network, config_of(config), modules_to_not_convert or [], head, calibration)
     save(network, out, like)
     return report
 
 
-def _quantize(
-    model: nn.Module, config: FormatConfig, keep: list[str], head: Any, calibration: Any
+def quantize_layers(
+    model: nn.Module, config: FormatConfig, keep: list[str], head: Any = INT8, calibration: Any = None
 ) -> QuantizationReport:
     """Quantize the layers that `LowbitConfig` would pack in this model."""
     quantizer = LowbitQuantizer(LowbitConfig(config, keep, head=head, calibration=calibration), pre_quantized=False)
