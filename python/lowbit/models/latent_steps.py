@@ -63,4 +63,4 @@ def latent_attention_steps(steps: Steps, attention: Any, i: int, kind: int, x: i
 def _norm(steps: Steps, norm: Any) -> dict[str, Any]:
     """Return a norm as arguments of a step of heads."""
     steps.note_norm(norm)
-    return {"weight": steps.program.constant(norm.weight), "eps": norm.facts["eps"], "offset": norm.facts["offset"]}
+    return dict(weight=steps.program.constant(norm.weight), eps=norm.facts["eps"], offset=norm.facts["offset"])
