@@ -39,6 +39,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_5": ("Qwen3_5Text", DELTA),
     "qwen3_5_few_heads": ("Qwen3_5Text", {**DELTA, "linear_num_key_heads": 2, "linear_num_value_heads": 4}),
     "qwen3_5_moe": ("Qwen3_5MoeText", {**DELTA, **EXPERTS}),
+    "qwen3_next": ("Qwen3Next", {**DELTA, **EXPERTS}),
+    "qwen3_next_few_heads": (
+        "Qwen3Next", {**DELTA, **EXPERTS, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_value_head_dim": 16},
+    ),
     "olmo_hybrid": ("OlmoHybrid", {**DELTA, "linear_allow_neg_eigval": True, "num_key_value_heads": 4}),
     "lfm2": ("Lfm2", {"conv_bias": True, "layer_types": ["full_attention", "conv", "conv", "full_attention"]}),
     "granite": ("GraniteMoeHybrid", {**GRANITE, "num_local_experts": 0, "position_embedding_type": "nope"}),
@@ -279,6 +283,19 @@ def test_a_later_change_of_a_float_projection_counts() -> None:
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("changed", ["in_proj_qkvz", "in_proj_ba"])
+@pytest.mark.parametrize("name", ["qwen3_next", "qwen3_next_few_heads"])
+def test_a_later_change_of_projections_whose_rows_were_ordered_counts(name: str, changed: str) -> None:
+    model = made(name)
+    other = fused(model)
+    for each in (model, other):
+        logits(each, prompt())
+        layer = getattr(each.model.layers[0].linear_attn, changed)
+        layer.weight = nn.Parameter(layer.weight.roll(1, 0), requires_grad=False)
+    close(logits(other, prompt()), logits(model, prompt()))
+
+
+@torch.no_grad()
 def test_a_later_change_of_mamba_counts() -> None:
     model = made("granite")
     other = fused(model)
@@ -298,11 +315,15 @@ def test_bfloat16_rounds_no_more_than_the_modules_do(name: str) -> None:
 
 
 def test_recurrent_layers_that_are_no_steps_are_named() -> None:
-    config = transformers.Qwen3NextConfig(**SIZES | DELTA | EXPERTS)
-    model = transformers.Qwen3NextForCausalLM._from_config(config, attn_implementation="lowbit").eval()
+    config = transformers.KimiLinearConfig(**SIZES | dict(
+        kv_lora_rank=32, q_lora_rank=None, qk_rope_head_dim=16, qk_nope_head_dim=16, v_head_dim=16, n_routed_experts=4,
+        n_shared_experts=1, num_experts_per_tok=2, moe_intermediate_size=32, num_key_value_heads=4, n_group=1,
+        topk_group=1, linear_num_heads=4, linear_head_dim=16, layer_types=[*3 * ["linear_attention"], "full_attention"],
+    ))  # fmt: skip
+    model = transformers.KimiLinearForCausalLM._from_config(config, attn_implementation="lowbit").eval()
     lowbit.quantize_(model, CONFIGS["int8"])
     report = lowbit.fuse(model)
     assert any(isinstance(module, tuple(RECURRENT_STEPS)) for module in model.modules())
     assert report.left["model.layers.0"] == (
-        "of its linear_attn: a gated delta net whose projections lie head by head is no step of a program"
+        "of its self_attn: a gated delta net with modules that make its gates is no step of a program"
     )

@@ -30,6 +30,7 @@ from lowbit.models.recurrent_layers import (
     refuse_packed_with_cache,
     results_of,
 )
+from lowbit.models.ordered_projections import OrderedProjections
 from lowbit.ops.gated_delta_rule import gated_delta_rule
 from lowbit.quant.fused import Fused, hooked, probe_of
 from lowbit.quant.merged import MergedLinear
@@ -101,6 +102,7 @@ def fuse_delta_net(module: Any, tried: list[Any]) -> str:
         "hidden": module._modules[form.readers[0]].in_features,
         "noted": Attributes(module, without=_READ_NOW),
         "merged": MergedLinear(),
+        "ordered": OrderedProjections(),
     }
     if alike := next((other for other in tried if are_alike(module, facts["noted"], other, CONV)), None):
         FusedDeltaNet.take(module, facts | {"beta": alike.facts["beta"]})

@@ -21,6 +21,7 @@ from lowbit.models.fused_delta_net import FusedDeltaNet
 from lowbit.models.fused_mamba2 import NORM, FusedMamba2
 from lowbit.models.fused_short_conv import FusedShortConv
 from lowbit.models.layer_memory import RecurrentStates
+from lowbit.models.ordered_projections import cannot_be_ordered, note_copied
 from lowbit.models.products import projected
 from lowbit.models.steps import Steps, Written
 from lowbit.ops.program import NONE, Program
@@ -39,8 +40,7 @@ def delta_net_steps(steps: Steps, net: Any, i: int, kind: int, x: int) -> Writte
     keys, state = steps.keep(_states_of(conv, (sizes.heads, sizes.dk, sizes.dv)), kind, net)
     program, parameters = steps.program, net._parameters
     program.mask_rows(x, Program.input(3 + 3 * kind))
-    layers = [net._modules[name] for name in form.readers]
-    (qkv, _), z, b, a = _products(steps, net.facts["merged"], layers, len(form.of_qkv), x)
+    (qkv, _), z, b, a = _of_net(steps, net, x)
     mixed = program.causal_conv1d(qkv, *_taps(steps, conv, keys), silu=True)
     steps.note(parameters, "A_log", "dt_bias")
     o = program.gated_delta_rule(
@@ -48,6 +48,18 @@ def delta_net_steps(steps: Steps, net: Any, i: int, kind: int, x: int) -> Writte
         program.constant(parameters["A_log"]), program.constant(parameters["dt_bias"]), a[1], b[1], net.facts["beta"],
     )  # fmt: skip
     return _normed(steps, norm, o, *z), net._modules[form.out]
+
+
+def _of_net(steps: Steps, net: Any, x: int) -> list[tuple[int, int]]:
+    """Write the projections of a gated delta net; return operand and first column of qkv, z, b and a."""
+    form, sizes = net.facts["form"], net.facts["sizes"]
+    layers = [net._modules[name] for name in form.readers]
+    if not form.in_groups:
+        return _products(steps, net.facts["merged"], layers, len(form.of_qkv), x)
+    note_copied(steps, layers)
+    ordered = net.facts["ordered"]
+    (qkvz, _), (ba, first) = _products(steps, ordered.merged, ordered.of(layers, sizes), 1, x)
+    return [(qkvz, 0), (qkvz, sum(sizes.columns)), (ba, first), (ba, first + sizes.heads)]
 
 
 def mamba2_steps(steps: Steps, mixer: Any, i: int, kind: int, x: int) -> Written | None:
@@ -96,11 +108,11 @@ def why_no_steps(layer: Any) -> str:
     modules, facts = layer._modules, layer.facts
     name = "a gated delta net" if isinstance(layer, FusedDeltaNet) else "a recurrent layer"
     if isinstance(layer, FusedDeltaNet):
-        form, heads = facts["form"], facts["sizes"].heads
+        form, heads = facts["form"], facts["sizes"].heads * (2 if facts["form"].in_groups else 1)
         linear = [each for each in (*form.readers, form.out) if not _is_small(modules[each], heads)]
         norm = form.norm
-        if form.in_groups:
-            return f"{name} whose projections lie head by head is no step of a program"
+        if form.in_groups and any(cannot_be_ordered(modules[each]) for each in form.readers):
+            return f"{name} whose projections lie head by head, with 2:4 sparse weights, is no step of a program"
         if form.decay or form.behind_z:
             return f"{name} with modules that make its gates is no step of a program"
     else:

@@ -48,8 +48,8 @@ class CodedWeight:
         stream, *grid = _sections(packed, stored)
         return cls(stored.spec, codes_of(stream, stored.k, _C.FORMAT_FACTS[stored.spec.format]["bits"]), *grid)
 
-    def rows(self, at: slice) -> CodedWeight:
-        """Return the weight of some of the rows."""
+    def rows(self, at: slice | Tensor) -> CodedWeight:
+        """Return the weight of some of the rows, or of all in another order."""
         parts = self.codes, self.column_scale, self.group_scale, self.zero
         return CodedWeight(self.spec, *(part if part is None else part[at] for part in parts))
 
