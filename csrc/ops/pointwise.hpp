@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // pointwise: y = scale * f(x) + add, element by element, in float32 and rounded once. In a program a gate multiplies
-// too, of one element for each row (Qwen2-MoE) or for each element: y = scale * sigmoid(gate) * f(x) + add. A mask is a
-// gate that multiplies as it is. The functions:
+// too, of one element for each row (Qwen2-MoE) or for each element: y = scale * s(gate) * f(x) + add, where s is sigmoid
+// or silu (Falcon-H1). A mask is a gate that multiplies as it is. The functions:
 //   0  x
 //   1  max(x, 0)^2 (So et al., 2021)
 //   2  positive * max(x, 0)^2 + negative * (e^min(x, 0) - 1 - min(x, 0)) + linear * x: xIELU (Huang et al., 2024)
@@ -14,6 +14,7 @@ namespace lowbit {
 
 enum class Pointwise : int64_t { identity = 0, relu_squared = 1, xielu = 2 };
 inline constexpr int64_t kPointwiseFunctions = 3;
+enum class GateFunction : int64_t { sigmoid = 0, silu = 1, identity = 2 };
 
 struct PointwiseArgs {
   Place place{};
@@ -25,10 +26,10 @@ struct PointwiseArgs {
   TensorView y;    // shape and dtype of x, contiguous: written; may be the memory of x
   // Dtype of x: one element for each row of x, contiguous; or the shape of x, dense rows, any other strides; or empty.
   TensorView gate{};
-  bool sigmoid = true;  // of the gate
+  GateFunction gate_function = GateFunction::sigmoid;
 };
 
-// Checks all arguments but y and sigmoid. op is the name in errors.
+// Checks all arguments but y and gate_function. op is the name in errors.
 LOWBIT_API PointwiseArgs pointwise_args(const TensorView& x, int64_t function, double scale, const TensorView& add,
                                         double positive, double negative, double linear, const TensorView& gate = {},
                                         std::string_view op = "pointwise");

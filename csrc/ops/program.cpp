@@ -52,6 +52,7 @@ class Reader {
   static int count_results(const RouteStep&) { return 2; }
   static int count_results(const MaskRowsStep&) { return 0; }
   static int count_results(const HeadsStep& step) { return step.into ? 0 : 1; }
+  static int count_results(const ScaleColumnsStep&) { return 0; }
   template <class Step>
   static int count_results(const Step&) { return 1; }
 
@@ -71,6 +72,7 @@ class Reader {
       case StepKind::self_attention: return self_attention();
       case StepKind::cross_attention: return cross_attention();
       case StepKind::mask_rows: return mask_rows();
+      case StepKind::scale_columns: return scale_columns();
       case StepKind::causal_conv1d: return causal_conv1d();
       case StepKind::gated_delta_rule: return gated_delta_rule();
       case StepKind::ssd: return ssd();
@@ -215,6 +217,10 @@ class Reader {
     check(step.gate_size == 0 || (step.gate && step.gate_step >= step.gate_size), value, kRunProgram,
           ": gate_step of step ", at(), " of program must be at least gate_size, and a gate given, got ",
           step.gate_step);
+    const int64_t function = number(0);
+    check(function == 0 || function == 1, value, kRunProgram, ": gate_function of step ", at(),
+          " of program must be 0 or 1, got ", function);
+    step.gate_function = static_cast<GateFunction>(function);
     return step;
   }
 
@@ -222,6 +228,13 @@ class Reader {
     MaskRowsStep step;
     step.x = of_kind("x", operand("x"), Operand::Kind::result, "result");
     step.mask = of_kind("mask", operand("mask"), Operand::Kind::input, "input");
+    return step;
+  }
+
+  ScaleColumnsStep scale_columns() {
+    ScaleColumnsStep step;
+    step.x = of_kind("x", operand("x"), Operand::Kind::result, "result");
+    step.factors = constant("factors");
     return step;
   }
 

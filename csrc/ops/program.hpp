@@ -36,9 +36,9 @@ namespace lowbit {
 
 class AttentionMods;
 
-// Each step except ScoreModStep has one result, and a RouteStep has two; a LinearStep or HeadsStep with `into` and a
-// MaskRowsStep write to the result of another step. Those of recurrent layers are in program_recurrent.hpp, those of
-// single heads in program_heads.hpp.
+// Each step except ScoreModStep has one result, and a RouteStep has two; a LinearStep or HeadsStep with `into`, a
+// MaskRowsStep and a ScaleColumnsStep write to the result of another step. Those of recurrent layers are in
+// program_recurrent.hpp, those of single heads in program_heads.hpp.
 struct ScoreModStep {  // a score_mod for attention
   std::shared_ptr<const AttentionMods> mods;
 };
@@ -62,6 +62,7 @@ struct PointwiseStep {
   // The gate has one element for each row of x; or, of rows of x as heads of gate_size, the columns of a head are those
   // of the gate from gate_column on, which are gate_step behind those of the head before.
   int64_t gate_size = 0, gate_column = 0, gate_step = 0;
+  GateFunction gate_function = GateFunction::sigmoid;  // sigmoid or silu
 };
 struct LinearStep {
   Operand x, weight, bias, mul, add;
@@ -112,8 +113,8 @@ struct ExpertsStep {          // the result has the leading dimensions of x
 };
 using ProgramStep = std::variant<ScoreModStep, ColumnsStep, RmsNormStep, LayerNormStep, PointwiseStep, LinearStep,
                                  RopeAppendStep, AttentionStep, SelfAttentionStep, CrossAttentionStep, RouteStep,
-                                 ExpertsStep, MaskRowsStep, CausalConv1dStep, GatedDeltaRuleStep, SsdStep,
-                                 GatedRmsNormStep, HeadsStep, HeadLinearStep>;
+                                 ExpertsStep, MaskRowsStep, ScaleColumnsStep, CausalConv1dStep, GatedDeltaRuleStep,
+                                 SsdStep, GatedRmsNormStep, HeadsStep, HeadLinearStep>;
 
 class Program {
  public:

@@ -18,12 +18,14 @@
 //                two results, the weights and then the index; without a weight, x are the logits
 //   experts      x, gate_up, down, index, weights, n, k, format, group_size, asymmetric, x_format of gate_up, the same
 //                of down, activation, gated, interleaved, alpha, limit, up_offset, gate_up_bias = none, down_bias = none
-//   scaled_add   x, add = none, gate = none, scale = 1, gate_size = 0, gate_column = 0, gate_step = 0
+//   scaled_add   x, add = none, gate = none, scale = 1, gate_size = 0, gate_column = 0, gate_step = 0,
+//                gate_function = 0
 //   layer_norm   x, weight or none, bias or none, eps, offset = 0, add = none
 //   pointwise    x, function = 0, scale = 1, add = none, positive = 0, negative = 0, linear = 0
 //   self_attention  qkv, kv_heads, e, scale, mask = none, cu_seqlens = none
 //   cross_attention  q, keys, values, scale, mask = none
 //   mask_rows    x, mask; no result
+//   scale_columns     x, factors; no result
 //   causal_conv1d     x, weight, state, bias = none, column = 0, silu = 0
 //   gated_delta_rule  qkv, g, beta, state, key_heads, dk, heads, dv, scale, l2norm = 0, A_log = none, dt_bias = none,
 //                     g_column = 0, beta_column = 0, beta_scale = 1
@@ -52,7 +54,8 @@ enum class StepKind : int64_t {
   scaled_add = 9,
   layer_norm = 16, pointwise = 17, self_attention = 18, cross_attention = 19,
   mask_rows = 24, causal_conv1d = 25, gated_delta_rule = 26, ssd = 27, gated_rms_norm = 28,
-  heads = 40, head_linear = 41
+  scale_columns = 29,
+  heads = 32, head_linear = 33
 };
 
 }  // namespace lowbit

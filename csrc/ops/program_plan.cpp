@@ -20,7 +20,8 @@ std::vector<TensorView> without_data(std::span<const TensorView> views) {
 template <class Step>
 constexpr bool kGrows = std::is_same_v<Step, RopeAppendStep> || std::is_same_v<Step, AttentionStep> ||
                         std::is_same_v<Step, SelfAttentionStep> || std::is_same_v<Step, CrossAttentionStep> ||
-                        std::is_same_v<Step, MaskRowsStep> || std::is_same_v<Step, HeadsStep> || kRecurrent<Step>;
+                        std::is_same_v<Step, MaskRowsStep> || std::is_same_v<Step, ScaleColumnsStep> ||
+                        std::is_same_v<Step, HeadsStep> || kRecurrent<Step>;
 // Steps that call a kernel row.
 template <class Step>
 constexpr bool kComputes = !std::is_same_v<Step, ScoreModStep> && !std::is_same_v<Step, ColumnsStep>;
@@ -54,6 +55,8 @@ ProgramPlan::ProgramPlan(std::shared_ptr<const Program> program, const ProgramTe
         } else if constexpr (std::is_same_v<Step, HeadsStep>) {
           const HeadsArgs args = run.args(step);
           if (!step.into) add(ProgramRun::result_of(args));
+        } else if constexpr (std::is_same_v<Step, ScaleColumnsStep>) {
+          run.args(step);
         } else if constexpr (kGrows<Step>) {
           add(ProgramRun::result_of(run.args(step)));
         } else if constexpr (kComputes<Step>) {
@@ -112,6 +115,8 @@ bool ProgramPlan::serves(const ProgramTensors& tensors) const {
         const HeadsArgs args = run.args(step);
         return step.into ||
                alike(ProgramRun::result_of(args), results_[static_cast<std::size_t>(program_->result_of[i])].view);
+      } else if constexpr (std::is_same_v<Step, ScaleColumnsStep>) {
+        return true;
       } else if constexpr (kGrows<Step>) {
         const Result& result = results_[static_cast<std::size_t>(program_->result_of[i])];
         return alike(ProgramRun::result_of(run.args(step)), result.view);

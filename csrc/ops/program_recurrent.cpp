@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "ops/program_recurrent.hpp"
 
+#include <algorithm>
+
 #include "ops/checks.hpp"
 #include "ops/program_views.hpp"
 
@@ -22,7 +24,22 @@ void check_state(std::string_view op, const TensorView& state) { check_contiguou
 
 PointwiseArgs step_args(const MaskRowsStep&, const TensorView& x, const TensorView& mask) {
   PointwiseArgs args = pointwise_args(x, 0, 1, {}, 0, 0, 0, mask, "mask_rows");
-  args.sigmoid = false;
+  args.gate_function = GateFunction::identity;
+  args.y = x;
+  return args;
+}
+
+PointwiseArgs step_args(const ScaleColumnsStep&, const TensorView& x, const TensorView& factors) {
+  constexpr std::string_view op = "scale_columns";
+  check(x.rank >= 1 && x.size(-1) > 1 && factors.rank == 1 && factors.size(0) == x.size(-1), value, op,
+        ": factors must have a number for each of the columns of x, two or more, got ", shape_text(factors), " for ",
+        shape_text(x));
+  check_contiguous(op, "factors", factors);
+  TensorView of_rows = x;
+  of_rows.dtype = factors.dtype, of_rows.device = factors.device, of_rows.data = factors.data;
+  std::fill_n(of_rows.stride.begin(), x.rank - 1, 0);
+  PointwiseArgs args = pointwise_args(x, 0, 1, {}, 0, 0, 0, of_rows, op);
+  args.gate_function = GateFunction::identity;
   args.y = x;
   return args;
 }

@@ -15,6 +15,9 @@ namespace lowbit {
 struct MaskRowsStep {          // multiplies the rows of x [B, T, n], a result, in place, if there is a mask
   Operand x, mask;             // mask [B, T, 1], dtype of x, or [0]: nothing is done
 };
+struct ScaleColumnsStep {      // multiplies the columns of x [.., n], a result, in place
+  Operand x, factors;          // factors [n], dtype of x
+};
 struct CausalConv1dStep {      // the result is [B, T, D]
   Operand x, weight, state, bias;  // the D columns of x [B, T, n] from `column` on; state [B, D, S]
   int64_t column = 0;
@@ -45,6 +48,7 @@ struct GatedRmsNormStep {      // the result has the shape of x
 
 // The checked arguments of a step, given what its operands are. Results have no address.
 PointwiseArgs step_args(const MaskRowsStep& step, const TensorView& x, const TensorView& mask);
+PointwiseArgs step_args(const ScaleColumnsStep& step, const TensorView& x, const TensorView& factors);
 CausalConv1dArgs step_args(const CausalConv1dStep& step, const TensorView& x, const TensorView& weight,
                            const TensorView& state, const TensorView& bias);
 GatedDeltaRuleArgs step_args(const GatedDeltaRuleStep& step, const TensorView& qkv, const TensorView& g,

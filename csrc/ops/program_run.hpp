@@ -99,10 +99,12 @@ class ProgramRun {
     PointwiseArgs args = pointwise_args(x, step.function, step.scale, add, step.positive, step.negative, step.linear,
                                         gate, step.op);
     args.y = y;
+    args.gate_function = step.gate_function;
     return args;
   }
 
   PointwiseArgs args(const MaskRowsStep& step) const { return step_args(step, view(step.x), view(step.mask)); }
+  PointwiseArgs args(const ScaleColumnsStep& step) const { return step_args(step, view(step.x), view(step.factors)); }
   CausalConv1dArgs args(const CausalConv1dStep& step) const {
     return step_args(step, view(step.x), view(step.weight), view(step.state), view(step.bias));
   }
@@ -369,6 +371,8 @@ class ProgramRun {
   void run(const MaskRowsStep& step, int32_t) const {
     if (!not_given(view(step.mask))) lowbit::run(args(step));
   }
+
+  void run(const ScaleColumnsStep& step, int32_t) const { lowbit::run(args(step)); }
 
   template <class Step>
     requires kRecurrent<Step>

@@ -147,6 +147,30 @@ def test_heads_are_gated(dtype: torch.dtype, size: int) -> None:
     torch.testing.assert_close(ran(program, [], x, gate).double(), wanted, rtol=bound, atol=1e-7)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_silu_of_columns_gates_a_result(dtype: torch.dtype) -> None:
+    x, gate = random(2, 3, 40, dtype=dtype), random(2, 3, 70, dtype=dtype, seed=2)
+    program = Program()
+    program.gated_heads(INPUT, Program.input(1), 40, column=7, step=40, silu=True)
+    wanted = x.double() * functional.silu(gate[..., 7:47].double())
+    bound = 10 * testing.ROUNDOFF["float32"] + testing.ROUNDOFF[str(dtype).removeprefix("torch.")]
+    torch.testing.assert_close(ran(program, [], x, gate).double(), wanted, rtol=bound, atol=1e-7)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("length", [1, 5, 300])
+def test_columns_are_scaled_in_place(dtype: torch.dtype, length: int) -> None:
+    x, factors = random(2, length, 37, dtype=dtype), random(37, dtype=dtype, seed=2)
+    program = Program()
+    y = program.scaled_add(INPUT)
+    program.scale_columns(y, program.constant(factors))
+    before = x.clone()
+    assert torch.equal(ran(program, [], x), x * factors) and torch.equal(x, before)
+    kept = KeptProgram(program)
+    for given in (x, random(1, 2, 37, dtype=dtype), x):
+        assert torch.equal(kept([], [given], []), given * factors)
+
+
 def masked(mask: Tensor, x: Tensor) -> Tensor:
     program = Program()
     y = program.scaled_add(INPUT)
@@ -208,6 +232,23 @@ REFUSED: dict[str, tuple[Callable[[Program], None], list[Tensor], list[Tensor], 
     "a mask of an input": (
         lambda program: program.mask_rows(INPUT, Program.input(1)), [], [GATES, GATES], ValueError,
         "x of step 0 of program must be a result",
+    ),
+    "factors of an input": (
+        lambda program: program.scale_columns(INPUT, program.constant(random(16))), [], [random(2, 3, 16)], ValueError,
+        "x of step 0 of program must be a result",
+    ),
+    "factors that are no constant": (
+        lambda program: program.scale_columns(program.scaled_add(INPUT), Program.input(1)), [],
+        [random(2, 3, 16), random(16)], ValueError, "factors of step 1 of program must be a constant",
+    ),
+    "too few factors": (
+        lambda program: program.scale_columns(program.scaled_add(INPUT), program.constant(random(15))), [],
+        [random(2, 3, 16)], ValueError,
+        r"step 1: scale_columns: factors must have a number for each of the columns of x, .*, got \[15\] for \[2, 3, 16\]",
+    ),
+    "factors of another dtype": (
+        lambda program: program.scale_columns(program.scaled_add(INPUT), program.constant(random(16).bfloat16())), [],
+        [random(2, 3, 16)], TypeError, "scale_columns: gate must be float32",
     ),
     "a gate": (
         lambda program: program.gated_heads(INPUT, Program.input(1), 3, 0, 6), [], [random(2, 3, 16), GATES], ValueError,

@@ -40,7 +40,8 @@ LOWBIT_INLINE void compute(const PointwiseArgs& args, int64_t begin, int64_t end
 // The factors of a gate from element `at` on.
 LOWBIT_INLINE f32x16 gated(const PointwiseArgs& args, f32x16 scale, int64_t at, int64_t count) {
   const f32x16 gate = load_as_float(args.gate.data, args.gate.dtype, at, count);
-  return mul(scale, args.sigmoid ? sigmoid(gate) : gate);
+  if (args.gate_function == GateFunction::identity) return mul(scale, gate);
+  return mul(scale, args.gate_function == GateFunction::silu ? silu(gate) : sigmoid(gate));
 }
 
 // Where a row of the gate begins.

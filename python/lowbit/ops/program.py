@@ -24,8 +24,8 @@ NONE = -1
 CONSTANT, STATE, INPUT, RESULT = range(4)
 SCORE, COLUMNS, RMS_NORM, LINEAR, ROPE_APPEND, ATTENTION, ROUTE, EXPERTS, SCALED_ADD = range(1, 10)
 LAYER_NORM, POINTWISE, SELF_ATTENTION, CROSS_ATTENTION = 16, 17, 18, 19
-MASK_ROWS, CAUSAL_CONV1D, GATED_DELTA_RULE, SSD, GATED_RMS_NORM = range(24, 29)
-HEADS, HEAD_LINEAR = 40, 41
+MASK_ROWS, CAUSAL_CONV1D, GATED_DELTA_RULE, SSD, GATED_RMS_NORM, SCALE_COLUMNS = range(24, 30)
+HEADS, HEAD_LINEAR = 32, 33
 
 
 class LowRank(NamedTuple):
@@ -216,10 +216,15 @@ class Program:
         element for each row of x; without one, the factor is ``scale``."""
         return self._step(SCALED_ADD, x, add, gate, _bits(scale))
 
-    def gated_heads(self, x: int, gate: int, size: int, column: int, step: int) -> int:
-        """Append ``sigmoid(gate) * x`` with heads of ``size`` columns of x. The gate of the first one has the columns
-        from ``column`` on, and each further one is ``step`` columns behind."""
-        return self._step(SCALED_ADD, x, NONE, gate, _bits(1.0), size, column, step)
+    def gated_heads(self, x: int, gate: int, size: int, column: int, step: int, silu: bool = False) -> int:
+        """Append ``sigmoid(gate) * x``, or ``silu(gate) * x``, with heads of ``size`` columns of x. The gate of the first
+        one has the columns from ``column`` on, and each further one is ``step`` columns behind."""
+        fields = (x, NONE, gate, _bits(1.0), size, column, step)
+        return self._step(SCALED_ADD, *fields, *([1] if silu else []))
+
+    def scale_columns(self, x: int, factors: int) -> None:
+        """Append the multiplication of the columns of a result ``[..., n]`` by the constant ``factors [n]``, in place."""
+        self._step(SCALE_COLUMNS, x, factors, results=0)
 
     def mask_rows(self, x: int, mask: int) -> None:
         """Append the multiplication of the rows of a result ``[B, T, n]`` by those of ``mask [B, T, 1]``, in place. An
