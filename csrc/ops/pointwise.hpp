@@ -24,7 +24,8 @@ struct PointwiseArgs {
   TensorView add;  // shape and dtype of x, contiguous, or empty
   double positive = 0, negative = 0, linear = 0;  // the coefficients of xIELU
   TensorView y;    // shape and dtype of x, contiguous: written; may be the memory of x
-  // Dtype of x: one element for each row of x, contiguous; or the shape of x, dense rows, any other strides; or empty.
+  // Dtype of x, or float32 where it is no sigmoid: one element for each row of x, contiguous; or the shape of x, dense
+  // rows, any other strides; or empty.
   TensorView gate{};
   GateFunction gate_function = GateFunction::sigmoid;
 };

@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "ops/checks.hpp"
+#include "ops/place.hpp"
 #include "ops/program_views.hpp"
 
 namespace lowbit {
@@ -34,11 +35,13 @@ PointwiseArgs step_args(const ScaleColumnsStep&, const TensorView& x, const Tens
   check(x.rank >= 1 && x.size(-1) > 1 && factors.rank == 1 && factors.size(0) == x.size(-1), value, op,
         ": factors must have a number for each of the columns of x, two or more, got ", shape_text(factors), " for ",
         shape_text(x));
+  check_dtype(op, "factors", factors, DType::float32);
   check_contiguous(op, "factors", factors);
-  TensorView of_rows = x;
-  of_rows.dtype = factors.dtype, of_rows.device = factors.device, of_rows.data = factors.data;
-  std::fill_n(of_rows.stride.begin(), x.rank - 1, 0);
-  PointwiseArgs args = pointwise_args(x, 0, 1, {}, 0, 0, 0, of_rows, op);
+  PointwiseArgs args = pointwise_args(x, 0, 1, {}, 0, 0, 0, {}, op);
+  place_of(op, {{"x", x}, {"factors", factors}});
+  args.gate = x;
+  args.gate.dtype = factors.dtype, args.gate.data = factors.data;
+  std::fill_n(args.gate.stride.begin(), x.rank - 1, 0);
   args.gate_function = GateFunction::identity;
   args.y = x;
   return args;

@@ -16,7 +16,7 @@ struct MaskRowsStep {          // multiplies the rows of x [B, T, n], a result, 
   Operand x, mask;             // mask [B, T, 1], dtype of x, or [0]: nothing is done
 };
 struct ScaleColumnsStep {      // multiplies the columns of x [.., n], a result, in place
-  Operand x, factors;          // factors [n], dtype of x
+  Operand x, factors;          // factors [n], float32
 };
 struct CausalConv1dStep {      // the result is [B, T, D]
   Operand x, weight, state, bias;  // the D columns of x [B, T, n] from `column` on; state [B, D, S]

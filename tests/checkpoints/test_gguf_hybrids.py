@@ -15,6 +15,7 @@ import lowbit
 from lowbit.checkpoints.gguf.file import GgufFile
 from lowbit.checkpoints.gguf.saving import save
 from lowbit.huggingface.load_gguf import load_gguf, load_model
+from lowbit.models.token_run import TokenRun
 
 READ_BY_OTHERS = {"mamba": {"lm_head", "dt_proj"}, "falcon mamba": {"lm_head", "dt_proj"}, "mamba2": {"lm_head"}}
 """Layers that are float, because transformers reads their weights."""
@@ -51,6 +52,22 @@ def test_generated_text_is_that_of_transformers(name, tmp_path):
     model, tokenizer = load_gguf(tmp_path / "model.gguf", activations="float")
     assert torch.equal(model.generate(TOKENS, **asked), wanted)
     assert tokenizer("abc a")["input_ids"] == [5, 7]
+
+
+@pytest.mark.parametrize("name", sorted(CONFIGS.keys() - READ_BY_OTHERS.keys()))
+def test_a_token_of_generate_is_one_run(name, tmp_path, monkeypatch):
+    write_hybrid(tmp_path / "model.gguf", name, "Q4_0")
+    model = load_model(tmp_path / "model.gguf")
+    runs = []
+    of_token = TokenRun.logits
+
+    def noted(self, tokens):
+        runs.append(of_token(self, tokens))
+        return runs[-1]
+
+    monkeypatch.setattr(TokenRun, "logits", noted)
+    model.generate(TOKENS, max_new_tokens=8, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    assert len(runs) == 7 and all(logits is not None for logits in runs)
 
 
 @pytest.mark.parametrize("type", ["F32", "Q4_0"])

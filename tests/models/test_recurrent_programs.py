@@ -35,6 +35,8 @@ GRANITE = dict(
     residual_multiplier=0.3, attention_multiplier=0.1, embedding_multiplier=3.0, logits_scaling=2.5,
     layer_types=["linear_attention", "full_attention", *2 * ["linear_attention"]],
 )  # fmt: skip
+MAMBA2 = dict(mamba_n_heads=8, mamba_n_groups=2, mamba_d_state=24, mamba_d_head=16, mamba_chunk_size=8)
+NEMOTRON = dict(mamba_num_heads=8, mamba_head_dim=16, n_groups=2, ssm_state_size=24, chunk_size=8, head_dim=16)
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_5": ("Qwen3_5Text", DELTA),
     "qwen3_5_few_heads": ("Qwen3_5Text", {**DELTA, "linear_num_key_heads": 2, "linear_num_value_heads": 4}),
@@ -46,6 +48,23 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo_hybrid": ("OlmoHybrid", {**DELTA, "linear_allow_neg_eigval": True, "num_key_value_heads": 4}),
     "lfm2": ("Lfm2", {"conv_bias": True, "layer_types": ["full_attention", "conv", "conv", "full_attention"]}),
     "granite": ("GraniteMoeHybrid", {**GRANITE, "num_local_experts": 0, "position_embedding_type": "nope"}),
+    "falcon_h1": ("FalconH1", {
+        **MAMBA2, "mamba_d_ssm": 128, "ssm_in_multiplier": 0.7, "ssm_multipliers": [0.5, 0.7, 0.9, 1.1, 1.3],
+        "ssm_out_multiplier": 0.6, "key_multiplier": 0.8, "attention_in_multiplier": 1.2, "attention_out_multiplier": 0.9,
+        "mlp_multipliers": [0.7, 1.4], "embedding_multiplier": 3.0, "lm_head_multiplier": 0.4, "head_dim": 16,
+        "time_step_limit": (0.2, 0.8),
+    }),
+    "falcon_h1_norm": ("FalconH1", {**MAMBA2, "mamba_d_ssm": 128, "mamba_rms_norm": True, "head_dim": 16}),
+    "nemotron_h": ("NemotronH", {
+        **NEMOTRON, "time_step_min": 0.3,
+        "layers_block_type": ["mlp", "linear_attention", "full_attention", "linear_attention", "mlp"],
+    }),
+    "nemotron_h_moe": ("NemotronH", {
+        **NEMOTRON, "layers_block_type": ["linear_attention", "moe", "full_attention", "moe", "linear_attention"],
+        "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+        "moe_shared_expert_intermediate_size": 48, "routed_scaling_factor": 1.6,
+    }),
+    "bamba": ("Bamba", {**MAMBA2, "time_step_limit": (0.2, 0.8), "attn_layer_indices": [1]}),
     "granite_biased": ("GraniteMoeHybrid", {
         **GRANITE, "num_local_experts": 0, "position_embedding_type": "rope", "mamba_proj_bias": True,
     }),
@@ -54,7 +73,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 def made(name: str, config: str = "int8", dtype: torch.dtype = torch.float32) -> nn.Module:
     kind, options = MODELS[name]
-    settings = getattr(transformers, f"{kind}Config")(**SIZES | options)
+    sizes = {key: value for key, value in SIZES.items() if not (kind == "NemotronH" and key == "num_hidden_layers")}
+    settings = getattr(transformers, f"{kind}Config")(**sizes | options)
     torch.manual_seed(0)
     cls = getattr(transformers, f"{kind.removesuffix('Text')}ForCausalLM")
     model = cls._from_config(settings, attn_implementation="lowbit").eval()
@@ -102,18 +122,22 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
 
 
 def states_of(name: str) -> int:
-    types = MODELS[name][1]["layer_types"]
-    return sum(1 if kind == "conv" else 2 for kind in types)
+    options = MODELS[name][1]
+    types = options.get("layer_types", options.get("layers_block_type"))
+    if types is None:
+        types = SIZES["num_hidden_layers"] * ["hybrid" if "falcon" in name else "linear_attention"]
+    return sum({"conv": 1, "hybrid": 4, "mlp": 0, "moe": 0}.get(kind, 2) for kind in types)
 
 
 def same_caches(one: Any, two: Any, budget: float = BUDGET) -> None:
     for mine, theirs in zip(one.layers, two.layers, strict=True):
+        pairs = []
         if hasattr(theirs, "conv_states"):
             assert mine.has_previous_state == theirs.has_previous_state
             pairs = [(getattr(mine, each)[0], getattr(theirs, each)[0]) for each in ("conv_states", "recurrent_states")]
-        else:
+        if hasattr(theirs, "get_seq_length"):
             assert mine.get_seq_length() == theirs.get_seq_length()
-            pairs = [(mine.keys, theirs.keys), (mine.values, theirs.values)]
+            pairs += [(mine.keys, theirs.keys), (mine.values, theirs.values)]
         for held, wanted in pairs:
             assert (held is None) is (wanted is None)
             if held is not None:
@@ -196,10 +220,13 @@ def test_beams_and_a_second_turn(name: str) -> None:
 def test_either_goes_on_from_the_cache_of_the_other(name: str, calls: list[int]) -> None:
     model = made(name)
     other, ids = fused(model), prompt(2, 12)
-    for first, second in ((model, other), (other, model)):
+    ends = []  # a token behind a prompt: where steps of time are limited, it differs from the end of one prompt
+    for first, second in ((model, model), (model, other), (other, model)):
         begun = first(ids[:, :7], use_cache=True).past_key_values
         second(ids[:, 7:11], past_key_values=begun)
-        close(second(ids[:, 11:], past_key_values=begun).logits[:, -1], logits(model, ids)[:, -1])
+        ends.append(second(ids[:, 11:], past_key_values=begun).logits[:, -1])
+    close(ends[1], ends[0])
+    close(ends[2], ends[0])
     assert set(calls) == {states_of(name)} and len(calls) == 3
 
 
@@ -248,6 +275,43 @@ def test_layers_run_in_one_call_alone_too(calls: list[int]) -> None:
     other.model.layers[1].register_forward_hook(lambda *_: seen.append(None))
     close(logits(other, ids), logits(model, ids))
     assert len(seen) == 1 and calls == 4 * [2]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["nemotron_h", "falcon_h1"])
+def test_steps_of_time_are_limited_in_prompts_alone(name: str) -> None:
+    """A prompt of one token has limits, a token behind others has none, also with the layers called one by one."""
+    model = made(name)
+    other, alone = fused(model), fused(model)
+    alone.model.layers[0].register_forward_hook(lambda *_: None)
+    told = []
+    for each in (model, other, alone):
+        cache = transformers.DynamicCache(config=each.config)
+        told.append([each(part, past_key_values=cache).logits for part in prompt(2, 7).split([1, 1, 4, 1], 1)])
+    for one, *others in zip(*told, strict=True):
+        for another in others:
+            close(another, one)
+    assert not torch.allclose(told[0][1][:, -1], logits(model, prompt(2, 7)[:, :2])[:, -1], rtol=1e-2)
+
+
+@torch.no_grad()
+def test_a_later_change_of_factors_counts() -> None:
+    model = made("falcon_h1")
+    other = fused(model)
+    changes: list[Callable[[Any], Any]] = [
+        lambda layer: layer.mamba.mup_vector.mul_(0.5),
+        lambda layer: setattr(layer.mamba, "ssm_in_multiplier", 2.0),
+        lambda layer: setattr(layer.self_attn, "key_multiplier", 0.3),
+        lambda layer: setattr(layer.feed_forward, "gate_multiplier", 0.5),
+        lambda layer: setattr(layer.feed_forward, "down_multiplier", 0.5),
+        lambda layer: setattr(layer, "ssm_out_multiplier", 0.2),
+    ]
+    for change in changes:
+        before = logits(other, prompt())
+        for each in (model, other):
+            change(each.model.layers[1])
+        close(logits(other, prompt()), logits(model, prompt()))
+        assert not torch.allclose(logits(other, prompt()), before)
 
 
 CHANGES: dict[str, Callable[[Any], Any]] = {

@@ -15,6 +15,7 @@ from transformers.cache_utils import DynamicCache
 from lowbit.documents.whole_file import replaced_file
 from lowbit.models.croppable_cache import croppable_cache, recurrent_layers_of
 from lowbit.models.croppable_states import CroppableStates
+from lowbit.models.growing_cache import GrowingLayer
 
 _FORMAT = "lowbit.cache"
 _PARTS = ("conv", "state")
@@ -35,13 +36,13 @@ def save_cache(cache: DynamicCache, path: str | Path) -> None:
         raise ValueError("save_cache: cache must have tokens, got an empty one")
     tensors: dict[str, Tensor] = {}
     for i, layer in enumerate(cache.layers):
-        if type(layer) is CroppableStates:
+        if isinstance(layer, CroppableStates):
             for at, states in layer.states().items():
                 for name, state in zip(_PARTS, states, strict=False):
                     tensors[f"{i}.{at}.{name}"] = state.contiguous()
-        else:
+        if isinstance(layer, GrowingLayer):
             tensors |= {f"{i}.keys": layer.keys.contiguous(), f"{i}.values": layer.values.contiguous()}
-    kinds = ["recurrent" if type(layer) is CroppableStates else "attention" for layer in cache.layers]
+    kinds = [_kind_of(layer) for layer in cache.layers]
     about = {"format": _FORMAT, "every": str(layers[0].every), "layers": json.dumps(kinds)}
     with replaced_file(path) as place:
         save_file({name: tensor.clone() for name, tensor in tensors.items()}, place, about)
@@ -69,7 +70,7 @@ def load_cache(model: nn.Module, path: str | Path) -> DynamicCache:
     if about.get("format") != _FORMAT:
         raise ValueError(f"load_cache: {path} must be a file of save_cache, got format {about.get('format')!r}")
     cache = croppable_cache(model, int(about["every"]))
-    kinds = ["recurrent" if type(layer) is CroppableStates else "attention" for layer in cache.layers]
+    kinds = [_kind_of(layer) for layer in cache.layers]
     if kinds != (told := json.loads(about["layers"])):
         raise ValueError(f"load_cache: {path} must be of a model with the layers {kinds}, got {told}")
     try:
@@ -82,11 +83,17 @@ def load_cache(model: nn.Module, path: str | Path) -> DynamicCache:
     return cache
 
 
+def _kind_of(layer: Any) -> str:
+    """Return what a layer of a cache keeps, as files name it."""
+    kinds = {"recurrent": CroppableStates, "attention": GrowingLayer}
+    return " and ".join(kind for kind, cls in kinds.items() if isinstance(layer, cls)) or "nothing"
+
+
 def _fill(layer: Any, tensors: dict[str, Tensor]) -> None:
     """Give a new layer the tensors of one."""
-    if type(layer) is not CroppableStates:
+    if isinstance(layer, CroppableStates):
+        lengths = {int(name.partition(".")[0]) for name in tensors if "." in name}
+        names = [name for name in _PARTS if f"{max(lengths)}.{name}" in tensors]
+        layer.hold({at: tuple(tensors[f"{at}.{name}"] for name in names) for at in lengths})
+    if isinstance(layer, GrowingLayer):
         layer.update(tensors["keys"], tensors["values"])
-        return
-    lengths = {int(name.partition(".")[0]) for name in tensors}
-    names = [name for name in _PARTS if f"{max(lengths)}.{name}" in tensors]
-    layer.hold({at: tuple(tensors[f"{at}.{name}"] for name in names) for at in lengths})

@@ -8,7 +8,7 @@ import transformers
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from lowbit.models.attention_masks import lowbit_mask
-from lowbit.models.growing_cache import grow_caches_in_place
+from lowbit.models.hybrid_cache import grow_caches_in_place
 from lowbit.models.lowbit_attention import lowbit_attention
 from lowbit.models.quantized_cache import serve_quantized_caches
 

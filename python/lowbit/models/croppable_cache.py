@@ -10,6 +10,12 @@ from transformers.cache_utils import DynamicCache
 
 from lowbit.models.croppable_states import CroppableStates, LinearAttentionLayer
 from lowbit.models.growing_cache import GrowingLayer
+from lowbit.models.hybrid_cache import CroppableHybridLayer, GrowingHybridLayer
+
+try:
+    from transformers.cache_utils import DummyLayer
+except ImportError:  # the first versions of transformers 5 have none
+    DummyLayer = GrowingLayer
 
 
 def croppable_cache(model: nn.Module, every: int = 256) -> DynamicCache:
@@ -38,8 +44,8 @@ def croppable_cache(model: nn.Module, every: int = 256) -> DynamicCache:
     if type(every) is not int or every < 1:
         raise ValueError(f"croppable_cache: every must be a number of tokens from 1 on, got {every!r}")
     cache = DynamicCache(config=model.config)
-    recurrent = [i for i, layer in enumerate(cache.layers) if type(layer) is LinearAttentionLayer]
-    served = (LinearAttentionLayer, GrowingLayer)
+    recurrent = [i for i, layer in enumerate(cache.layers) if type(layer) in (LinearAttentionLayer, GrowingHybridLayer)]
+    served = (LinearAttentionLayer, GrowingHybridLayer, GrowingLayer, DummyLayer)
     others = [(i, layer) for i, layer in enumerate(cache.layers) if type(layer) not in served]
     if others:
         i, layer = others[0]
@@ -51,13 +57,13 @@ def croppable_cache(model: nn.Module, every: int = 256) -> DynamicCache:
         told = "none" if not recurrent else "layers with several states"
         raise ValueError(f"croppable_cache: model must have recurrent layers with one state each, got {told}")
     for i in recurrent:
-        cache.layers[i] = CroppableStates(every)
+        cache.layers[i] = (CroppableStates if type(cache.layers[i]) is LinearAttentionLayer else CroppableHybridLayer)(every)
     return cache
 
 
 def is_croppable(cache: Any) -> bool:
     """Whether a cache was made by `croppable_cache`."""
-    return type(cache) is DynamicCache and any(type(layer) is CroppableStates for layer in cache.layers)
+    return type(cache) is DynamicCache and any(isinstance(layer, CroppableStates) for layer in cache.layers)
 
 
 def rewind_cache(cache: DynamicCache, length: int) -> int:
@@ -94,4 +100,4 @@ def recurrent_layers_of(call: str, cache: Any) -> list[CroppableStates]:
     another one."""
     if not is_croppable(cache):
         raise ValueError(f"{call}: cache must be one of lowbit.croppable_cache, got a {type(cache).__name__}")
-    return [layer for layer in cache.layers if type(layer) is CroppableStates]
+    return [layer for layer in cache.layers if isinstance(layer, CroppableStates)]

@@ -72,9 +72,10 @@ def fuse(model: nn.Module) -> FusedModules:
             reason = kind.fuse(module)
             if not reason:
                 pieces.append(name or _THE_MODEL)
+                pieces.left.pop(name, None)  # as a gated MLP, for instance
                 pieces.notes += [note for note in kind.notes if note not in pieces.notes]
             elif not any(left.startswith(f"{name}.") for left in pieces.left):  # the submodule's own reason is enough
-                pieces.left[name or _THE_MODEL] = reason
+                pieces.left.setdefault(name or _THE_MODEL, reason)
     pieces.left |= left_to_peft(model)
     if not pieces and not pieces.left and not any(isinstance(module, Fused) for module in model.modules()):
         pieces.left[_THE_MODEL] = _NO_PIECE if "transformers" in sys.modules else f"{_NO_PIECE}; {_NO_TRANSFORMERS}"
@@ -156,8 +157,8 @@ def _kinds(model: nn.Module) -> list[tuple[_Kind, ...]]:
     decoder = _Kind(lambda name, module: bool(name) and has_fused_layers(module), fuse_decoder)
     model = _Kind(lambda _, module: has_fused_decoder(module), fuse_causal_lm)
     mlp = _Kind(lambda _, module: is_mlp(module), fuse_mlp)
-    parts = (*recurrent, self_attention, attention, latent, norm, layer_norm, mixture, mlp)
-    return [(gated_norm,), parts, (encoder_layer, cross_layer, layer), (encoder, cross_decoder, decoder), (model,)]
+    parts = (*recurrent, self_attention, attention, latent, norm, layer_norm, mlp)
+    return [(gated_norm,), parts, (mixture,), (encoder_layer, cross_layer, layer), (encoder, cross_decoder, decoder), (model,)]
 
 
 def _recurrent(

@@ -19,7 +19,8 @@ from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lowbit.models.decoder_pieces import APART
-from lowbit.models.growing_cache import GrowingLayer, GrowingSlidingLayer, growing_layer, new_tokens
+from lowbit.models.growing_cache import GrowingLayer, GrowingSlidingLayer, new_tokens
+from lowbit.models.hybrid_cache import growing_layer
 from lowbit.ops.rope_append import HALVES, NEIGHBOURS, NEIGHBOURS_OF_HALVES, rope_append
 from lowbit.quant.fused import Fused, hooked, is_inference, not_packed, probe_of
 from lowbit.quant.fused_norm import norm_facts, said_eps
@@ -96,6 +97,8 @@ class FusedAttention(AttentionPiece):
             )
         batch, length, _ = hidden_states.shape
         qkv = facts["merged"](layers, hidden_states).view(batch, length, -1, facts["head_dim"])
+        if facts["of_keys"] != 1.0:
+            self.keys_in(qkv).mul_(facts["of_keys"])
         if facts["half_rotary"]:
             position_embeddings = whole_columns(position_embeddings)
         query, key, value = self._append(qkv, position_embeddings, cache)
@@ -107,6 +110,11 @@ class FusedAttention(AttentionPiece):
         if facts["layout"]["gated"]:
             out = out * qkv[:, :, 1 : 2 * query.shape[1] : 2].flatten(2).sigmoid()
         return self._modules[facts["out"]](out), weights
+
+    def keys_in(self, qkv: Tensor) -> Tensor:
+        """Return the heads of the keys in ``qkv [.., heads, head_dim]``, which are not grouped or gated."""
+        count = self.facts["kv_heads"]
+        return qkv[..., qkv.shape[-2] - 2 * count : qkv.shape[-2] - count, :]
 
     def _append(self, qkv: Tensor, position_embeddings: tuple[Tensor, Tensor], cache: Any) -> tuple[Tensor, ...]:
         """Return the queries of the new tokens, and the keys and values of all tokens."""
@@ -195,8 +203,10 @@ def fuse_attention(module: nn.Module, rotary_columns: Sequence[int]) -> str:
         "said": [said_eps(norm) for norm in norms],
         "noted": Attributes(module, without=READ_NOW),
     }
-    # A module that may get no cos and sin says so in its signature (Granite 4 hybrid); others may get what is not tried.
-    without = (0,) if "position_embeddings" in inspect.signature(type(module).forward).parameters else ()
+    # A module that may get no cos and sin says so in its signature (Granite 4 hybrid); others may get what is not tried,
+    # unless the model has no rotary embeddings (Nemotron-H, Jamba).
+    may_lack = not rotary_columns or "position_embeddings" in inspect.signature(type(module).forward).parameters
+    without = (0,) if may_lack else ()
     for columns, half_rotary in itertools.product(rotary_columns or without, (False, True)):
         call = _call(facts["hidden"], columns // 2 if half_rotary else columns)
         seen = recorded(recording_probe(module), call)
@@ -213,7 +223,7 @@ def fuse_attention(module: nn.Module, rotary_columns: Sequence[int]) -> str:
         facts |= {"kv_heads": seen["key"].shape[1], "head_dim": seen["key"].shape[-1], "options": options, "sinks": sinks}
         facts |= {"half_rotary": half_rotary, "embedded": columns > 0}
         facts["gated"] = _is_gated(module, facts, seen["query"])
-        for layout in _layouts(facts):
+        for layout in _layouts(facts, _numbers_of(module)):
             FusedAttention.take(probe := recording_probe(module), facts | layout)
             if agree(seen, recorded(probe, call)):
                 FusedAttention.take(module, facts | layout)
@@ -243,8 +253,23 @@ def _is_gated(module: nn.Module, facts: dict[str, Any], query: Tensor) -> bool:
     return len(facts["projections"]) > 1 and outputs == 2 * query.shape[1] * query.shape[3]
 
 
-def _layouts(facts: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Return the ways in which heads may lie in qkv, be rotated and be normalized, the usual one first."""
+def _numbers_of(module: nn.Module) -> list[float]:
+    """Return the numbers by which a module may multiply its keys: its attributes."""
+    return [value for value in module.__dict__.values() if type(value) is float and value not in (0.0, 1.0)]
+
+
+def _layouts(facts: dict[str, Any], factors: Sequence[float]) -> Iterator[dict[str, Any]]:
+    """Return the ways in which heads may lie in qkv, be rotated and be normalized, the usual one first; then, without
+    norms, with the keys times one of the factors (Falcon-H1)."""
+    for layout in _layouts_of_heads(facts):
+        yield layout | {"of_keys": 1.0}
+    if not facts["norms"] and not facts["gated"]:
+        for layout, factor in itertools.product(list(_layouts_of_heads(facts)), factors):
+            if not layout["layout"]["grouped"]:
+                yield layout | {"of_keys": factor}
+
+
+def _layouts_of_heads(facts: dict[str, Any]) -> Iterator[dict[str, Any]]:
     packed, norms = len(facts["projections"]) == 1, bool(facts["norms"])
     for rotation, grouped, behind in itertools.product(_ROTATIONS, (False, packed), (False, norms)):
         layout = {"rotation": rotation, "grouped": grouped, "norm_behind": behind, "gated": facts["gated"]}

@@ -13,14 +13,16 @@ from transformers import GenerationMixin
 
 from lowbit.models.croppable_cache import is_croppable
 from lowbit.models.fused_decoder import FusedDecoder, hidden_of, probe_of_stack, stand_ins, with_children
+from lowbit.models.fused_layer import as_returned
 from lowbit.models.layer_program import NORMS
 from lowbit.models.steps import KeptPrograms
 from lowbit.models.token_loop import Generation, serves
 from lowbit.models.token_run import MULTIPLIERS, numbers_of
 from lowbit.quant.fused import Fused, probe_of
 
+_PREPARES = "prepare_inputs_for_generation"
 _OF_TRANSFORMERS = (
-    "_prefill", "_sample", "_update_model_kwargs_for_generation", "generate", "prepare_inputs_for_generation",
+    "_prefill", "_sample", "_update_model_kwargs_for_generation", "generate", _PREPARES,
 )  # fmt: skip
 """Methods that a model overrides if it passes arguments of its own in ``generate``."""
 
@@ -73,7 +75,8 @@ def fuse_causal_lm(module: Any) -> str:
     A probe call, in which each submodule returns a random tensor, shows how the model connects them.
     """
     for name in _OF_TRANSFORMERS:
-        if getattr(type(module), name, None) is not getattr(GenerationMixin, name, ...):
+        own = getattr(type(module), name, None)
+        if own is not getattr(GenerationMixin, name, ...) and not (name == _PREPARES and _only_drops_logits(own)):
             return f"it has a {name} of its own"
     if "is_first_iteration" not in inspect.signature(GenerationMixin._prefill).parameters:
         return "this version of transformers generates in another way"
@@ -90,6 +93,16 @@ def fuse_causal_lm(module: Any) -> str:
         return "it does not join embedding, layers, norm and head as the program does"
     FusedCausalLM.take(module, facts | found)
     return ""
+
+
+def _only_drops_logits(method: Any) -> bool:
+    """Whether a ``prepare_inputs_for_generation`` is that of transformers but for the number of tokens that have logits
+    (Falcon-H1, Nemotron-H, Bamba): its code reads no other name and has no other constant."""
+    code = getattr(method, "__code__", None)
+    return (
+        code is not None and {"super", _PREPARES} <= {*code.co_names} <= {"super", _PREPARES, "config", "num_logits_to_keep"}
+        and {each for each in code.co_consts if each is not None} == {"logits_to_keep"}
+    )  # fmt: skip
 
 
 def _name_of(module: nn.Module, child: nn.Module | None) -> str | None:
@@ -115,7 +128,7 @@ def _how_it_joins(module: nn.Module, facts: dict[str, Any]) -> dict[str, Any] | 
 
     plain = probe_of_stack(
         decoder,
-        layers=stand_ins(lambda _, x, **kwargs: part(x), layers),
+        layers=stand_ins(lambda layer, x, **kwargs: as_returned(layer, part(x)), layers),
         **{facts["embedding"]: part, facts["norm"]: part},
     )
     plain.__class__ = decoder.unfused

@@ -13,14 +13,15 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from lowbit.models.fused_layer import FusedDecoderLayer, cache_of, in_one_call
+from lowbit.models.fused_layer import FusedDecoderLayer, as_returned, cache_of, in_one_call
+from lowbit.models.layer_joins import MASKS
 from lowbit.models.steps import KeptPrograms
 from lowbit.ops.tracing import is_traced
 from lowbit.quant.fused import Fused, named, probe_of
 
 _RECORDED = ("output_hidden_states", "output_attentions", "output_router_logits")
 _NOT_HANDED_ON = "fuse: the model does not hand the result of each layer to the next, as it did when it was fused"
-_SHARED = ("attention_mask", "position_embeddings")
+_SHARED = (*MASKS, "position_embeddings")
 
 
 class FusedStack(Fused):
@@ -100,15 +101,16 @@ class JoinedLayers:
         if self._calls:
             raise RuntimeError(_NOT_HANDED_ON)
 
-    def _call(self, layer: Fused, x: Tensor, /, *args: Any, **kwargs: Any) -> Tensor:
-        """Return a meta tensor as the input of the next layer, or the output of all layers if this is the last."""
+    def _call(self, layer: Fused, x: Tensor, /, *args: Any, **kwargs: Any) -> Any:
+        """Return a meta tensor as the input of the next layer, or the output of all layers if this is the last, as the
+        layer returns it."""
         calls = self._calls
         if args:
             kwargs |= named(layer, args)
         if not calls:
             self._between = torch.empty_like(x, device="meta")
         calls.append((layer, x, kwargs))
-        return self._between if len(calls) < len(self.layers) else self._result()
+        return as_returned(layer, self._between if len(calls) < len(self.layers) else self._result())
 
     def _result(self) -> Tensor:
         layers, between = self.layers, repeat(self._between)
@@ -121,6 +123,7 @@ class JoinedLayers:
             y = given[0]
             for layer, kwargs in zip(layers, calls, strict=True):
                 y = layer(y, **kwargs)
+                y = y if layer.facts["joins"].behind is None else y[0]
         return y
 
 
@@ -137,7 +140,8 @@ def fuse_decoder(module: nn.Module) -> str:
     layer to the next, with the same cache. Layers with the same mask and rotary embedding are of one kind.
     """
     layers = tuple(module.layers)
-    if len({layer.facts["mixer"].layer_idx for layer in layers}) < len(layers):
+    kept = [mixer.layer_idx for layer in layers for mixer in layer.facts["mixers"][:1]]
+    if len(set(kept)) < len(kept):
         return "two of its layers write to one layer of the cache (layer_idx)"
     kinds = _kinds_if_only_handing_on(module, layers)
     if kinds is None:
@@ -151,6 +155,7 @@ def fuse_decoder(module: nn.Module) -> str:
             "depth": depth_of(module),
             "kinds": kinds,
             "attention": attention,
+            "limits": any(layer.facts["limits"] for layer in layers),
             "kept": KeptPrograms(),
         },
     )
@@ -169,14 +174,15 @@ def _kinds_if_only_handing_on(module: nn.Module, layers: tuple[nn.Module, ...]) 
     again, _ = _called(module, x, layers, [*second, last])
     if len(calls) != len(layers) or not results.numel() or not results.equal(again):
         return None
-    handed, cache = [calls[0][1], *first], calls[0][2][2]
-    numbers: dict[tuple[int, int], int] = {}
+    handed, cache = [calls[0][1], *first], calls[0][2][-1]
+    numbers: dict[tuple[int, ...], int] = {}
     kinds = []
     for (called, given, shared), layer, of in zip(calls, layers, handed, strict=True):
-        mask, _, of_layer = shared
-        if called is not layer or not given.equal(of) or mask is None or of_layer is None or of_layer is not cache:
+        *of_kind, of_layer = shared
+        masked = of_kind[0] is not None or not layer.facts["mixers"]
+        if called is not layer or not given.equal(of) or not masked or of_layer is None or of_layer is not cache:
             return None
-        kinds.append(numbers.setdefault((id(shared[0]), id(shared[1])), len(numbers)))  # `calls` keeps the ids valid
+        kinds.append(numbers.setdefault(tuple(map(id, of_kind)), len(numbers)))  # `calls` keeps the ids valid
     return tuple(kinds)
 
 
@@ -191,7 +197,7 @@ def hidden_of(layers: Sequence[nn.Module]) -> int:
 
 
 _Call = tuple[Any, Tensor, tuple[Any, ...]]
-"""The layer that was called, its input, and a tuple of its mask, rotary embedding and cache."""
+"""The layer that was called, its input, and a tuple of its masks, rotary embedding and cache."""
 
 
 def _called(
@@ -201,9 +207,9 @@ def _called(
     calls: list[_Call] = []
     of_layers = dict(zip(layers, results, strict=True))
 
-    def call(layer: nn.Module, x: Tensor, /, **kwargs: Any) -> Tensor:
+    def call(layer: nn.Module, x: Tensor, /, **kwargs: Any) -> Any:
         calls.append((layer, x, (*(kwargs.get(name) for name in _SHARED), cache_of(kwargs))))
-        return of_layers[layer]
+        return as_returned(layer, of_layers[layer])
 
     probe = probe_of_stack(module, layers=stand_ins(call, layers))
     before = dict(probe.__dict__)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lowbit.models.delta_net_forms import CONV, Form, form_of, projected, sizes_of
+from lowbit.models.ordered_projections import OrderedProjections
 from lowbit.models.recurrent_layers import (
     Reader,
     agree,
@@ -30,7 +31,6 @@ from lowbit.models.recurrent_layers import (
     refuse_packed_with_cache,
     results_of,
 )
-from lowbit.models.ordered_projections import OrderedProjections
 from lowbit.ops.gated_delta_rule import gated_delta_rule
 from lowbit.quant.fused import Fused, hooked, probe_of
 from lowbit.quant.merged import MergedLinear

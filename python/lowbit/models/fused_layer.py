@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from itertools import repeat
 from typing import Any
 
@@ -13,11 +13,13 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from lowbit.models.decoder_pieces import HALVES
 from lowbit.models.fused_attention import IDLE, FusedAttention, pair_of, whole_columns
 from lowbit.models.fused_latent_attention import FusedLatentAttention
+from lowbit.models.fused_mamba import FusedMamba
+from lowbit.models.fused_mamba2 import NO_LIMIT, FusedMamba2
 from lowbit.models.fused_mixture import FusedMixture
 from lowbit.models.fused_self_attention import FusedSelfAttention
 from lowbit.models.half_steps import HALF_STEPS
 from lowbit.models.latent_states import FEW
-from lowbit.models.layer_joins import joins_of
+from lowbit.models.layer_joins import MASKS, joins_of
 from lowbit.models.layer_program import NORMS, LayerProgram
 from lowbit.models.lowbit_attention import lowbit_attention, weights_are_recorded
 from lowbit.models.recurrent_steps import RECURRENT_STEPS, why_no_steps
@@ -34,7 +36,9 @@ OPTIONS = {"scaling", "softcap", "sliding_window", "deterministic"}
 """Options of attention that steps serve: the window is in the mask, and every result is deterministic."""
 _ATTENTION = (FusedAttention, FusedLatentAttention)
 _MIXERS = (*_ATTENTION, *RECURRENT_STEPS)
-"""The classes of modules that mix tokens, of which a layer has one."""
+"""The classes of modules that mix tokens, of which a layer has one, or attention and a recurrent one side by side."""
+_LONE_HALF = "mixer"
+"""The name of the only half of a layer (Nemotron-H): attention, a recurrent layer or an MLP."""
 _READ = {"attention_mask", "position_embeddings", "past_key_values"}
 _READ |= {"layer_past", "position_ids", "use_cache", "cache_position", "return_dict"}  # nothing in a layer reads these
 
@@ -47,7 +51,13 @@ class FusedDecoderLayer(Fused):
         if args or is_traced():
             return super().forward(hidden_states, *args, **kwargs)
         y = in_one_call((self,), self.facts, hidden_states, (kwargs,))
-        return super().forward(hidden_states, **kwargs) if y is None else y
+        return super().forward(hidden_states, **kwargs) if y is None else as_returned(self, y)
+
+
+def as_returned(layer: Fused, y: Tensor) -> Any:
+    """Return what a layer returns whose result is y: y, or a tuple that begins with it."""
+    behind = layer.facts["joins"].behind
+    return y if behind is None else (y, *behind)
 
 
 def in_one_call(
@@ -72,14 +82,17 @@ def in_one_call(
         return None
     if x.shape[1] > FEW and isinstance(facts["attention"], FusedLatentAttention):
         return None  # the modules project keys, which is faster for so many queries
-    kinds, dtype, crosses = facts["kinds"], x.dtype, of_encoder is not None
+    kinds, dtype, crosses, cache = facts["kinds"], x.dtype, of_encoder is not None, cache_of(calls[0])
+    of_token = _is_token(x, layers, cache) if facts.get("limits", False) else False
+    if of_token is None:
+        return None
     program = facts["kept"].serving(
-        lambda kept: kept.serves(dtype), lambda: LayerProgram(layers, kinds, dtype, crosses=crosses)
+        lambda kept: kept.serves(dtype, of_token),
+        lambda: LayerProgram(layers, kinds, dtype, crosses=crosses, of_token=of_token),
     )
     if program.run is None or not (program.merged or x.numel() == x.shape[-1]):
         return None
     inputs = inputs_of(x, kinds, calls, program.rotates, program.half_rotary, program.recurrent)
-    cache = cache_of(calls[0])
     places = None if inputs is None else program.places(x, cache)
     if places is None:
         return None
@@ -90,7 +103,7 @@ def in_one_call(
     if of_encoder is not None:
         more, mask = of_encoder()
         states, inputs = states + more, [*inputs, mask]
-    y = program.run(states, inputs, starts)
+    y = program.run(states, inputs if crosses else inputs[: program.inputs], starts)
     for layer in grown:
         layer.extend(length)
     return y
@@ -100,6 +113,15 @@ def cache_of(call: dict[str, Any]) -> Any:
     """Return the cache among the arguments of a layer."""
     cache = call.get("past_key_values")
     return call.get("layer_past") if cache is None else cache
+
+
+def _is_token(x: Tensor, layers: Sequence[Fused], cache: Any) -> bool | None:
+    """Whether x is one token behind others for the mixers that limit steps of time; None if it is for some of them."""
+    if x.shape[1] > 1 or cache is None:
+        return False
+    mixers = (mixer for layer in layers for mixer in layer.facts["mixers"] if limits_of(mixer))
+    found = {cache.get_recurrent_state(mixer.layer_idx) is not None for mixer in mixers}
+    return found.pop() if len(found) == 1 else None
 
 
 def inputs_of(
@@ -112,16 +134,19 @@ def inputs_of(
 ) -> list[Tensor] | None:
     """Return the inputs of the program, or None if the layers have arguments that it does not support.
 
-    ``recurrent`` are the kinds whose mask ``[B, L]`` is that of padding."""
+    ``recurrent`` are the kinds whose mask ``[B, L]`` is that of padding. Those of recurrent layers beside attention are
+    behind the others, and have the second of the masks of their layer."""
     first_calls = dict(zip(reversed(kinds), reversed(calls), strict=True))  # the first call of each kind
     objects = map(tuple, map(map, repeat(id), map(dict.values, calls)))
     # A loop in C, because this runs for every token and has an entry per layer.
     if len(set(zip(kinds, map(tuple, calls), objects, strict=True))) > len(first_calls):
         return None
-    inputs, cache = [x if x.is_contiguous() else x.contiguous()], cache_of(calls[0])
-    for kind in range(len(first_calls)):
-        call = first_calls[kind]
-        mask, embeddings = call.get("attention_mask"), pair_of(call.get("position_embeddings"))
+    inputs, cache, count = [x if x.is_contiguous() else x.contiguous()], cache_of(calls[0]), len(first_calls)
+    beside = [kind for kind in range(count, 2 * count) if kind in recurrent]
+    read = _READ if not beside else _READ | {MASKS[1]}
+    for kind in range(2 * count if beside else count):
+        call = first_calls[kind % count]
+        mask, embeddings = call.get(MASKS[kind >= count]), pair_of(call.get("position_embeddings"))
         if kind in recurrent or (embeddings is None and not rotates):
             embeddings = (MISSING, MISSING)
         elif embeddings is None or embeddings[0].dim() != 3:
@@ -134,7 +159,7 @@ def inputs_of(
             mask = mask.to(x.dtype)[:, :, None].contiguous()
         elif mask is not None and mask.dim() != 4:
             return None
-        if any(call[name] if name in _RECORDS else call[name] is not None for name in call.keys() - _READ):
+        if any(call[name] if name in _RECORDS else call[name] is not None for name in call.keys() - read):
             return None
         if half_rotary and rotates and kind not in recurrent:
             embeddings = whole_columns(embeddings)
@@ -152,10 +177,11 @@ def calls_lowbit_attention(attention: nn.Module | None) -> bool:
 
 def may_be_layer(module: nn.Module) -> bool:
     """Whether the module may be a decoder layer: it has attention or a recurrent layer that is fused, or the names of
-    one."""
+    one, or it is a half."""
     children = module._modules.values()
     causal = any(isinstance(child, FusedSelfAttention) and child.is_causal for child in children)
-    return bool(halves_of(module)) or causal or any(isinstance(child, _MIXERS) for child in children)
+    half = isinstance(module._modules.get(_LONE_HALF), tuple(HALF_STEPS))
+    return bool(halves_of(module)) or causal or half or any(isinstance(child, (*_MIXERS, FusedMamba)) for child in children)
 
 
 def fuse_decoder_layer(module: nn.Module) -> str:
@@ -169,9 +195,13 @@ def fuse_decoder_layer(module: nn.Module) -> str:
     problem = _problem(module, children, pieces, idle)
     if problem:
         return problem
-    mixer = next(child for child in pieces.values() if isinstance(child, _MIXERS))
+    mixers = {name: child for name, child in pieces.items() if isinstance(child, _MIXERS)}
+    attention = next((child for child in mixers.values() if isinstance(child, _ATTENTION)), None)
+    sides = len(mixers) > 1
+    recurrent = tuple(name for name, child in mixers.items() if child is not attention)
     halves = tuple(name for name, piece in pieces.items() if _returns_more(piece))
-    joins = joins_of(module, tuple(pieces), halves, mixer.facts["hidden"])
+    hidden = next((child.facts["hidden"] for child in mixers.values()), None) or _width_of(pieces.values())
+    joins = joins_of(module, tuple(pieces), halves, hidden, padded=recurrent if sides else ())
     if joins is None:
         return "it does not join its pieces as a decoder layer does"
     FusedDecoderLayer.take(
@@ -181,9 +211,11 @@ def fuse_decoder_layer(module: nn.Module) -> str:
             "containers": [("", Attributes(module, without=("training", "facts")))],
             "activations": {},
             "arguments": (),
-            "mixer": mixer,
-            "hidden": mixer.facts["hidden"],
-            "attention": mixer if isinstance(mixer, _ATTENTION) else None,
+            "mixers": [*mixers.values()],
+            "sides": sides,
+            "limits": any(limits_of(mixer) for mixer in mixers.values()),
+            "hidden": hidden,
+            "attention": attention,
             "idle": idle,
             "joins": joins,
             "kinds": (0,),
@@ -199,6 +231,16 @@ def halves_of(module: nn.Module) -> tuple[str, ...]:
     return (HALVES[0], second) if second is not None and HALVES[0] in module._modules else ()
 
 
+def limits_of(mixer: nn.Module) -> bool:
+    """Whether a mixer limits its steps of time."""
+    return isinstance(mixer, FusedMamba2) and mixer.facts["limit"] != NO_LIMIT
+
+
+def _width_of(pieces: Iterable[nn.Module]) -> int:
+    """Return the number of columns of the stream of a layer that has a norm and an MLP."""
+    return next((piece.weight.numel() for piece in pieces if isinstance(piece, NORMS) and piece.weight is not None), 0)
+
+
 def _returns_more(piece: nn.Module) -> bool:
     return isinstance(piece, _ATTENTION) or (isinstance(piece, FusedMixture) and piece.facts["returns_more"])
 
@@ -210,14 +252,20 @@ def _problem(module: nn.Module, children: dict[str, nn.Module], pieces: dict[str
             return f"of its {name}: {reason}"
         if isinstance(mixer, FusedLatentAttention) and mixer.facts["no_steps"]:
             return f"of its {name}, latent attention: {mixer.facts['no_steps']}"
+    if mamba := [name for name, child in children.items() if isinstance(child, FusedMamba)]:
+        return f"of its {mamba[0]}: a Mamba-1 mixer is no step of a program"
     if left := [name for name in children if name not in pieces and name not in idle]:
-        known = [name for name in left if name == HALVES[0] or name in _SECOND_HALVES or "norm" in name]
+        known = [name for name in left if name in (HALVES[0], _LONE_HALF, *_SECOND_HALVES) or "norm" in name]
         return f"its {known[0]} is not fused" if known else f"it has {', '.join(sorted(left))}"
-    if len(mixers) != 1:
+    attentions = sum(isinstance(mixer, _ATTENTION) for _, mixer in mixers)
+    fewest = 0 if _LONE_HALF in pieces else 1
+    if attentions > 1 or not fewest <= len(mixers) <= attentions + 1:
         return f"it has {len(mixers)} attentions or recurrent layers"
+    if len({mixer.layer_idx for _, mixer in mixers}) > 1:
+        return "its attention and its recurrent layer write to two layers of the cache (layer_idx)"
     if has_own_tensors(module):
         return "it has parameters of its own"
-    if unknown := set(mixers[0][1].facts.get("options", ())) - OPTIONS:
+    if unknown := {option for _, mixer in mixers for option in mixer.facts.get("options", ())} - OPTIONS:
         return f"its attention has the option {', '.join(sorted(unknown))}"
     hook = hooked(module, children)
     return f"hooks on {hook}" if hook else ""

@@ -37,7 +37,7 @@ from lowbit.quant.unchanged import Attributes
 CONV, READER, NORM, OUT = "conv1d", "in_proj", "norm", "out_proj"
 _CHILDREN = {CONV, READER, NORM, OUT, "act"}  # "act" is the activation of the convolution
 _READ_NOW = {"config", "facts", "layer_idx", "training"}  # attributes that are read in each call
-_NO_LIMIT = (0.0, math.inf)
+NO_LIMIT = (0.0, math.inf)
 _LIMIT_OF_TRIAL = (0.3, 1.0)  # so that most tokens of a trial are limited
 
 
@@ -70,7 +70,7 @@ class FusedMamba2(Fused):
             return super().forward(hidden_states, **others)
         refuse_packed_with_cache("Mamba-2", boundaries, cache_params)
         sizes, norm, out = facts["sizes"], modules[NORM], modules[OUT]
-        limit = _NO_LIMIT if _is_token(hidden_states, cache_params, index) else facts["limit"]
+        limit = NO_LIMIT if _is_token(hidden_states, cache_params, index) else facts["limit"]
         x = masked(hidden_states, attention_mask)
         projected = modules[READER](x if facts["factor"] == 1 else x * facts["factor"])
         if (factors := self._buffers.get("mup_vector")) is not None:  # of Falcon-H1

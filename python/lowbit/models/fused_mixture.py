@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowbit.models.gated_mlp_steps import gated_mlp_steps
+from lowbit.models.fused_attention import IDLE
+from lowbit.models.mlp_steps import MLP_STEPS
 from lowbit.models.routers import Router, rounds, router_of, tensors_of
 from lowbit.models.steps import Steps, Written
 from lowbit.ops.fakes import FLOATS
@@ -22,7 +23,6 @@ from lowbit.ops.route import SCORINGS
 from lowbit.ops.run_program import KeptProgram
 from lowbit.quant.experts import DOWN
 from lowbit.quant.fused import Fused, has_hooks, hooked, is_inference, probe_of
-from lowbit.quant.gated_mlp import FusedGatedMLP
 from lowbit.quant.quant_experts import QuantExperts
 from lowbit.quant.quant_linear import QuantLinear
 from lowbit.quant.unchanged import Attributes
@@ -75,10 +75,12 @@ def mixture_steps(steps: Steps, mixture: FusedMixture, i: int, kind: int, x: int
         return None
     steps.note_half(mixture)
     steps.note(mixture.__dict__, *facts["noted"].names)
+    for idle in (part for part in mixture._modules.values() if type(part) in IDLE):
+        steps.note_module(idle)
     if facts["shared"] is None:
         return y, None
     shared, gate = modules[facts["shared"]], modules.get(facts["gate"])
-    written = gated_mlp_steps(steps, shared, i, kind, x) if isinstance(shared, FusedGatedMLP) else None
+    written = MLP_STEPS[shared.piece](steps, shared, i, kind, x) if isinstance(shared, tuple(MLP_STEPS)) else None
     if written is None or (gate is not None and type(gate) is not QuantLinear):
         return None
     operand, down = written
@@ -167,9 +169,9 @@ def fuse_mixture(module: nn.Module) -> str:
     A probe call, in which each child returns random tensors, shows how the module connects them; another one of the
     router alone, with random weights, shows what it computes (routers.py).
     """
-    parts = {name: part for name, part in module._modules.items() if part is not None}
+    parts = {name: part for name, part in module._modules.items() if part is not None and type(part) not in IDLE}
     experts = [name for name, part in parts.items() if isinstance(part, QuantExperts)]
-    shared = [name for name, part in parts.items() if isinstance(part, FusedGatedMLP)]
+    shared = [name for name, part in parts.items() if isinstance(part, tuple(MLP_STEPS))]
     gates = [name for name, part in parts.items() if _is_gate(part)]
     routers = [name for name in parts if name not in (*experts, *shared, *gates)]
     if [len(experts), len(routers)] != [1, 1] or len(shared) > 1 or len(gates) > len(shared):

@@ -51,6 +51,9 @@ def may_be_self_attention(module: nn.Module) -> bool:
     children = {name for name, child in module._modules.items() if child is not None and type(child) not in IDLE}
     if not projections or children != {*projections, out} - {None}:
         return False
+    sizes = {getattr(module._modules[name], "out_features", 0) for name in projections}
+    if len(sizes) > 1 and "past_key_values" in arguments_of(module):  # grouped heads of a decoder (Nemotron-H, Jamba)
+        return False
     return out is None or "position_embeddings" not in arguments_of(module)
 
 
@@ -78,7 +81,7 @@ def fuse_self_attention(module: nn.Module) -> str:
         "projections": projections, "out": out, "hidden": hidden, "merged": MergedLinear(), "sinks": None,
         "norm": None, "norms": [], "norm_names": (), "said": [], "noted": Attributes(module, without=READ_NOW),
         "kv_heads": seen["key"].shape[1], "head_dim": seen["key"].shape[-1], "options": seen["options"],
-        "of_queries": of_queries, "arguments": arguments_of(module), "rotates": False,
+        "of_queries": of_queries, "of_keys": 1.0, "arguments": arguments_of(module), "rotates": False,
         "layout": {"rotation": HALVES, "grouped": False, "norm_behind": False, "gated": False},
     }  # fmt: skip
     FusedSelfAttention.take(probe := recording_probe(module), facts)

@@ -8,13 +8,12 @@ of a sliding-window layer. Here a layer has spare capacity after its last token,
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from lowbit.ops.tracing import is_traced
 
@@ -341,35 +340,3 @@ def side_by_side(keys: Tensor, values: Tensor) -> Tensor | None:
     if values.storage_offset() != keys.storage_offset() + size:
         return None
     return keys.as_strided((*keys.shape[:-1], columns), keys.stride())
-
-
-def growing_layer(cache: Any, index: int | None) -> GrowingLayer | GrowingSlidingLayer | None:
-    """Return the layer of a cache if new tokens can be written to it in place, else None."""
-    if type(cache) is not DynamicCache or cache.offloading or index is None or index >= len(cache.layers):
-        return None
-    layer = cache.layers[index]
-    return layer if type(layer) in (GrowingLayer, GrowingSlidingLayer) else None
-
-
-def grow_caches_in_place(implementation: str) -> None:
-    """Give every DynamicCache of a model with this attention implementation layers that grow in place.
-
-    This replaces `DynamicCache.__init__`, because transformers has no hook: it creates this class by name, in
-    ``generate`` and in each model's ``forward``.
-    """
-    make = DynamicCache.__init__
-
-    @functools.wraps(make)
-    def make_growing(self: DynamicCache, *args: Any, **kwargs: Any) -> None:
-        make(self, *args, **kwargs)
-        config = kwargs.get("config", args[1] if len(args) > 1 else None)
-        if config is None or config.get_text_config(decoder=True)._attn_implementation != implementation:
-            return
-        for i, layer in enumerate(self.layers):
-            # Other layers, such as the states of linear attention, stay as they are.
-            if type(layer) is DynamicLayer and not layer.is_initialized:
-                self.layers[i] = GrowingLayer()
-            elif type(layer) is DynamicSlidingWindowLayer and not layer.is_initialized and layer.sliding_window > 1:
-                self.layers[i] = GrowingSlidingLayer(layer.sliding_window)  # a window of 1 keeps all tokens
-
-    DynamicCache.__init__ = make_growing

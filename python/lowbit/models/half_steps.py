@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The functions that write attention and MLP of a decoder layer as steps of a program.
 
-A half is a module between a norm and the residual stream: attention, a recurrent layer (recurrent_steps.py) or MLP. Its
+A half is a module between a norm and the residual stream: attention, a recurrent layer (recurrent_steps.py) or MLP
+(mlp_steps.py). Its
 last linear layer adds to the stream, so the function does not write that layer. It returns the operand and the layer, for
 ``stream + linear(operand)``. A half of experts returns what is to be added to the stream.
 """
@@ -18,20 +19,17 @@ from lowbit.models.fused_attention import AttentionPiece, FusedAttention
 from lowbit.models.fused_latent_attention import FusedLatentAttention
 from lowbit.models.fused_mixture import FusedMixture, mixture_steps
 from lowbit.models.fused_self_attention import FusedSelfAttention
-from lowbit.models.gated_mlp_steps import gated_mlp_steps
 from lowbit.models.latent_steps import latent_attention_steps
 from lowbit.models.layer_memory import KeysAndValues
 from lowbit.models.lowbit_attention import softcap_program
+from lowbit.models.mlp_steps import MLP_STEPS
 from lowbit.models.products import projected
 from lowbit.models.recurrent_steps import RECURRENT_STEPS
 from lowbit.models.steps import Steps, Written
 from lowbit.ops.program import NONE, Program
 from lowbit.quant.fused import Fused, hooked
-from lowbit.quant.fused_mlp import FusedMLP, scalars_of
 from lowbit.quant.fused_norm import EPS
-from lowbit.quant.gated_mlp import FusedGatedMLP
 from lowbit.quant.lora_layers import base_of, is_step
-from lowbit.quant.merged import split_parts
 
 
 def attention_steps(steps: Steps, attention: AttentionPiece, i: int, kind: int, x: int) -> Written | None:
@@ -98,6 +96,11 @@ def _of_cache(steps: Steps, attention: AttentionPiece, kind: int, qkv: int) -> i
     if facts["rotates"] and not steps.takes_rotation(facts["half_rotary"]):
         return None
     cos, sin, mask = (Program.input(1 + 3 * kind + j) for j in range(3))
+    if facts["of_keys"] != 1.0:
+        columns = sum(base_of(layer).out_features for layer in attention.projections())
+        factors = torch.ones(columns, device="cpu")
+        attention.keys_in(factors.view(-1, facts["head_dim"])).fill_(facts["of_keys"])
+        program.scale_columns(qkv, program.constant(factors))
     keys, values = steps.keep(KeysAndValues(facts["kv_heads"], facts["head_dim"]), kind, attention)
     norms = [program.constant(norm.weight) for norm in facts["norms"]]
     if norms:
@@ -129,50 +132,12 @@ def _sink(steps: Steps, attention: AttentionPiece) -> int:
     return steps.program.constant(sinks.detach().float())
 
 
-def mlp_steps(steps: Steps, mlp: FusedMLP, i: int, kind: int, x: int) -> Written | None:
-    """Write ``act(first(x))``, ``act(first(x)) * up(x)``, or ``act(gate) * up`` of the halves of ``first(x)``."""
-    if not mlp.is_as_fused():
-        return None
-    facts = mlp.facts
-    first, last = mlp._modules[facts["first"]], mlp._modules[facts["last"]]
-    if not all(is_step(mlp._modules[facts[name]]) for name in ("first", "up", "last") if facts[name] is not None):
-        return None
-    if facts["gate"] is None:
-        hidden = steps.product(first, x, activation=facts["activation"])
-        if facts["up"] is not None:
-            hidden = steps.product(mlp._modules[facts["up"]], x, mul=hidden)
-        if facts["function"]:
-            hidden = steps.program.pointwise(hidden, facts["function"], parameters=facts.get("numbers", ()))
-    else:
-        whole = base_of(first)
-        halves, added = split_parts(whole, 2), steps.halves(first, x)
-        if halves is None:
-            return None
-        steps.note_linear(whole)
-        steps.note_addresses([each for each in (whole.weight, whole.bias) if each is not None])
-        number = facts["gate"]
-        gate = steps.linear(*halves[number], whole.row_number, x, [added[number]], activation=facts["activation"])
-        hidden = steps.linear(*halves[1 - number], whole.row_number, x, [added[1 - number]], mul=gate)
-    steps.note_half(mlp)
-    steps.note(mlp.__dict__, *facts["noted"].names)
-    for name, notes, _ in facts["activations"]:
-        activation = mlp._modules[name]
-        steps.note_module(activation)
-        steps.note(activation.__dict__, "training", *notes.names)
-        steps.note(activation._parameters, *activation._parameters)
-        steps.note(activation._buffers, *activation._buffers)
-        for number in scalars_of(activation):
-            steps.note_contents(number)
-    return hidden, last
-
-
 HALF_STEPS: dict[type[Fused], Callable[..., Written | None]] = {
     FusedAttention: attention_steps,
-    FusedGatedMLP: gated_mlp_steps,
     FusedLatentAttention: latent_attention_steps,
     FusedMixture: mixture_steps,
-    FusedMLP: mlp_steps,
     FusedSelfAttention: attention_steps,
+    **MLP_STEPS,
     **RECURRENT_STEPS,
 }
 """The function that writes the steps of each class of fused half.

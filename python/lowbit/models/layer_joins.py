@@ -27,6 +27,8 @@ from lowbit.quant.fused import probe_of, probe_with, submodule_at
 Terms = tuple[tuple[float, int], ...]
 """A sum: factors and sources. Source 0 is the input of the layer, source i the result of the i-th piece called."""
 
+MASKS = ("attention_mask", "mamba_attention_mask")
+"""The arguments of a layer with attention and a recurrent layer side by side that are their masks."""
 OF_ENCODER = ("encoder_hidden_states", "encoder_attention_mask")
 """The arguments of a layer that are the result of an encoder and its mask."""
 _SHAPE = (2, 3)  # batch and tokens of the probe
@@ -55,6 +57,8 @@ class Joins:
     result: Terms
     clamps: bool
     """Whether the layer clamps its result in float16 (BART, Whisper), as a program does not."""
+    behind: tuple[None, ...] | None = None
+    """What the layer returns behind its result; None if it returns the result alone."""
 
     def are_read_once(self, join: Join) -> bool:
         """Whether a piece reads the result of another one, and nothing else reads it."""
@@ -71,6 +75,7 @@ def joins_of(
     hidden: int,
     widths: dict[str, int] | None = None,
     crosses: bool = False,
+    padded: tuple[str, ...] = (),
 ) -> Joins | None:
     """Return how ``layer`` joins its pieces, or None if it does something else.
 
@@ -80,6 +85,7 @@ def joins_of(
         hidden: the number of columns of the residual stream.
         widths: the numbers of columns of the results of pieces that have others; 0 for those of their input.
         crosses: whether the layer also gets the result of an encoder and a mask of it.
+        padded: the pieces that get the second of two masks (`MASKS`).
     """
     generator = torch.Generator("cpu").manual_seed(0)
 
@@ -89,10 +95,10 @@ def joins_of(
     def large(columns: int) -> Tensor:
         return torch.full((*_SHAPE, columns), _LARGE, device="cpu", dtype=torch.float16)
 
-    found = _called(layer, names, halves, hidden, widths or {}, crosses, random)
+    found = _called(layer, names, halves, hidden, widths or {}, crosses, padded, random)
     if found is None:
         return None
-    x, calls, y = found
+    x, calls, y, behind = found
     sources, pieces = [x], []
     for called in calls:
         pieces.append(Join(called.name, _terms(called.given, sources), called.crosses))
@@ -100,10 +106,10 @@ def joins_of(
     result = _terms(y, sources)
     if not result or not all(piece.terms for piece in pieces):
         return None
-    in_half = _called(layer, names, halves, hidden, widths or {}, crosses, large)
+    in_half = _called(layer, names, halves, hidden, widths or {}, crosses, padded, large)
     wanted = torch.tensor(sum(factor * _LARGE for factor, _ in result)).half()
     clamps = in_half is None or not torch.allclose(in_half[2], wanted, rtol=1e-3)
-    return Joins(tuple(pieces), result, clamps)
+    return Joins(tuple(pieces), result, clamps, behind)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,11 +129,14 @@ def _called(
     hidden: int,
     widths: dict[str, int],
     crosses: bool,
+    padded: tuple[str, ...],
     made: Callable[[int], Tensor],
-) -> tuple[Tensor, list[_Call], Tensor] | None:
+) -> tuple[Tensor, list[_Call], Tensor, tuple[None, ...] | None] | None:
     """Call the layer with pieces that return what ``made`` makes for their number of columns. Return its input, the
-    calls of its pieces and its result, or None if it has another signature or does not call each piece once."""
-    x, calls = made(hidden), []
+    calls of its pieces, its result and what is behind this, or None if it has another signature or does not call each
+    piece once, with its mask."""
+    x, calls, same_masks = made(hidden), [], []
+    masks: dict[str, Tensor | None] = {name: made(1) for name in MASKS} if padded else {MASKS[0]: None}
     of_encoder = {name: made(hidden) for name in OF_ENCODER if crosses}
 
     def stand_in(name: str) -> nn.Module:
@@ -135,21 +144,29 @@ def _called(
             given = args[0] if args else kwargs["hidden_states"]
             states = (kwargs.get("key_value_states"), kwargs.get("attention_mask"))
             result = made(widths.get(name, hidden) or given.shape[-1])
+            if padded and (name in halves or name in padded):
+                same_masks.append(kwargs.get("attention_mask") is masks[MASKS[name in padded]])
             calls.append(_Call(name, given.clone(), result, crosses and all(map(is_, states, of_encoder.values()))))
             return (result.clone(), None) if name in halves else result.clone()
 
         piece = probe_of(submodule_at(layer, name))
+        own = piece._parameters  # some layers round their input to the dtype of a norm
+        own |= {key: nn.Parameter(each.to(x.dtype)) for key, each in own.items() if each is not None and each.is_floating_point()}
         piece.forward = forward
         return piece
 
     probe = probe_with(layer, {name: stand_in(name) for name in names})
     try:
-        y = probe(x.clone(), attention_mask=None, position_embeddings=(x, x), past_key_values=None, **of_encoder)
+        y = probe(x.clone(), **masks, position_embeddings=(x, x), past_key_values=None, **of_encoder)
     except (TypeError, RuntimeError, ValueError, AttributeError, KeyError):  # another signature
         return None
-    if not isinstance(y, Tensor) or sorted(call.name for call in calls) != sorted(names):
+    behind = None
+    if isinstance(y, tuple) and y and all(more is None for more in y[1:]):
+        y, *more = y
+        behind = tuple(more)
+    if not isinstance(y, Tensor) or sorted(call.name for call in calls) != sorted(names) or not all(same_masks):
         return None
-    return x, calls, y
+    return x, calls, y, behind
 
 
 def _terms(y: Tensor, sources: list[Tensor]) -> Terms:

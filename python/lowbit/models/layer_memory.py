@@ -13,7 +13,8 @@ from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
 from lowbit.models.croppable_states import CroppableStates
-from lowbit.models.growing_cache import GrowingLayer, GrowingSlidingLayer, new_tokens, side_by_side
+from lowbit.models.growing_cache import GrowingLayer, new_tokens, side_by_side
+from lowbit.models.hybrid_cache import GROWING, GrowingHybridLayer
 from lowbit.models.recurrent_layers import LinearAttentionLayer
 
 Found = tuple[Any, Sequence[Tensor], int]
@@ -35,7 +36,7 @@ class KeysAndValues:
     def found(self, layer: Any, x: Tensor, length: int) -> Found | None:
         """Return where in a layer of a cache the next ``length`` tokens are written, or None if only its ``update`` can
         add them."""
-        if type(layer) not in (GrowingLayer, GrowingSlidingLayer):
+        if type(layer) not in GROWING:
             return None
         room = layer.room_for(length, new_tokens(x.shape[0], self.heads, self.size, x), x)
         return None if room is None else (layer, room[:2], room[2])
@@ -89,8 +90,10 @@ class RecurrentStates:
     def found(self, layer: Any, x: Tensor, length: int) -> Found | None:
         """Return the states of a layer of a cache, which are made first if it has none, or None if a step cannot go on
         from them: they have another dtype or layout, or past ones are recorded for assisted decoding."""
-        crops = type(layer) is CroppableStates
-        if LinearAttentionLayer is None or not (crops or type(layer) is LinearAttentionLayer) or layer.record_past:
+        crops = isinstance(layer, CroppableStates)
+        if LinearAttentionLayer is None or not (crops or type(layer) in (LinearAttentionLayer, GrowingHybridLayer)):
+            return None
+        if layer.record_past or layer.number_of_states != 1:
             return None
         if crops and layer.left < length:  # a program cannot stop where states are kept
             return None
@@ -121,7 +124,7 @@ class _Stepped:
         self.layer = layer
 
     def extend(self, length: int) -> None:
-        if type(self.layer) is CroppableStates:
+        if isinstance(self.layer, CroppableStates):
             self.layer.advance(length)
         self.layer.has_previous_state[0] = True
 
@@ -129,10 +132,12 @@ class _Stepped:
 Memory = KeysAndValues | LatentVectors | RecurrentStates
 
 
-def layers_in(cache: Any, indices: Sequence[int | None]) -> list[Any] | None:
-    """Return the layers of a cache at ``indices``, or None if it has them elsewhere than in memory, does not have all of
-    them, or two are the same."""
-    if type(cache) is not DynamicCache or cache.offloading or None in indices or max(indices) >= len(cache.layers):
+def layers_in(cache: Any, kept: Sequence[tuple[Memory, int | None]]) -> list[Any] | None:
+    """Return the layers of a cache for what is kept and its index, or None if the cache has them elsewhere than in memory,
+    does not have all of them, or two of a kind are the same."""
+    indices = [index for _, index in kept]
+    if type(cache) is not DynamicCache or cache.offloading or None in indices or max(indices, default=0) >= len(cache.layers):
         return None
     found = [cache.layers[index] for index in indices]
-    return None if len(set(map(id, found))) < len(found) else found
+    of_kinds = {(id(layer), type(memory)) for layer, (memory, _) in zip(found, kept, strict=True)}
+    return None if len(of_kinds) < len(found) else found

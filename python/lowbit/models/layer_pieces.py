@@ -85,7 +85,8 @@ class LayerPieces:
                 widths[path] = piece.facts["kv_heads"] * piece.facts["head_dim"]
         hidden = next(iter(attentions.values())).facts["hidden"]
         joins = joins_of(self.layer, tuple(self.pieces), tuple(attentions), hidden, widths, crosses)
-        return joins if joins is not None and self._are_of_linears(joins) else None
+        served = joins is not None and joins.behind is None and self._are_of_linears(joins)
+        return joins if served else None
 
     def _are_of_linears(self, joins: Joins) -> bool:
         """Whether the input of each activation is the result of one linear layer, which can compute it too."""

@@ -40,7 +40,8 @@ class LayerProgram(Steps):
     """The program of one or more layers. ``run`` executes it; it is None if the layers cannot be a program, for
     instance because one has a hook.
 
-    The inputs are x, then cos, sin and mask for each kind of layer. The states are the keys and values of each layer, or
+    The inputs are x, then cos, sin and mask for each kind of layer; a recurrent layer beside attention has a kind of its
+    own, behind those of all layers. The states are the keys and values of each layer, or
     those of a recurrent one. The starts are the numbers of tokens in the caches of each kind. A program of several layers runs without calling
     them, so hooks on them rule it out; a program of one layer runs inside its call. The program holds no reference to a
     layer, because a layer may hold the program.
@@ -55,6 +56,7 @@ class LayerProgram(Steps):
             sequences, which may be absent.
         crosses: whether the layers have attention to the result of an encoder too. Then the keys and values of this are
             more states, and its mask, which may be absent, is one more input.
+        of_token: whether each call has one token behind others, for which Mamba-2 does not limit its steps of time.
     """
 
     def __init__(
@@ -65,9 +67,10 @@ class LayerProgram(Steps):
         end: Callable[[Any, int], int | None] | None = None,
         causal: bool = True,
         crosses: bool = False,
+        of_token: bool = False,
     ) -> None:
         super().__init__(dtype)
-        self.causal = causal
+        self.causal, self.of_token, self.kinds = causal, of_token, len(set(kinds))
         if not causal:
             self.cu_seqlens = Program.input(1 + 3 * len(set(kinds)))
         if crosses:
@@ -85,14 +88,18 @@ class LayerProgram(Steps):
         of_attention = {kind for memory, kind, _ in self.memories if not isinstance(memory, RecurrentStates)}
         self.recurrent = {kind for _, kind, _ in self.memories} - of_attention
         """The kinds of recurrent layers, whose mask is that of padding."""
+        self.inputs = 1 + 3 * (1 + max((kind for _, kind, _ in self.memories), default=-1))
+        """The number of inputs that the steps may read: layers without attention or states read no masks."""
+        self.has_sides = any(kind >= self.kinds for kind in self.recurrent)
+        """Whether a layer has attention and a recurrent layer side by side."""
         self._starts = max(of_attention, default=-1) + 1
         mixed = any(kind in of_attention and isinstance(memory, RecurrentStates) for memory, kind, _ in self.memories)
         self.run = KeptProgram(self.program) if layers and x is not None and not mixed else None
 
-    def serves(self, dtype: torch.dtype) -> bool:
+    def serves(self, dtype: torch.dtype, of_token: bool = False) -> bool:
         """Whether the program is valid for the layers in their current state and for activations of this dtype."""
         return (
-            self.run is not None and self.dtype is dtype and self.holds()
+            self.run is not None and self.dtype is dtype and self.of_token is of_token and self.holds()
             and all(map(is_, map(_dtype_of, self.norms), repeat(dtype)))  # `.to()` may keep the object
         )  # fmt: skip
 
@@ -108,10 +115,12 @@ class LayerProgram(Steps):
         length = x.shape[1] if length is None else length
         if cache is None:
             return (), self._new(x, length), [0] * self._starts
-        layers = layers_in(cache, [index for _, _, index in self.memories])
+        layers = layers_in(cache, [(memory, index) for memory, _, index in self.memories])
         if layers is None:
             return None
         found, of_kinds = [], {}
+        if not layers:
+            return (), [], []
         for layer, (memory, kind, _) in zip(layers, self.memories, strict=True):
             place = memory.found(layer, x, length)
             if place is None or of_kinds.setdefault(kind, place[2]) != place[2]:
@@ -144,7 +153,8 @@ class LayerProgram(Steps):
                 given = sums.of(join.terms)
                 if type(piece) is not QuantLinear and piece.piece in RECURRENT_STEPS and not joins.are_read_once(join):
                     given = self.program.scaled_add(given)  # a recurrent layer masks padding in its input
-                write = self._writer(piece, i, kind, given, join.crosses)
+                of_states = facts.get("sides", False) and type(piece) is not QuantLinear and piece.piece in RECURRENT_STEPS
+                write = self._writer(piece, i, kind + self.kinds if of_states else kind, given, join.crosses)
             else:  # of a linear layer, which computes it too
                 of = joins.pieces[join.terms[0][1] - 1]
                 linear, given = submodule_at(layer, of.name), sums.of(of.terms)

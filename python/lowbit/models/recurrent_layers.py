@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from lowbit.models.croppable_states import CroppableStates, Recurrence
+from lowbit.models.hybrid_cache import GrowingHybridLayer
 from lowbit.ops.causal_conv1d import causal_conv1d
 from lowbit.ops.fakes import FLOATS
 from lowbit.quant.fused import hooked, is_eager, probe_of
@@ -50,7 +51,7 @@ def is_served(x: Tensor, cache: Any, index: int, given: dict[str, Any]) -> bool:
 def croppable(cache: Any, index: int) -> CroppableStates | None:
     """Return the layer of a cache if its states can be cropped, else None."""
     layer = None if cache is None else cache.layers[index]
-    return layer if type(layer) is CroppableStates else None
+    return layer if isinstance(layer, CroppableStates) else None
 
 
 def masked(x: Tensor, mask: Tensor | None) -> Tensor:
@@ -128,7 +129,7 @@ def keep(cache: Any, index: int, state: Tensor) -> None:
     """Store the new recurrent state in the cache. transformers copies it, for CUDA graphs; a copy costs as much as the
     token."""
     layer = cache.layers[index]
-    held = layer.recurrent_states[0] if type(layer) is LinearAttentionLayer else None
+    held = layer.recurrent_states[0] if type(layer) in (LinearAttentionLayer, GrowingHybridLayer) else None
     if held is None or held.dtype is not state.dtype or held.is_inference() != state.is_inference():
         cache.update_recurrent_state(state, index)
     else:

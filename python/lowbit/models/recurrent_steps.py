@@ -2,13 +2,12 @@
 """The functions that write recurrent layers as steps of a program: gated delta nets, Mamba-2 mixers and short
 convolutions. As those of half_steps.py, they leave the last linear layer to the residual stream.
 
-A program is the same for each call, so that what depends on the call is left to the modules: packed sequences, and
-steps of time that are limited in prompts alone.
+A program is the same for each call, so that packed sequences are left to the modules. Mamba-2 limits its steps of time in
+prompts alone; so there is a program for prompts and one for tokens.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from itertools import takewhile
 from typing import Any
@@ -18,7 +17,7 @@ from torch import nn
 from lowbit.formats.float import float_weight
 from lowbit.models.delta_net_forms import CONV, is_of_whole_panels
 from lowbit.models.fused_delta_net import FusedDeltaNet
-from lowbit.models.fused_mamba2 import NORM, FusedMamba2
+from lowbit.models.fused_mamba2 import NO_LIMIT, NORM, FusedMamba2
 from lowbit.models.fused_short_conv import FusedShortConv
 from lowbit.models.layer_memory import RecurrentStates
 from lowbit.models.ordered_projections import cannot_be_ordered, note_copied
@@ -64,24 +63,31 @@ def _of_net(steps: Steps, net: Any, x: int) -> list[tuple[int, int]]:
 
 def mamba2_steps(steps: Steps, mixer: Any, i: int, kind: int, x: int) -> Written | None:
     """Write a Mamba-2 mixer."""
-    sizes, modules, parameters = mixer.facts["sizes"], mixer._modules, mixer._parameters
-    norm, conv = _begun(steps, mixer, NORM), modules[CONV]
+    facts, modules, parameters = mixer.facts, mixer._modules, mixer._parameters
+    sizes, has_norm, conv = facts["sizes"], type(modules[NORM]) is not nn.Identity, modules[CONV]
+    norm = _begun(steps, mixer, NORM if has_norm else None)
     if norm is None:
         return None
     last, state = steps.keep(_states_of(conv, (sizes.heads, sizes.p, sizes.s)), kind, mixer)
     program, mask = steps.program, Program.input(3 + 3 * kind)
     program.mask_rows(x, mask)
-    made = steps.product(modules["in_proj"], x)
-    inner = sizes.columns[0]
+    made = steps.product(modules["in_proj"], x if facts["factor"] == 1 else program.scaled_add(x, scale=facts["factor"]))
+    factors, inner = mixer._buffers.get("mup_vector"), sizes.columns[0]
+    if factors is not None:
+        steps.note(mixer._buffers, "mup_vector")
+        steps.note_contents(factors)
+        program.scale_columns(made, program.constant(factors.detach().float().flatten()))
     mixed = program.causal_conv1d(made, *_taps(steps, conv, last), column=inner, silu=True)
     program.mask_rows(mixed, mask)  # whose bias made something of padding
     steps.note(parameters, "A_log", "dt_bias", "D")
     steps.note_contents(parameters["A_log"])
     y = program.ssd(
         mixed, made, program.constant(-parameters["A_log"].detach().float().exp()), state,
-        (sizes.heads, sizes.p, sizes.groups, sizes.s), mixer.facts["limit"], program.constant(parameters["D"]),
+        (sizes.heads, sizes.p, sizes.groups, sizes.s), NO_LIMIT if steps.of_token else facts["limit"], program.constant(parameters["D"]),
         program.constant(parameters["dt_bias"]), softplus=True, dt_column=inner + sum(sizes.columns),
     )  # fmt: skip
+    if not has_norm:
+        return program.gated_heads(y, made, inner, column=0, step=inner, silu=True), modules["out_proj"]
     return _normed(steps, norm, y, made, 0), modules["out_proj"]
 
 
@@ -116,16 +122,12 @@ def why_no_steps(layer: Any) -> str:
         if form.decay or form.behind_z:
             return f"{name} with modules that make its gates is no step of a program"
     else:
-        linear, norm = ["in_proj", "out_proj"], NORM if isinstance(layer, FusedMamba2) else None
+        gated = isinstance(layer, FusedMamba2) and type(modules[NORM]) is not nn.Identity
+        linear, norm = ["in_proj", "out_proj"], NORM if gated else None
     if unpacked := [each for each in linear if type(modules[each]) is not QuantLinear]:
         return not_packed(unpacked[0], modules[unpacked[0]])
     if norm is not None and not isinstance(modules[norm], FusedGatedNorm):
         return f"its {norm} is no gated norm that is fused"
-    if isinstance(layer, FusedMamba2):
-        if facts["factor"] != 1 or layer._buffers.get("mup_vector") is not None:
-            return "a Mamba-2 mixer with factors of its projections is no step of a program"
-        if facts["limit"] != (0, math.inf):
-            return "a Mamba-2 mixer that limits its steps of time is no step of a program"
     if isinstance(layer, FusedShortConv) and split_parts(modules["in_proj"], 3) is None:
         return "its in_proj has panels with outputs of two parts"
     return ""

@@ -45,6 +45,8 @@ class Steps(Unchanged):
         """Whether a step reads cos and sin."""
         self.half_rotary = False
         """Whether cos and sin of the model have one column for two of a head."""
+        self.of_token = False
+        """Whether each call has one token behind others."""
         self.memories: list[tuple[Memory, int, int | None]] = []
         """What each attention and each recurrent layer keeps of earlier tokens, the kind of its decoder layer, and its
         index in the cache."""

@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from lowbit.models.croppable_states import CroppableStates
 from lowbit.models.fused_attention import pair_of, whole_columns
 from lowbit.models.fused_decoder import FusedDecoder, stand_ins, with_children
-from lowbit.models.fused_layer import calls_lowbit_attention
+from lowbit.models.fused_layer import as_returned, calls_lowbit_attention
 from lowbit.models.growing_cache import GrowingSlidingLayer
 from lowbit.models.layer_program import NORMS, LayerProgram
 from lowbit.models.steps import MISSING
@@ -62,7 +62,7 @@ class TokenProgram(LayerProgram):
             super().__init__()
         else:
             facts = parts.decoder.facts
-            super().__init__(facts["layers"], facts["kinds"], dtype, parts.steps)
+            super().__init__(facts["layers"], facts["kinds"], dtype, parts.steps, of_token=True)
 
     def is_of(self, head: nn.Module) -> bool:
         """Whether the program ends with this head, or has no head if this one cannot be a step now."""
@@ -186,7 +186,9 @@ class TokenRun:
         written, mask, inputs = self._written, self._seen_tokens(), [x]
         for kind, (cos, sin) in enumerate(self._rows.pop()):
             inputs += (cos, sin, MISSING if kind in program.recurrent else mask)  # a new token is no padding
-        y = program.run(self._states, inputs, [start + written for start in self._starts])
+        if program.has_sides:
+            inputs += len(inputs[1:]) * (MISSING,)
+        y = program.run(self._states, inputs[: program.inputs], [start + written for start in self._starts])
         self._done += 1
         self._room -= 1
         self._written += 1
@@ -227,7 +229,7 @@ class TokenRun:
             return False
         dtype = parts.dtype()
         program = facts["kept"].serving(
-            lambda kept: kept.serves(dtype) and kept.is_of(parts.head), lambda: TokenProgram(parts, dtype)
+            lambda kept: kept.serves(dtype, True) and kept.is_of(parts.head), lambda: TokenProgram(parts, dtype)
         )
         if program is not self._program:
             self.count()  # The other program may use other layers of the cache.
@@ -268,7 +270,7 @@ class TokenRun:
         windows = any(type(layer) is GrowingSlidingLayer for layer in self._cache.layers)
         if windows and self._mask is not None:
             return False
-        left = (layer.left for layer in self._cache.layers if type(layer) is CroppableStates)
+        left = (layer.left for layer in self._cache.layers if isinstance(layer, CroppableStates))
         many = 1 if windows else min(self._room_ahead, *left, AHEAD)
         places = self._program.places(x, self._cache, many)
         if places is None:
@@ -291,9 +293,9 @@ def rotary_embeddings(
     """
     decoder, seen = parts.decoder, []
 
-    def call(_: nn.Module, x: Tensor, /, position_embeddings: Any = None, **kwargs: Any) -> Tensor:
+    def call(layer: nn.Module, x: Tensor, /, position_embeddings: Any = None, **kwargs: Any) -> Any:
         seen.append(pair_of(position_embeddings))
-        return x
+        return as_returned(layer, x)
 
     facts = decoder.facts
     twin = with_children(decoder, layers=stand_ins(call, facts["layers"]), **{parts.norm_name: _same})

@@ -223,7 +223,8 @@ class Program:
         return self._step(SCALED_ADD, *fields, *([1] if silu else []))
 
     def scale_columns(self, x: int, factors: int) -> None:
-        """Append the multiplication of the columns of a result ``[..., n]`` by the constant ``factors [n]``, in place."""
+        """Append the multiplication of the columns of a result ``[..., n]`` by the float32 constant ``factors [n]``, in
+        place."""
         self._step(SCALE_COLUMNS, x, factors, results=0)
 
     def mask_rows(self, x: int, mask: int) -> None:

@@ -5,10 +5,13 @@
     last(xielu(first(x)))           Apertus, with numbers that were learned
     last(act(gate) * up)            gate, up = halves of first(x), in this order or the other: Phi-3, GLM
     last(act(first(x)) * up(x))     gated, where the activation is no module: LFM2
+    f last(silu(s first(x)) * up(x))   gated, with two numbers: Falcon-H1
 """
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,6 +25,7 @@ from lowbit.quant.lora_layers import base_of, is_product
 from lowbit.quant.unchanged import Attributes
 
 _TOLERANCE = 1e-5  # relative to the largest value
+_SILU = activation_functions.index(nn.functional.silu)
 
 
 class FusedMLP(Fused):
@@ -62,7 +66,7 @@ def is_mlp(module: nn.Module) -> bool:
     sizes = sorted((layer.in_features, layer.out_features) for layer in linears)
     gated = len(linears) == 3 and sizes[1] in (sizes[0], sizes[2]) and {sizes[0][::-1], sizes[2][::-1]} == {*sizes}
     return (
-        (len(linears) == 2 or gated) and not module._modules.keys() >= set(GATED_LAYERS) and not has_own_tensors(module) and not hasattr(module, "layer_idx")
+        (len(linears) == 2 or gated) and (bool(_factors(module)) or not module._modules.keys() >= set(GATED_LAYERS)) and not has_own_tensors(module) and not hasattr(module, "layer_idx")
         and not any(child._modules or any(each.numel() > 1 or each.is_meta for each in scalars_of(child)) for child in rest)
     )  # fmt: skip
 
@@ -148,25 +152,38 @@ def _facts(module: nn.Module) -> dict[str, Any] | None:
         if len(calls) != len(linears) or not isinstance(y, Tensor) or not all(given.equal(x) for _, given in calls[:-1]):
             continue
         *inner, last = [name for name, _ in calls]
-        if len({*inner, last}) != len(linears) or not y.equal(results[last]):
+        factor = next((number for number in (1.0, *_factors(module)) if y.equal(results[last] * number)), None)
+        if len({*inner, last}) != len(linears) or factor is None:
             continue
         h = calls[-1][1]
-        between = _between(results[inner[0]], h) if len(inner) == 1 else _gated([results[name] for name in inner], h)
+        if len(inner) == 1:
+            between = _between(results[inner[0]], h)
+        else:
+            between = _gated([results[name] for name in inner], h, (1.0, *_factors(module)))
         inputs = [linears[name].in_features for name in (*inner, last)]
         if between is not None and inputs == [*len(inner) * [width], h.shape[-1]]:
-            first = between.pop("first", 0)
+            first, scale = between.pop("first", 0), between.pop("of_gate", 1.0)
             up = inner[1 - first] if len(inner) == 2 else None
-            return {"first": inner[first], "up": up, "last": last, **between}
+            scaled = (scale, factor) != (1.0, 1.0)
+            if scaled and (between["activation"] != _SILU or up is None or linears[last].bias is not None):
+                return None
+            scales = (scale, factor) if scaled else None
+            return {"first": inner[first], "up": up, "last": last, "scale": scales, **between}
     return None
 
 
-def _gated(results: list[Tensor], h: Tensor) -> dict[str, Any] | None:
-    """Return how h is a product of one of the two results and the activation of the other, the first."""
+def _factors(module: nn.Module) -> list[float]:
+    """Return the numbers that a module may multiply by: its attributes."""
+    return [value for value in module.__dict__.values() if type(value) is float and value not in (0.0, 1.0)]
+
+
+def _gated(results: list[Tensor], h: Tensor, scales: Sequence[float]) -> dict[str, Any] | None:
+    """Return how h is a product of one of the two results and the activation of the other, the first, times a number."""
     for number, act in enumerate(activation_functions):
-        for first in (0, 1):
+        for first, scale in itertools.product((0, 1), scales):
             gate, up = results[first], results[1 - first]
-            if gate.shape == up.shape == h.shape and _alike(act(gate) * up, h):
-                return {"activation": number, "function": 0, "gate": None, "first": first}
+            if gate.shape == up.shape == h.shape and _alike(act(gate * scale) * up, h):
+                return {"activation": number, "function": 0, "gate": None, "first": first, "of_gate": scale}
     return None
 
 
