@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Caches of hybrids that are cropped, rewound, saved and loaded, beside runs from the beginning."""
+"""Caches of hybrids that are cropped and rewound, beside runs from the beginning."""
 
 from __future__ import annotations
 
@@ -7,51 +7,12 @@ import functools
 
 import pytest
 import torch
+from croppable_hybrids import ASKED, CONFIGS, PROMPT, distance, fused, logits, recurrent
 from gguf_files import transformers
-from gguf_hybrids import CONFIGS as HYBRIDS
 from gguf_hybrids import model_of
-from gguf_qwen35 import CONFIGS as QWEN35
 
 import lowbit
-from lowbit.models.croppable_states import CroppableStates
 from lowbit.models.growing_cache import GrowingLayer
-
-CONFIGS = {
-    "gated delta net": QWEN35["qwen35"],
-    "Mamba-2": HYBRIDS["granitehybrid"],
-    "Mamba-2 alone": HYBRIDS["mamba2"],
-    "Mamba-1": HYBRIDS["mamba"],
-    "short convolution": HYBRIDS["lfm2"],
-    "projections by head": HYBRIDS["qwen3next"],
-    "side by side": HYBRIDS["falcon-h1 without norm"],
-    "halves": HYBRIDS["nemotron_h"],
-}
-ASKED = dict(do_sample=False, eos_token_id=-1, pad_token_id=0)
-PROMPT = torch.randint(3, 64, (1, 12), generator=torch.Generator().manual_seed(0)).repeat(1, 3)
-
-
-def fused(name: str, packed: bool = True) -> torch.nn.Module:
-    model = model_of(name, CONFIGS[name])
-    model.set_attn_implementation("lowbit")
-    if packed:
-        lowbit.quantize_(model, lowbit.int8_weight_only(group_size=32))
-    lowbit.fuse(model)
-    return model
-
-
-def logits(model: torch.nn.Module, tokens: torch.Tensor, cache=None) -> torch.Tensor:
-    name = "cache_params" if "mamba" in model.config.model_type else "past_key_values"
-    with torch.no_grad():
-        return model(tokens, **{name: cache}, use_cache=cache is not None).logits
-
-
-def distance(ours: torch.Tensor, wanted: torch.Tensor) -> float:
-    return ((ours - wanted).norm() / wanted.norm()).item()
-
-
-def recurrent(cache) -> list[CroppableStates]:
-    return [layer for layer in cache.layers if isinstance(layer, CroppableStates)]
-
 
 ONE_CALL = ["gated delta net", "Mamba-2", "short convolution", "projections by head", "side by side", "halves"]
 """Models whose layers are one call, which assisted decoding wants."""
@@ -123,29 +84,6 @@ def test_a_second_turn_computes_at_most_every_tokens_again(name, monkeypatch):
     assert torch.equal(ours, model.generate(second, **asked))
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_a_loaded_cache_has_the_same_bits(name, tmp_path):
-    model = fused(name)
-    cache = lowbit.croppable_cache(model, every=16)
-    logits(model, PROMPT, cache)
-    for token in range(9):
-        logits(model, torch.tensor([[token + 5]]), cache)
-    lowbit.save_cache(cache, tmp_path / "prompt.safetensors")
-    loaded = lowbit.load_cache(model, tmp_path / "prompt.safetensors")
-    for ours, theirs in zip(loaded.layers, cache.layers, strict=True):
-        assert type(ours) is type(theirs)
-        if isinstance(theirs, GrowingLayer):
-            assert torch.equal(ours.keys, theirs.keys) and torch.equal(ours.values, theirs.values)
-        if not isinstance(theirs, CroppableStates):
-            continue
-        assert ours.length == theirs.length and ours.every == 16
-        assert ours.states().keys() == theirs.states().keys() >= {16, 32, 45}
-        assert all(torch.equal(a, b) for at, states in ours.states().items() for a, b in zip(states, theirs.states()[at], strict=True))
-    more = torch.arange(5, 12)[None]
-    assert torch.equal(logits(model, more, cache), logits(model, more, loaded))
-    assert lowbit.rewind_cache(loaded, 40) in (32, 36)
-
-
 @pytest.mark.parametrize("name", ["Mamba-2", "side by side"])
 def test_beams_take_the_states_of_their_rows(name):
     model = fused(name)
@@ -195,23 +133,9 @@ def test_a_model_without_recurrent_layers_is_refused():
         lowbit.croppable_cache(model)
 
 
-def test_other_caches_and_files_are_refused(tmp_path):
+def test_other_caches_are_refused():
     model = fused("short convolution")
-    other = transformers.DynamicCache(config=model.config)
-    for call in (lambda: lowbit.rewind_cache(other, 0), lambda: lowbit.save_cache(other, tmp_path / "file")):
-        with pytest.raises(ValueError, match="cache must be one of lowbit.croppable_cache, got a DynamicCache"):
-            call()
-    cache = lowbit.croppable_cache(model)
+    with pytest.raises(ValueError, match="rewind_cache: cache must be one of lowbit.croppable_cache, got a DynamicCache"):
+        lowbit.rewind_cache(transformers.DynamicCache(config=model.config), 0)
     with pytest.raises(ValueError, match="rewind_cache: length must be from 0 to 0, the tokens in the cache, got 3"):
-        lowbit.rewind_cache(cache, 3)
-    with pytest.raises(ValueError, match="save_cache: cache must have tokens, got an empty one"):
-        lowbit.save_cache(cache, tmp_path / "file")
-    with pytest.raises(FileNotFoundError, match="load_cache: path must be a file"):
-        lowbit.load_cache(model, tmp_path / "file")
-    (tmp_path / "file").write_bytes(b"no tensors")
-    with pytest.raises(ValueError, match="load_cache: .*file must be a safetensors file"):
-        lowbit.load_cache(model, tmp_path / "file")
-    logits(model, PROMPT, cache)
-    lowbit.save_cache(cache, tmp_path / "file")
-    with pytest.raises(ValueError, match="load_cache: .*file must be of a model with the layers"):
-        lowbit.load_cache(fused("Mamba-2"), tmp_path / "file")
+        lowbit.rewind_cache(lowbit.croppable_cache(model), 3)
