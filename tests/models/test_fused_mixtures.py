@@ -47,7 +47,7 @@ MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 ONE_CALL = {
     "qwen2_moe", "qwen3_moe", "mixtral", "mellum", "granitemoe", "glm4_moe", "dots1", "exaone_moe", "solar_open", "gpt_oss",
-    "ernie4_5_moe", "hunyuan_v1_moe", "minimax_m2", "granitemoeshared", "olmoe", "flex_olmo",
+    "deepseek_v2", "deepseek_v3", "ernie4_5_moe", "hunyuan_v1_moe", "minimax_m2", "granitemoeshared", "olmoe", "flex_olmo",
 }  # fmt: skip
 """All layers of these are one call. Of others, only the mixture is, because their attention or the layer is not fused."""
 LEFT = {
