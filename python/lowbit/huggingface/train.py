@@ -211,11 +211,8 @@ def _arguments(kind: Any, options: TrainOptions, evaluates: bool) -> Any:
 
 
 def _summary(history: list[dict[str, Any]], seconds: float, before: float | None, after: float | None, out: str) -> str:
-    tokens = max((entry.get("num_tokens", 0) for entry in history), default=0)
     steps = max(entry["step"] for entry in history)
     told = [f"{steps} steps in {seconds:.0f} s"]
-    if tokens:
-        told.append(f"{tokens:.0f} tokens, {tokens / seconds:.0f} tokens/s")
     if before is not None:
         told.append(f"loss of the evaluation {before:.3f}, then {after:.3f}")
     return f"{'; '.join(told)}; adapters in {out}"
