@@ -78,6 +78,13 @@ def candidates(only: str | None, peers: bool) -> list[Candidate]:
             True,
             ("bfloat16",),
         ),
+        Candidate(
+            "AdamW8bit bf16+8",
+            lambda p: optim.AdamW8bit(p, master="bf16+8"),
+            coded[0] + 8,
+            True,
+            ("bfloat16",),
+        ),
         Candidate("AdamW4bit", lambda p: optim.AdamW4bit(p), coded[1], True),
         Candidate("AdamWFp8", lambda p: optim.AdamWFp8(p), coded[0], True),
         Candidate("SGD8bit", lambda p: optim.SGD8bit(p, lr=1e-3, momentum=0.9), coded[0] / 2, True),

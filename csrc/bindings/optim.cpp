@@ -68,7 +68,7 @@ py::dict facts_of_rules() {
 // Checks the whole step; the result refers to tensors of the lists.
 OptimStep prepare(int64_t rule, int64_t state_format, int64_t block_size, py::handle params, py::handle grads,
                   py::handle states, py::handle scales, py::handle steps, const py::dict& hyper, py::handle grad_scale,
-                  py::handle found_inf, std::optional<int64_t> seed) {
+                  py::handle found_inf, std::optional<int64_t> seed, const py::object& corrections) {
   const TensorArgument scale = optional(grad_scale, "optim_step: grad_scale"),
                        inf = optional(found_inf, "optim_step: found_inf");
   OptimStep step(rule, state_format, block_size, hyper_of(hyper), *scale, *inf, seed);
@@ -79,13 +79,16 @@ OptimStep prepare(int64_t rule, int64_t state_format, int64_t block_size, py::ha
   const std::vector<List> moment_lists = lists_of(states, "optim_step: states", step.moments(), count);
   const std::vector<List> scale_lists =
       lists_of(scales, "optim_step: scales", step.has_scales() ? step.moments() : 0, count);
+  const List correction_list = corrections.is_none() ? List(py::tuple())
+                                                     : list_of(corrections, "optim_step: corrections", count);
   for (std::size_t i = 0; i < count; i++) {
     std::array<TensorView, kMaxMoments> moment, block_scale;
     for (std::size_t k = 0; k < moment_lists.size(); k++) moment[k] = view_of(moment_lists[k], i, "optim_step: states");
     for (std::size_t k = 0; k < scale_lists.size(); k++)
       block_scale[k] = view_of(scale_lists[k], i, "optim_step: scales");
     step.add(view_of(param_list, i, "optim_step: params"), view_of(grad_list, i, "optim_step: grads"),
-             view_of(step_list, i, "optim_step: steps"), moment.data(), block_scale.data());
+             view_of(step_list, i, "optim_step: steps"), moment.data(), block_scale.data(),
+             corrections.is_none() ? TensorView{} : view_of(correction_list, i, "optim_step: corrections"));
   }
   return step;
 }
@@ -144,12 +147,15 @@ Args:
     grad_scale: one float32: gradients are divided by it, and written back.
     found_inf: one float32: if not 0, nothing is done.
     seed: round bfloat16 parameters stochastically, by this seed, the step and the position in the list.
+    corrections: int8 ``[numel]`` for each parameter, all bfloat16: a parameter and its correction are the leading 24
+        bits of a float32. None: no corrections.
 
 The lists are kept, and must not change before ``run``.)")
       .def(py::init(&prepare), py::keep_alive<1, 5>(), py::keep_alive<1, 6>(), py::keep_alive<1, 7>(),
-           py::keep_alive<1, 8>(), py::keep_alive<1, 9>(), arg("rule"), arg("state_format"), arg("block_size"),
-           arg("params"), arg("grads"), arg("states"), arg("scales"), arg("steps"), arg("hyper"),
-           arg("grad_scale") = py::none(), arg("found_inf") = py::none(), arg("seed") = py::none())
+           py::keep_alive<1, 8>(), py::keep_alive<1, 9>(), py::keep_alive<1, 14>(), arg("rule"), arg("state_format"),
+           arg("block_size"), arg("params"), arg("grads"), arg("states"), arg("scales"), arg("steps"), arg("hyper"),
+           arg("grad_scale") = py::none(), arg("found_inf") = py::none(), arg("seed") = py::none(),
+           arg("corrections") = py::none())
       .def("run", &take, "Take the step.");
   m.def("encode_state", encode_state_into, arg("values"), arg("state_format"), arg("is_signed"), arg("block_size"),
         arg("codes"), arg("scale"),

@@ -86,7 +86,7 @@ OptimStep::OptimStep(int64_t rule, int64_t format, int64_t block_size, const Hyp
 }
 
 void OptimStep::add(const TensorView& param, const TensorView& grad, const TensorView& step, const TensorView* moment,
-                    const TensorView* scale) {
+                    const TensorView* scale, const TensorView& correction) {
   const std::size_t i = tensors_.size();
   if (i == 0) first_ = param;
   args_.place.device = device_of("optim_step", {{"params[0]", first_}, {"params", param}, {"grads", grad},
@@ -101,6 +101,13 @@ void OptimStep::add(const TensorView& param, const TensorView& grad, const Tenso
   check(is_dense(param), value, "optim_step: params[", i, "] must be dense in memory, got shape ", shape_text(param));
   check(same_order(param, grad), value, "optim_step: grads[", i, "] must have the shape and strides of its parameter ",
         shape_text(param), ", got ", shape_text(grad));
+  if (correction) {
+    check(param.dtype == DType::bfloat16, type, "optim_step: params[", i,
+          "] must be bfloat16 to have a correction, got ", name_of(param.dtype));
+    check(!args_.stochastic_rounding, value, "optim_step: seed must be None for parameters with corrections");
+    check_flat(correction, DType::int8, param.numel(), "optim_step: corrections[", i, "]");
+    check_on(args_.place, "optim_step", "corrections", {&correction, 1});
+  }
   OptimTensor tensor{.param = param.data,
                      .grad = grad.data,
                      .param_dtype = param.dtype,
@@ -116,10 +123,11 @@ void OptimStep::add(const TensorView& param, const TensorView& grad, const Tenso
     tensor.scale[k] = has_scales() ? scale[k].as<float>() : nullptr;
   }
   tensors_.push_back(tensor);
+  if (correction) corrections_.push_back(static_cast<uint8_t*>(correction.data));
 }
 
 void OptimStep::run() {
-  args_.tensors = tensors_;
+  args_.tensors = tensors_, args_.corrections = corrections_;
   args_.place.stream = current_stream(args_.place.device);  // the step may have been prepared on another one
   if (!tensors_.empty()) lowbit::run(args_);
 }
@@ -158,6 +166,7 @@ Call describe(const OptimStepArgs& args) {
         has_codes(args.format) ? (tensor.numel + args.block_size - 1) / args.block_size * 4 : 0;
     moments += args.moments * (state_bytes(args.format, tensor.numel) + scales);
   }
+  if (!args.corrections.empty()) params += numel;
   Call call{.read = params + grads + moments, .written = params + moments + (args.grad_scale ? grads : 0)};
   if (!args.tensors.empty())
     call.add(args.tensors.front().param_dtype, {static_cast<int64_t>(args.tensors.size()), numel});

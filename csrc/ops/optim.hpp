@@ -4,7 +4,8 @@
 //   g = grad / grad_scale (written back), negated if maximize; weight decay; rule(p, g, moments);
 //   every moment rounded to its format
 // The update uses the moments before they are rounded. Arithmetic is float32; parameters are rounded to
-// nearest, or stochastically.
+// nearest, or stochastically. A bfloat16 parameter with a correction (int8) is the leading 24 bits of a float32: the
+// step reads and writes both, and the parameter alone is the nearest bfloat16 value (cpu/optim/correction.hpp).
 #pragma once
 
 #include <optional>
@@ -32,6 +33,7 @@ struct OptimStepArgs {
   const float* found_inf = nullptr;   // if not 0, the step does nothing, as in torch's fused optimizers; null: 0
   bool stochastic_rounding = false;   // for bfloat16 parameters
   uint64_t seed = 0;                  // seed of stochastic rounding, combined with the step and the index in the list
+  std::span<uint8_t* const> corrections = {};  // bits of the int8 correction of each bfloat16 parameter, or none
 };
 
 // float32 values to codes and scales: how a step stores a moment.
@@ -63,13 +65,15 @@ class LOWBIT_API OptimStep {
   bool has_scales() const { return has_codes(args_.format); }
 
   // `step` is one float32, incremented by run(). moment and scale have moments() entries; float formats ignore scale.
+  // Either all tensors of a step have a correction, or none.
   void add(const TensorView& param, const TensorView& grad, const TensorView& step, const TensorView* moment,
-           const TensorView* scale);
+           const TensorView* scale, const TensorView& correction = {});
   void run();
 
  private:
   OptimStepArgs args_;
   std::vector<OptimTensor> tensors_;
+  std::vector<uint8_t*> corrections_;
   TensorView first_, grad_scale_, found_inf_;  // the first parameter; the other two must be on its device
 };
 

@@ -6,6 +6,7 @@
 
 #include "rules/adamw.hpp"
 #include "rules/lion.hpp"
+#include "rules/muon.hpp"
 #include "rules/sgd.hpp"
 
 namespace lowbit {
@@ -14,6 +15,7 @@ namespace lowbit {
   X(adamw, AdamW)       \
   X(sgd, Sgd)           \
   X(lion, Lion)         \
+  X(muon, Muon)         \
   /* append here */
 
 #define LOWBIT_RULE(name, Type) name,

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,8 +17,6 @@ from torch import nn
 from lowbit import optim
 
 RANKS = 2
-# blocks do not cross shards, so codes differ from those of the whole tensor: relative distance after three steps (twins.py)
-DRIFT = {optim.AdamW: 1e-5, optim.AdamW8bit: 0.02, optim.AdamW4bit: 0.3, optim.Lion8bit: 0.15}
 
 
 def build() -> nn.Module:
@@ -25,8 +24,17 @@ def build() -> nn.Module:
     return nn.Sequential(nn.Linear(128, 97), nn.ReLU(), nn.Linear(97, 128), nn.Linear(128, 5))  # 97 and 5 rows: uneven shards
 
 
+def with_master(params: Iterator[nn.Parameter], lr: float) -> optim.AdamW8bit:
+    """For bfloat16 parameters, as `run` makes them for this function."""
+    return optim.AdamW8bit(params, lr=lr, master="bf16+8")
+
+
+# blocks do not cross shards, so codes differ from those of the whole tensor: relative distance after three steps (twins.py)
+DRIFT = {optim.AdamW: 1e-5, optim.AdamW8bit: 0.02, optim.AdamW4bit: 0.3, optim.Lion8bit: 0.15, with_master: 0.02}
+
+
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
-    x = torch.randn(8, 128, generator=torch.Generator().manual_seed(seed))
+    x = torch.randn(8, 128, generator=torch.Generator().manual_seed(seed)).to(next(model.parameters()).dtype)
     optimizer.zero_grad()
     model(x).square().mean().backward()
     optimizer.step()
@@ -43,7 +51,8 @@ def run(rank: int, port: int, folder: str) -> None:
     try:
         mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (RANKS,))
         for make, drift in DRIFT.items():
-            model, whole = build(), build()
+            dtype = torch.bfloat16 if make is with_master else torch.float32
+            model, whole = build().to(dtype), build().to(dtype)
             fully_shard(model, mesh=mesh)
             optimizer, single = make(model.parameters(), lr=0.01), make(whole.parameters(), lr=0.01)
             for seed in range(3):
@@ -51,12 +60,12 @@ def run(rank: int, port: int, folder: str) -> None:
                 step(whole, single, seed)
             for p, q in zip(model.parameters(), whole.parameters(), strict=True):
                 assert isinstance(optimizer.state[p]["exp_avg"], DTensor)
-            for p, q, start in zip(model.parameters(), whole.parameters(), build().parameters(), strict=True):
+            for p, q, start in zip(model.parameters(), whole.parameters(), build().to(dtype).parameters(), strict=True):
                 assert (p.full_tensor() - q).norm() <= drift * (q - start).norm()
 
             path = str(Path(folder) / make.__name__)
             dcp.save({"optimizer": get_optimizer_state_dict(model, optimizer)}, checkpoint_id=path)
-            resumed = build()
+            resumed = build().to(dtype)
             fully_shard(resumed, mesh=mesh)
             with torch.no_grad():
                 for p, q in zip(resumed.parameters(), model.parameters(), strict=True):
@@ -69,6 +78,7 @@ def run(rank: int, port: int, folder: str) -> None:
             step(resumed, other, 9)
             for p, q in zip(model.parameters(), resumed.parameters(), strict=True):
                 assert torch.equal(p.to_local(), q.to_local())
+                assert torch.equal(optimizer.float32_values(p).to_local(), other.float32_values(q).to_local())
         dist.barrier()
     finally:
         dist.destroy_process_group()

@@ -10,6 +10,7 @@
 #include "core/random.hpp"
 #include "core/arena.hpp"
 #include "core/scratch.hpp"
+#include "cpu/optim/correction.hpp"
 #include "cpu/optim/moment.hpp"
 #include "cpu/loops.hpp"
 #include "ops/optim.hpp"
@@ -23,12 +24,16 @@ LOWBIT_INLINE float grad_scale_of(const OptimStepArgs& args) { return args.grad_
 struct TensorConstants {
   double step;  // step count, from 1 on
   uint64_t seed;
+  uint8_t* corrections;  // null: none
+  i32x16 thresholds;     // of their rounding
   f32x16 grad_factor, keep, l2;  // keep: 1 - lr * weight_decay if decoupled, else 1; l2: weight_decay if not decoupled
   bool scaled, negated, adds_l2, special, stochastic;  // special: any of the first three
 
   LOWBIT_INLINE TensorConstants(const OptimStepArgs& args, const OptimTensor& tensor)
       : step(*tensor.step_count),
         seed(args.stochastic_rounding ? tensor_seed(args.seed, step, &tensor - args.tensors.data()) : 0),
+        corrections(args.corrections.empty() ? nullptr : args.corrections[&tensor - args.tensors.data()]),
+        thresholds(cpu::LOWBIT_ISA_NAME::thresholds(step)),
         grad_factor(set1(1.0f / grad_scale_of(args))),
         keep(set1(static_cast<float>(args.hyper.decoupled ? 1 - args.hyper.lr * args.hyper.weight_decay : 1.0))),
         l2(set1(static_cast<float>(args.hyper.weight_decay))), scaled(grad_scale_of(args) != 1.0f),
@@ -135,6 +140,7 @@ struct GroupUpdate {
   const Rule& rule;
   char *params, *grads;  // addresses of the block
   int32_t key;           // key of stochastic rounding
+  uint8_t* corrections;  // of the block's parameters; null: none
 
   LOWBIT_INLINE DType param_dtype() const { return known(kParam, tensor.param_dtype); }
   LOWBIT_INLINE DType grad_dtype() const { return known(kGrad, tensor.grad_dtype); }
@@ -148,6 +154,7 @@ struct GroupUpdate {
     unroll<2>([&](auto half) __attribute__((always_inline)) {
       const int64_t at = i + 16 * half, lanes = left - 16 * half;
       f32x16 g = load_as_float(grads, grad_dtype(), at, lanes), p = load_as_float(params, param_dtype(), at, lanes);
+      if (corrections) p = with_correction(p, corrections + at, lanes);
       if (constants.special) {
         g = mul(g, constants.grad_factor);
         if (constants.scaled) store_from_float(grads, grad_dtype(), at, lanes, g);
@@ -163,7 +170,9 @@ struct GroupUpdate {
         if constexpr (has_codes(kFormat)) absmax[k] = larger<Rule::template kSigned<k>>(absmax[k], moment[k]);
       });
       if (constants.stochastic) p = round_stochastically(p, at, key);
-      store_from_float(params, param_dtype(), at, lanes, p);
+      if (corrections)
+        store_corrected(reinterpret_cast<uint16_t*>(params) + at, corrections + at, lanes, p, constants.thresholds);
+      else store_from_float(params, param_dtype(), at, lanes, p);
     });
   }
 };
@@ -191,7 +200,8 @@ void update_block(const OptimStepArgs& args, const OptimTensor& tensor, const Te
       .rule = rule,
       .params = static_cast<char*>(tensor.param) + moments.begin * param_size,
       .grads = static_cast<char*>(tensor.grad) + moments.begin * grad_size,
-      .key = constants.stochastic ? block_key(constants.seed, moments.begin / args.block_size) : 0};
+      .key = constants.stochastic ? block_key(constants.seed, moments.begin / args.block_size) : 0,
+      .corrections = constants.corrections ? constants.corrections + moments.begin : nullptr};
   const typename BlockOfMoments<kFormat, Rule>::Decoders decoders(moments, rule);
   i32x16 absmax[kMoments + 1];
   for (i32x16& bits : absmax) bits = set1(0);
@@ -206,7 +216,8 @@ void update_block(const OptimStepArgs& args, const OptimTensor& tensor, const Te
     }
   if (i < moments.count) {
     const GroupUpdate<kFormat, Rule, DType::other, DType::other> any{tensor,        constants,       rule,
-                                                                     update.params, update.grads, update.key};
+                                                                     update.params, update.grads, update.key,
+                                                                     update.corrections};
     const auto any_decoders = decoders;  // a copy with other addresses: the loop's decoders stay in registers
     i32x16 any_absmax[kMoments + 1];
     for (int k = 0; k <= kMoments; k++) any_absmax[k] = absmax[k];

@@ -16,7 +16,10 @@ void add_optim_row(Backend& backend, void (*run)(const Args&)) {
   const auto& name = *new std::string(  // never freed, like the backend
       concat(OpOf<Args>::name, "_", kStateFormatNames[static_cast<int>(kFormat)], "_", backend.name));
   const auto refuses = [](const Args& args) -> std::string_view {
-    return args.format == kFormat ? Kernels::refuses(args) : "another state format";
+    if (args.format != kFormat) return "another state format";
+    if constexpr (requires { args.corrections; })
+      if (!args.corrections.empty()) return "corrections of parameters (master=\"bf16+8\") are for the CPU";
+    return Kernels::refuses(args);
   };
   const Kernel<Args> row{name, refuses, run};
   add_rows(backend, &row, 1);

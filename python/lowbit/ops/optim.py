@@ -23,7 +23,7 @@ from lowbit.ops.tracing import is_traced
 SCHEMA = (
     "optim_step_(int rule, int state_format, int block_size, Tensor(a!)[] params, Tensor(b!)[] grads, "
     "Tensor(c!)[] states, Tensor(d!)[] scales, Tensor(e!)[] steps, Tensor lr, float[] hyper, "
-    "Tensor? grad_scale=None, Tensor? found_inf=None, int? seed=None) -> ()"
+    "Tensor? grad_scale=None, Tensor? found_inf=None, int? seed=None, Tensor(f!)[]? corrections=None) -> ()"
 )
 HYPER = tuple(name for name in _C.OPTIM_HYPER if name != "lr")
 """Names of the hyperparameters in the order of the op's ``hyper``."""
@@ -32,13 +32,26 @@ HYPER = tuple(name for name in _C.OPTIM_HYPER if name != "lr")
 @dataclass(slots=True)
 class StepLists:
     """The tensors of one call. Parameter i has grads[i] and steps[i]; its moment k is in states[k][i] and
-    scales[k][i]."""
+    scales[k][i]. corrections[i] is its correction, unless there are none."""
 
     params: list[Tensor] = field(default_factory=list)
     grads: list[Tensor] = field(default_factory=list)
     states: list[list[Tensor]] = field(default_factory=list)
     scales: list[list[Tensor]] = field(default_factory=list)
     steps: list[Tensor] = field(default_factory=list)
+    corrections: list[Tensor] | None = None
+
+    def only(self, i: int) -> StepLists:
+        """Return the lists of parameter i alone."""
+
+        def of(tensors: list[Tensor]) -> list[Tensor]:
+            return tensors[i : i + 1]
+
+        corrections = None if self.corrections is None else of(self.corrections)
+        return StepLists(
+            of(self.params), of(self.grads), [*map(of, self.states)], [*map(of, self.scales)], of(self.steps),
+            corrections,
+        )  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -76,7 +89,7 @@ class Step:
         return call(
             _C.OPTIM_RULES[self.rule]["number"], _C.STATE_FORMATS[self.state_format], self.block_size,
             lists.params, lists.grads, states, scales, lists.steps,
-            *hyper, self.grad_scale, self.found_inf, self.seed,
+            *hyper, self.grad_scale, self.found_inf, self.seed, lists.corrections,
         )  # fmt: skip
 
 
@@ -87,6 +100,12 @@ def _checked_lr(lr: Any) -> float | Tensor:
         return lr if is_traced() else float(lr)
     got = f"a tensor {list(lr.shape)} of {lr.dtype}" if isinstance(lr, Tensor) else repr(lr)
     raise TypeError(f"optim_step: lr must be a number or a tensor of one number, got {got}")
+
+
+def check(steps: Sequence[Step]) -> None:
+    """Make all checks of the steps, and change nothing."""
+    for step in steps:
+        step.checked()
 
 
 def take(steps: Sequence[Step]) -> None:
@@ -112,10 +131,10 @@ def take(steps: Sequence[Step]) -> None:
             torch.autograd.graph.increment_version(step.lists.grads)
 
 
-def _op(rule, state_format, block_size, params, grads, states, scales, steps, lr, hyper, *unscaling_and_seed):
+def _op(rule, state_format, block_size, params, grads, states, scales, steps, lr, hyper, *others):
     states, scales = _split(states, len(params)), _split(scales, len(params))
     values = dict(zip(HYPER, hyper, strict=True), lr=float(_checked_lr(lr)))
-    given = rule, state_format, block_size, params, grads, states, scales, steps, values, *unscaling_and_seed
+    given = rule, state_format, block_size, params, grads, states, scales, steps, values, *others
     _C.OptimStep(*given).run()
 
 

@@ -8,9 +8,10 @@ Example:
 from lowbit.optim.adamw import Adam4bit, Adam8bit, AdamFp8, AdamW, AdamW4bit, AdamW8bit, AdamWFp8
 from lowbit.optim.cpu_offload import CPUOffloadOptimizer
 from lowbit.optim.lion import Lion8bit
+from lowbit.optim.muon import Muon, Muon8bit
 from lowbit.optim.sgd import SGD8bit
 
 __all__ = [
     "Adam4bit", "Adam8bit", "AdamFp8", "AdamW", "AdamW4bit", "AdamW8bit", "AdamWFp8",
-    "CPUOffloadOptimizer", "Lion8bit", "SGD8bit",
+    "CPUOffloadOptimizer", "Lion8bit", "Muon", "Muon8bit", "SGD8bit",
 ]  # fmt: skip

@@ -2,7 +2,7 @@
 """The base class of all optimizers: state per parameter, param groups, one fused step per group and state format.
 
 The state of a parameter consists of plain tensors: ``step`` (float32), and for each moment its values or codes
-(``exp_avg``) and, if quantized, its scales (``exp_avg_scale``). The state of a DTensor consists of DTensors over the
+(``exp_avg``) and, if quantized, its scales (``exp_avg_scale``), and with ``master`` the ``correction``. The state of a DTensor consists of DTensors over the
 same mesh; a step works on the local shards.
 """
 
@@ -18,7 +18,7 @@ from torch import Tensor
 from lowbit._C import OPTIM_RULES, STATE_FORMATS
 from lowbit.ops.optim import Step, take
 from lowbit.ops.tracing import is_traced
-from lowbit.optim import loading, moments, sharding
+from lowbit.optim import correction, loading, moments, sharding
 from lowbit.optim.checks import LARGEST_SEED, check_group, check_not_replaced, check_param, check_trainable
 from lowbit.optim.moments import StateOptions
 from lowbit.optim.plan import CallLists, Plan, plan
@@ -35,8 +35,9 @@ warning."""
 class LowBitOptimizer(torch.optim.Optimizer):
     """Base class of the optimizers of `lowbit.optim`. A subclass names its update rule, which csrc/rules implements.
 
-    Each param group has ``state_format``, ``block_size``, ``min_8bit_size`` and ``bf16_stochastic_round`` besides the
-    options of the rule. A group may set these options, or ``optim_bits`` (32, 16, 8 or 4), for its own parameters.
+    Each param group has ``state_format``, ``block_size``, ``min_8bit_size``, ``bf16_stochastic_round`` and ``master``
+    besides the options of the rule. A group may set these options, or ``optim_bits`` (32, 16, 8 or 4), for its own
+    parameters.
     """
 
     RULE: ClassVar[str]
@@ -52,6 +53,7 @@ class LowBitOptimizer(torch.optim.Optimizer):
         block_size: int,
         min_8bit_size: int = 4096,
         bf16_stochastic_round: bool = False,
+        master: str | None = None,
         optim_bits: int | None = None,
         maximize: bool = False,
         **without_effect: Any,
@@ -69,6 +71,7 @@ class LowBitOptimizer(torch.optim.Optimizer):
             "block_size": block_size,
             "min_8bit_size": min_8bit_size,
             "bf16_stochastic_round": bf16_stochastic_round,
+            "master": master,
             "rounding_seed": torch.initial_seed() & LARGEST_SEED,
         }
         self._check_group(defaults)
@@ -95,6 +98,11 @@ class LowBitOptimizer(torch.optim.Optimizer):
             raise ValueError(f"Invalid rule value: {group['rule']!r}, must be {self.RULE!r} of a {type(self).__name__}")
         check_group(group)
 
+    def _check_param(self, param: Tensor, group: dict[str, Any]) -> None:
+        """Raise ValueError for a parameter that the optimizer does not support. A rule with further conditions extends
+        this."""
+        check_param(param, type(self).__name__, group["master"])
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters with its own options, and allocate their state."""
         if "optim_bits" in param_group:
@@ -106,7 +114,7 @@ class LowBitOptimizer(torch.optim.Optimizer):
         trainable = [param for param in group["params"] if param.requires_grad]  # frozen parameters may be of any kind
         try:
             for param in trainable:
-                check_param(param, type(self).__name__)
+                self._check_param(param, group)
         except ValueError:
             self.param_groups.pop()
             raise
@@ -142,18 +150,21 @@ class LowBitOptimizer(torch.optim.Optimizer):
             for index, (group, planned) in enumerate(zip(self.param_groups, plans, strict=True))
             for lists in planned.calls
         ]
-        take(
-            [
-                Step(
-                    self.RULE, lists.state_format, group["block_size"], stepped, group["lr"], self._hyper(group),
-                    getattr(self, "grad_scale", None), getattr(self, "found_inf", None), _seed(group, index, lists),
-                )
-                for index, group, lists, stepped in calls
-            ]
-        )  # fmt: skip
+        steps = [
+            Step(
+                self.RULE, lists.state_format, group["block_size"], stepped, group["lr"], self._hyper(group),
+                getattr(self, "grad_scale", None), getattr(self, "found_inf", None), _seed(group, index, lists),
+            )
+            for index, group, lists, stepped in calls
+        ]  # fmt: skip
+        self._take(steps, [group for _, group, _, _ in calls])
         for _, _, lists, stepped in calls:
             lists.write_back(stepped)
         return loss
+
+    def _take(self, steps: list[Step], groups: list[dict[str, Any]]) -> None:
+        """Take the steps, each of which belongs to one of the param groups."""
+        take(steps)
 
     def _check_changed_options(self) -> None:
         """Raise ValueError if an option of a group was changed to an invalid value, before the step changes anything.
@@ -192,6 +203,22 @@ class LowBitOptimizer(torch.optim.Optimizer):
         if layout != kept:
             self._layouts[param] = layout
         return layout
+
+    @torch.no_grad()
+    def float32_values(self, param: Tensor) -> Tensor:
+        """Return a copy in float32 of the values of a parameter: with ``master="bf16+8"`` the bfloat16 parameter and
+        its correction, otherwise those of the parameter.
+
+        Raises:
+            KeyError: the parameter is not one of this optimizer.
+        """
+        if not any(param is each for group in self.param_groups for each in group["params"]):
+            raise KeyError(f"{type(self).__name__}: param must be a parameter of this optimizer")
+        kept = self.state.get(param, {}).get(correction.NAME)
+        values = sharding.local(param)
+        if kept is None or param.dtype != torch.bfloat16:
+            return sharding.like(param, values.detach().to(torch.float32, copy=True))
+        return sharding.like(param, correction.whole(values, sharding.local(kept)))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state like torch's optimizers do, after converting moments to the current memory order of their

@@ -9,14 +9,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lowbit import devices
 from lowbit._C import STATE_FORMATS
 from lowbit.ops.packed_weights import WAYS_TO_TRAIN, were_replaced
+from lowbit.optim import sharding
 
 _PARAM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _MIN_BLOCK, _MAX_BLOCK = 32, 4096
 LARGEST_SEED = 2**63 - 1
+MASTERS = (None, "bf16+8")
 
 
 def check_number(value: Any, what: str, *, signed: bool = False, below: float = math.inf) -> None:
@@ -47,6 +50,13 @@ def check_group(group: dict[str, Any]) -> None:
         _check_betas(group["betas"])
     for name in ("maximize", "bf16_stochastic_round"):
         check_switch(group[name], name)
+    if group["master"] not in MASTERS:
+        raise ValueError(f"Invalid master value: {group['master']!r}, must be one of {', '.join(map(repr, MASTERS))}")
+    if group["master"] and group["bf16_stochastic_round"]:
+        raise ValueError(
+            f"Invalid bf16_stochastic_round value: True, must be False with master={group['master']!r}, which keeps "
+            "what rounding cuts off"
+        )
     for name, largest in (("min_8bit_size", None), ("rounding_seed", LARGEST_SEED)):
         value = group[name]
         if not isinstance(value, int) or value < 0 or (largest is not None and value > largest):
@@ -69,13 +79,18 @@ def _check_betas(betas: Any) -> None:
         check_number(beta, f"beta parameter at index {index}", below=1.0)
 
 
-def check_param(param: Tensor, optimizer: str) -> None:
+def check_param(param: Tensor, optimizer: str, master: str | None) -> None:
     """Raise ValueError if the optimizers do not support a parameter."""
     devices.check(optimizer, "parameters", param.device, kernel="optim_step")
     if param.dtype not in _PARAM_DTYPES:
         raise ValueError(f"{optimizer}: parameters must be float32, bfloat16 or float16, got {param.dtype}")
     if param.layout is not torch.strided:
         raise ValueError(f"{optimizer}: parameters must be dense tensors, got {param.layout}")
+    if master and (param.dtype == torch.float16 or is_traceable_wrapper_subclass(sharding.local(param))):
+        raise ValueError(
+            f"{optimizer}: parameters must be bfloat16 (or float32, which need no correction) with master={master!r}, "
+            f"got {type(param.data).__name__} of {param.dtype}"
+        )
     if _overlaps(param):
         raise ValueError(
             f"{optimizer}: the elements of a parameter must not share memory (an expanded tensor), got shape "

@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowbit.optim import moments, saved_state
+from lowbit.optim import correction, moments, saved_state, sharding
 from lowbit.optim.moments import StateOptions
 from lowbit.optim.state_format import Layout, decode, encode, has_codes
 
 _OF_TORCH = "differentiable"  # an option that torch adds to the defaults in the first load
-_KEPT_OPTIONS = ("state_format", "block_size", "min_8bit_size", "bf16_stochastic_round", "rounding_seed")
+_KEPT_OPTIONS = ("state_format", "block_size", "min_8bit_size", "bf16_stochastic_round", "master", "rounding_seed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ def _hold(target: Target, state_dict: dict[str, Any]) -> dict[str, Any]:
                 else:
                     del state[index]
     for change, count in again.items():
-        warnings.warn(f"{call}: {count} moments are encoded again, {change}", stacklevel=2)
+        warnings.warn(f"{call}: {count} {change}", stacklevel=2)
     return {**state_dict, "state": state, "param_groups": merged}
 
 
@@ -117,7 +117,7 @@ def _merged_group(target: Target, saved: dict[str, Any], group: dict[str, Any], 
     """Return the param group after loading."""
     is_ours = "state_format" in saved
     try:
-        given = saved if is_ours else saved_state.options_of(saved, target.rule)
+        given = {"master": None, **saved} if is_ours else saved_state.options_of(saved, target.rule)
         defaults = {name: value for name, value in target.optimizer.defaults.items() if name != _OF_TORCH}
         needed = [name for name in defaults if is_ours or name in ("lr", "weight_decay", "betas", "momentum")]
         if missing := [name for name in needed if name not in given]:
@@ -134,14 +134,21 @@ def _convert(entry: saved_state.Entry, again: Counter[str]) -> _Held | None:
     saved = saved_state.read(entry)
     if saved is None:
         return None
-    layout, converted = StateOptions.of(entry.rule, entry.group).layout(entry.param), {}
+    options = StateOptions.of(entry.rule, entry.group)
+    layout, converted = options.layout(entry.param), {}
     for name, moment in saved.items():
         values, scale = moment.values, moment.scale
         if moment.layout != layout:
             if has_codes(moment.layout.state_format) and has_codes(layout.state_format):
-                again[f"from {moment.layout} to {layout}"] += 1
+                again[f"moments are encoded again, from {moment.layout} to {layout}"] += 1
             values, scale = encode(decode(values, scale, moment.layout, moment.is_signed), layout, moment.is_signed)
         converted |= moments.entries(entry.param, name, values, scale, layout)
+    corrected = saved_state.read_correction(entry)
+    if corrected is not None and options.corrects(entry.param):
+        values = layout.empty(torch.int8).copy_(corrected)
+        converted[correction.NAME] = sharding.like(entry.param, values)
+    elif corrected is not None:
+        again["corrections are left out, because they need bfloat16 parameters and master"] += 1
     return _Held({"step": torch.tensor(entry.step(), dtype=torch.float32, device=layout.device), **converted}, layout)
 
 

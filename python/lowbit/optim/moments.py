@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The moments in the state of one parameter: which ones a rule has, their memory layout, their creation, and their
-conversion when the parameter or the options change."""
+"""The moments, and the correction, in the state of one parameter: which ones there are, their memory layout, their
+creation, and their conversion when the parameter or the options change."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lowbit._C import OPTIM_RULES
-from lowbit.optim import sharding
+from lowbit.optim import correction, sharding
 from lowbit.optim.checks import check_param
 from lowbit.optim.state_format import Layout, allocate, decode, encode, has_codes, nibble_bytes, scale_count
 
@@ -24,17 +24,22 @@ def of_rule(rule: str) -> dict[str, tuple[bool, str | None]]:
 
 @dataclass(frozen=True, slots=True)
 class StateOptions:
-    """The options of a param group that determine which moments exist and how they are stored."""
+    """The options of a param group that determine which moments and corrections exist and how they are stored."""
 
     state_format: str
     min_8bit_size: int
     block_size: int
+    master: str | None
     moments: tuple[str, ...]
 
     @classmethod
     def of(cls, rule: str, group: dict[str, Any]) -> StateOptions:
         moments = tuple([name for name, (_, needs) in of_rule(rule).items() if needs is None or group[needs]])
-        return cls(group["state_format"], group["min_8bit_size"], group["block_size"], moments)
+        return cls(group["state_format"], group["min_8bit_size"], group["block_size"], group.get("master"), moments)
+
+    def corrects(self, param: Tensor) -> bool:
+        """Return whether a parameter has a correction."""
+        return self.master is not None and param.dtype == torch.bfloat16
 
     def layout(self, param: Tensor) -> Layout:
         """Return the memory layout for the moments of a parameter. Small parameters have float32 moments; the size of a
@@ -49,7 +54,7 @@ def prepare(
     """Create the state of a parameter, or convert it to the current memory order and options.
 
     Args:
-        rule, options: determine which moments exist and how they are stored.
+        rule, options: determine which moments exist and how they are stored, and whether there is a correction.
         param: the parameter.
         state: its state, which is changed in place.
         kept: the current layout of the moments in ``state``; None if it is the required one.
@@ -61,10 +66,11 @@ def prepare(
     Raises:
         ValueError: the parameter is not supported, its state has another shape, or a moment is missing.
     """
-    layout = options.layout(param)
-    if state and kept in (None, layout) and all(name in state for name in options.moments):
+    layout, corrects = options.layout(param), options.corrects(param)
+    is_complete = all(name in state for name in options.moments) and (correction.NAME in state) == corrects
+    if state and kept in (None, layout) and is_complete:
         return layout
-    check_param(param, owner)
+    check_param(param, owner, options.master)
     kept = (kept or layout) if state else None
     if kept is not None and kept.shape != layout.shape:
         if float(state["step"]) > 0:
@@ -91,6 +97,7 @@ def prepare(
         else:
             raise ValueError(f"{owner}: the state of a parameter must have {name}, got {sorted(state)}")
         state.update(entries(param, name, values, scale, layout))
+    correction.prepare(param, state, layout, wanted=corrects, is_reordered=kept not in (None, layout))
     return layout
 
 

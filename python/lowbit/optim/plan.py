@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plan of one param group's step, which is reused: lists of tensors by state format and device.
+"""The plan of one param group's step, which is reused: lists of tensors by state format and device, those with
+corrections apart.
 
 A plan has references to the parameters and states themselves, so data that is assigned with `.data =` is seen in the
 next step. The exceptions are views of the local tensors of DTensors, whose addresses are compared. `serves` compares
@@ -10,7 +11,6 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,14 +20,15 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lowbit.ops.optim import StepLists
 from lowbit.ops.tracing import is_traced
-from lowbit.optim import sharding
+from lowbit.optim import correction, sharding
 from lowbit.optim.moments import StateOptions
 from lowbit.optim.state_format import Layout, has_codes
 
 
 @dataclass(frozen=True, slots=True)
 class CallLists:
-    """The lists of one call, without gradients: the parameters on one device with one state format."""
+    """The lists of one call, without gradients: the parameters on one device with one state format, either
+    all with a correction or none."""
 
     state_format: str
     device_index: int  # index of the device in the plan
@@ -38,6 +39,7 @@ class CallLists:
     states: list[list[Tensor]]  # one list per moment
     scales: list[list[Tensor]]
     steps: list[Tensor]
+    corrections: list[Tensor] | None
 
     @classmethod
     def of(
@@ -46,13 +48,13 @@ class CallLists:
         params: list[Tensor],
         states: list[dict[str, Any]],
         layouts: list[Layout],
-        moments: Sequence[str],
+        options: StateOptions,
     ) -> CallLists:
         local = [sharding.local(param) for param in params]
         if is_traced():
             local = [param.detach() for param in local]
         stored = [
-            [sharding.local_moment(state[name], state.get(f"{name}_scale"), layout) for name in moments]
+            [sharding.local_moment(state[name], state.get(f"{name}_scale"), layout) for name in options.moments]
             for state, layout in zip(states, layouts, strict=True)
         ]
         gaps = {
@@ -72,6 +74,9 @@ class CallLists:
             states=values,
             scales=scales if has_codes(layouts[0].state_format) else [],
             steps=[state["step"] for state in states],
+            corrections=(
+                [sharding.local(state[correction.NAME]) for state in states] if options.corrects(params[0]) else None
+            ),
         )
 
     def with_gradients(self) -> StepLists:
@@ -86,7 +91,7 @@ class CallLists:
             raise RuntimeError(f"lowbit.optim does not support sparse gradients, got {sparse[0]}")
         if [grad.stride() for grad in grads] != [param.stride() for param in params] or _any_is_negated(grads):
             grads = [_in_order(*each) for each in zip(grads, params, self.members, strict=True)]
-        return StepLists(params, grads, self.states, self.scales, self.steps)
+        return StepLists(params, grads, self.states, self.scales, self.steps, self.corrections)
 
     def write_back(self, stepped: StepLists) -> None:
         """Copy the results back to the parameters that were stepped in a dense copy."""
@@ -113,7 +118,7 @@ class Plan:
             and _are_the_same(self.params, params)
             and self.counts == [*map(len, states)]
             and _are_the_same(self.entries, _entries(states))
-            and self.memory == _memory(params, self.sharded)
+            and self.memory == _memory(params, self.sharded, options)
         )
 
 
@@ -121,10 +126,14 @@ def plan(params: list[Tensor], states: list[dict[str, Any]], layouts: list[Layou
     """Return the plan for the parameters of a group, with their states, the layouts of these, and the group's
     options."""
     calls, devices = [], list(dict.fromkeys(layout.device for layout in layouts))
-    for kind in dict.fromkeys((layout.state_format, layout.device) for layout in layouts):
-        chosen = [index for index, layout in enumerate(layouts) if (layout.state_format, layout.device) == kind]
+    kinds = [
+        (layout.state_format, layout.device, options.corrects(param))
+        for param, layout in zip(params, layouts, strict=True)
+    ]
+    for kind in dict.fromkeys(kinds):
+        chosen = [index for index, other in enumerate(kinds) if other == kind]
         each = ([values[index] for index in chosen] for values in (params, states, layouts))
-        calls.append(CallLists.of(devices.index(kind[1]), *each, options.moments))
+        calls.append(CallLists.of(devices.index(kind[1]), *each, options))
     pairs = zip(params, states, strict=True)
     tensors = [tensor for param, state in pairs if sharding.is_dtensor(param) for tensor in (param, *state.values())]
     sharded = [tensor for tensor in tensors if sharding.is_dtensor(tensor)]
@@ -135,7 +144,7 @@ def plan(params: list[Tensor], states: list[dict[str, Any]], layouts: list[Layou
         entries=_entries(states),
         counts=[*map(len, states)],
         sharded=sharded,
-        memory=_memory(params, sharded),
+        memory=_memory(params, sharded, options),
     )
 
 
@@ -148,10 +157,12 @@ def _are_the_same(these: list[Any], those: list[Any]) -> bool:
     return len(these) == len(those) and all(map(operator.is_, these, those))
 
 
-def _memory(params: list[Tensor], sharded: list[Tensor]) -> list[Any]:
-    """Return a value that stays equal while parameters have the same shapes and strides, and DTensors the same local
-    tensors."""
+def _memory(params: list[Tensor], sharded: list[Tensor], options: StateOptions) -> list[Any]:
+    """Return a value that stays equal while parameters have the same shapes and strides, DTensors the same local
+    tensors, and the same parameters need a correction."""
     memory: list[Any] = [*[param.shape for param in params], *[param.stride() for param in params]]
+    if options.master:
+        memory += [options.corrects(param) for param in params]
     if sharded and not is_traced():
         local = [sharding.local(tensor) for tensor in sharded]
         memory += [(tensor.data_ptr(), tensor.shape, tensor.stride()) for tensor in local]

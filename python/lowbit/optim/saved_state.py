@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowbit.optim import sharding
+from lowbit.optim import correction, sharding
 from lowbit.optim.moments import StateOptions, of_rule
 from lowbit.optim.state_format import Layout, allocate, decode, has_codes, nibble_bytes, scale_count
 
@@ -123,6 +123,20 @@ def read(entry: Entry) -> dict[str, Moment] | None:
     return moments
 
 
+def read_correction(entry: Entry) -> Tensor | None:
+    """Return the saved correction of the local parameter, or None if there is none.
+
+    Raises:
+        ValueError: its type, dtype or shape does not fit the parameter.
+    """
+    saved = entry.state.get(correction.NAME)
+    if saved is None:
+        return None
+    saved = sharding.local(saved)
+    _check(saved, (torch.int8,), sharding.local(entry.param).shape, f"{entry.what}: {correction.NAME}")
+    return saved
+
+
 def _check_names(entry: Entry, moments: dict[str, bool]) -> None:
     if entry.is_of_bitsandbytes:
         known = [
@@ -130,6 +144,7 @@ def _check_names(entry: Entry, moments: dict[str, bool]) -> None:
         ] + [_BITSANDBYTES_NORM]
     else:
         known = [*moments, *(f"{name}_scale" for name in moments if entry.is_ours)]
+        known += [correction.NAME] * entry.is_ours
     if unknown := [name for name in entry.state if name not in ("step", *known)]:
         raise ValueError(f"{entry.what} must hold entries of {entry.owner} only, got {', '.join(map(str, unknown))}")
 

@@ -138,7 +138,49 @@ def lion(
     return p * (1 - lr * hyper["weight_decay"]) - lr * average.sign(), [beta2 * moments[0] + (1 - beta2) * g]
 
 
-RULES = {"adamw": adamw, "sgd": sgd, "lion": lion}
+def muon(
+    p: Tensor, g: Tensor, moments: list[Tensor], step: int, hyper: Mapping[str, float]
+) -> tuple[Tensor, list[Tensor]]:
+    """Return the direction of a step of Muon (Jordan et al., 2024) before it is orthogonalized, in place of the new
+    parameter, and the new momentum. moments: momentum."""
+    buffer = hyper["momentum"] * moments[0] + (1 - hyper["momentum"]) * g
+    return hyper["momentum"] * buffer + (1 - hyper["momentum"]) * g if hyper["nesterov"] else buffer, [buffer]
+
+
+RULES = {"adamw": adamw, "sgd": sgd, "lion": lion, "muon": muon}
+
+
+def orthogonalized(matrix: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
+    """Return a matrix after Newton-Schulz steps X <- a X + (b A + c A A) X, A = X X^T, from X = matrix / norm."""
+    a, b, c = coefficients
+    x = matrix.double() / max(float(matrix.double().norm()), eps)
+    for _ in range(steps):
+        gram = x @ x.T
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x
+
+
+def corrected(p: Tensor, correction: Tensor) -> Tensor:
+    """Return the values of bfloat16 parameters with corrections, float64: a correction counts 256ths of the distance to
+    the next bfloat16 value, away from zero if it is positive, else towards zero, which has none behind it."""
+    bits, sign = p.view(torch.int16).int() & 0x7FFF, p.double().sign()
+    behind = (bits + correction.sign()).clamp(min=0).short().view(torch.bfloat16).double() * sign.where(sign != 0, 1.0)
+    away = behind - p.double()
+    return torch.where(correction == 0, p.double(), p.double() + correction.double().abs() / 256 * away)
+
+
+def split(values: Tensor, step: int) -> tuple[Tensor, Tensor]:
+    """Return float32 values ``[n]`` as bfloat16 parameters and their int8 corrections, as step number ``step`` does.
+
+    The last 8 of 32 bits are rounded up if they and the threshold of the element, which a sequence of Weyl gives, make
+    256. Thresholds repeat after 16 elements.
+    """
+    element = torch.arange(values.numel()) % 16 * 0xC13FA9A9 + step * 0x9E3779B9
+    whole = (values.view(torch.int32).long() % 2**32 + (element % 2**32 >> 24)) >> 8
+    nearest = whole + 128 >> 8
+    bits = torch.where(nearest >= 2**15, nearest - 2**16, nearest).short()
+    p = torch.where(values.isnan(), math.nan, bits.view(torch.bfloat16)).bfloat16()
+    return p, (whole - 256 * nearest).to(torch.int8)
 
 
 def philox4x32(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[int, int, int, int]:

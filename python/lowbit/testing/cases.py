@@ -447,7 +447,8 @@ def moments_of(rule: str, hyper: Mapping[str, float]) -> dict[str, bool]:
 def run_optim(rule: str, params: list[Tensor], grads: list[Tensor], moments: list[list[Moment]], steps: list[Tensor],
               hyper: Mapping[str, float], *, format: str, block_size: int = 256, row: str | None = None,
               grad_scale: Tensor | None = None,
-              found_inf: Tensor | None = None, seed: int | None = None) -> None:  # fmt: skip
+              found_inf: Tensor | None = None, seed: int | None = None,
+              corrections: list[Tensor] | None = None) -> None:  # fmt: skip
     """Run `_C.OptimStep` in place; ``moments[i]`` has moment i of every parameter. Fail if a row other than ``row``
     ran."""
     states = [[moment.state for moment in each] for each in moments]
@@ -456,7 +457,7 @@ def run_optim(rule: str, params: list[Tensor], grads: list[Tensor], moments: lis
     try:
         _C.OptimStep(
             _C.OPTIM_RULES[rule]["number"], _C.STATE_FORMATS[format], block_size,
-            params, grads, states, scales, steps, dict(hyper), grad_scale, found_inf, seed,
+            params, grads, states, scales, steps, dict(hyper), grad_scale, found_inf, seed, corrections,
         ).run()  # fmt: skip
     finally:
         _C.force_kernel(previous)

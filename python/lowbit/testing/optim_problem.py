@@ -20,6 +20,8 @@ RULES = {
     "sgd-dampening": HYPER | dict(dampening=0.3, decoupled=False, maximize=True),
     "sgd-plain": HYPER | dict(momentum=0.0, weight_decay=0.1, decoupled=False),
     "lion": HYPER | dict(weight_decay=0.1, lr=1e-3),
+    "muon": HYPER,
+    "muon-nesterov": HYPER | dict(nesterov=True, maximize=True),
 }
 
 
@@ -102,6 +104,8 @@ class Problem:
                 error = rate * errors[0] + rate * new[0].abs() * (16 * u + variance_error / variance.clamp(min=1e-45))
             elif self.rule == "sgd":
                 error = self.hyper["lr"] * (16 * u * total_g + 2 * sum(errors))
+            elif self.rule == "muon":
+                error = 4 * sum(errors)
             else:  # if the average is within its rounding error of zero, its sign may be either
                 average = self.hyper["beta1"] * old[0] + (1 - self.hyper["beta1"]) * g
                 error = torch.where(average.abs() <= errors[0], 2 * self.hyper["lr"], 2 * u * self.hyper["lr"])

@@ -88,15 +88,16 @@ def trains(name: str, params: list[Tensor], steps: int = 3, under: str = "", **o
         for index, (mine, wide, old) in enumerate(zip(leaves, exact, before, strict=True)):
             what = f"parameter {index} of {list(mine.shape)}"
             way = float((wide.detach() - old).abs().amax()) if wide.numel() else 0.0
-            allowed = DRIFT * way + 1.5 * UNIT[mine.dtype] * wide.detach().abs() + torch.finfo(mine.dtype).tiny
-            within(mine.detach(), wide.detach(), allowed + twin.state[wide].get("jump", 0.0), what)
+            unit = 2.0**-15 if "correction" in ours.state[mine] else UNIT[mine.dtype]
+            allowed = DRIFT * way + 1.5 * unit * wide.detach().abs() + torch.finfo(mine.dtype).tiny
+            within(ours.float32_values(mine), wide.detach(), allowed + twin.state[wide].get("jump", 0.0), what)
             for moment, wanted in _moments_of(twin, wide).items():
                 size = float(wanted.abs().amax() + old_moments[index].get(moment, wanted).abs().amax()) if wanted.numel() else 0.0
                 rounding = _rounding(wanted, ours.state[mine], ours.param_groups[0], moment, mine)
                 within(decoded[index][moment], wanted, rounding + _MOMENT_DRIFT * size, f"{moment} of {what}")
                 twin.state[wide][moment].copy_(decoded[index][moment])
             with torch.no_grad():
-                wide.copy_(mine)  # errors do not add up, and a moment that a format rounds to 0 is 0 for both
+                wide.copy_(ours.float32_values(mine))  # errors do not add up, and a moment that a format rounds to 0 is 0 for both
     _round_trip(ours, name, leaves, options)
 
 

@@ -43,4 +43,5 @@ def generate(choices: Choices) -> str:
     c = choices
     name, dtype = c.pick(*NAMES), c.pick("float32", "bfloat16", "float16")
     under = c.pick("", "", "", "default dtype float64", "default dtype bfloat16", "default device meta", "threads 2")
-    return f"{header(c)}{parameters(c, dtype)}check.trains({name!r}, params, {options(c, name)}, under={under!r})\n"
+    master = ", master='bf16+8'" if dtype != "float16" and c.chance(30) else ""
+    return f"{header(c)}{parameters(c, dtype)}check.trains({name!r}, params, {options(c, name)}{master}, under={under!r})\n"

@@ -128,7 +128,7 @@ typedef struct lowbit_int8_linear_args {
   lowbit_tensor x, weight, row_scale, column_scale, bias, y; /* int8 [m, k], [n, k]; float32 [m], [n]; [m, n] */
 } lowbit_int8_linear_args;
 
-enum lowbit_rule { LOWBIT_ADAMW, LOWBIT_SGD, LOWBIT_LION };
+enum lowbit_rule { LOWBIT_ADAMW, LOWBIT_SGD, LOWBIT_LION, LOWBIT_MUON };
 enum lowbit_state_format {
   LOWBIT_STATE_FLOAT32, LOWBIT_STATE_BFLOAT16, LOWBIT_STATE_DYNAMIC8, LOWBIT_STATE_DYNAMIC4, LOWBIT_STATE_FLOAT8
 };
