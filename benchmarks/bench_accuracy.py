@@ -107,7 +107,7 @@ def by_llama(
         lowbit.checkpoints.gguf.save(model, floats, like=file)
         names = StateReader(GgufFile.open(floats), model, "float").names
         layers = lowbit.calibrate(model, batches).layers
-        paths = {name: path.removesuffix(".weight") for name, path in names.items()}
+        paths = {name: path.removesuffix(".weight") for name, (path, *_) in names.items()}
         seen = {name: layers[path].importance.numpy() for name, path in paths.items() if path in layers}
         np.savez(importance, **seen)
     script = Path(__file__).with_name("llama_quantize.py")

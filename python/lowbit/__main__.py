@@ -2,8 +2,8 @@
 """The command line, `lowbit` or `python -m lowbit`.
 
 `lowbit info` (machine, ops, threads, fallbacks), `lowbit kernels [op]`, `lowbit prebuild --arch sm_90a`, `lowbit
-quantize MODEL OUT`, `lowbit chat FILE.gguf`, `lowbit train MODEL DATA.jsonl`, `lowbit compare A B`, `lowbit recorder DIR`, `lowbit cmake-dir`, `lowbit
---version`.
+quantize MODEL OUT`, `lowbit chat FILE.gguf`, `lowbit train MODEL DATA.jsonl`, `lowbit compare A B`, `lowbit recorder
+DIR`, `lowbit cmake-dir`, `lowbit --version`.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ import lowbit
 from lowbit.quant.fused import Fused, unfuse
 from lowbit.quant.fused_norm import norm_facts
 
+
 def test_of_gpt2_norms_and_mlps_fit() -> None:
     config = transformers.GPT2Config(
         n_embd=64, n_layer=2, n_head=2, vocab_size=96, bos_token_id=1, eos_token_id=2, attn_implementation="lowbit"

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import lowbit
 
+
 @pytest.mark.parametrize("name", MODELS)
 def test_layers_in_one_call(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = made(name)

@@ -125,7 +125,7 @@ def saved(cache: Any) -> None:
 @pytest.mark.parametrize("what", [
     (5, 1, 1, -1, 1, -2, 3), (FEW + 4, 1, -FEW, 2, 1), (5, 1, reordered, 1, 1), (FEW + 4, reordered, 1, FEW + 2, 1, 1),
     (7, 1, saved, 1, FEW + 9, 1, -3, 1),
-], ids=str)  # fmt: skip
+], ids=lambda what: " ".join(getattr(part, "__name__", str(part)) for part in what))  # fmt: skip
 @pytest.mark.parametrize("name", ["deepseek_v3", "deepseek_v2"])
 def test_the_cache_stays_that_of_transformers(name: str, what: tuple[Any, ...]) -> None:
     """Cropped, reordered, copied, and behind them a prompt of a second turn."""

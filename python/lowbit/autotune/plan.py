@@ -117,9 +117,9 @@ class Plan(LayerTable):
         Raises:
             ValueError: a layer of the plan is missing in the model, has another size, or is already quantized; a linear
                 layer or module of experts of the model is missing in the plan; a kernel row does not exist in this
-                build, or can serve none of its layer's calls; a weight is not finite; the plan was made with a calibration,
-            and there is none, or the other way around; or the calibration does not cover a layer. The message names the
-            layers.
+                build, or can serve none of its layer's calls; a weight is not finite; the plan was made with a
+                calibration, and there is none, or the other way around; or the calibration does not cover a layer. The
+                message names the layers.
         """
         model = getattr(model, "_orig_mod", model)
         check_rows(self.rows)

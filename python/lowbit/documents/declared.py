@@ -17,7 +17,8 @@ _NOT_FINITE = ("inf", "-inf", "nan")  # strings, because JSON has no such number
 def as_declared(kind: Any, value: Any, where: str) -> Any:
     """Return ``value`` as ``kind``: a dataclass, a list, tuple or dict of such, a plain type, or one of these or None.
 
-    A value that is of one of several declared types is taken as it is. A float may be given as one of the strings "inf", "-inf" and "nan".
+    A value that is of one of several declared types is taken as it is. A float may be given as one of the strings "inf",
+    "-inf" and "nan".
 
     Args:
         kind: the declared type.

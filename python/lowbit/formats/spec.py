@@ -71,7 +71,7 @@ class LinearSpec:
 
     @property
     def weighs_inputs(self) -> bool:
-        """Whether the codes depend on a calibration, if there is one: the scales are searched, or the algorithm is GPTQ."""
+        """Whether the codes depend on a calibration, if there is one: scales are searched, or the algorithm is GPTQ."""
         return isinstance(self.algorithm, GPTQ) or (self.algorithm is None and self.scale == "search")
 
     def with_gptq(self, algorithm: GPTQ) -> LinearSpec:

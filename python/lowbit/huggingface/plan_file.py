@@ -23,8 +23,8 @@ def read_plan(path: Path, calibration: Any) -> tuple[dict[str, Any], bool]:
     every linear layer.
 
     Raises:
-        ValueError: the file is no plan, a layer stands twice, a configuration or a kernel row is unknown, or the plan was
-            made with a calibration and there is none. The message names the file and the layer.
+        ValueError: the file is no plan, a layer stands twice, a configuration or a kernel row is unknown, or the plan
+            was made with a calibration and there is none. The message names the file and the layer.
     """
     begin = f"quantize_checkpoint: plan {path}"
     try:

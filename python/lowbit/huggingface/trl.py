@@ -3,7 +3,8 @@
 
 SFTTrainer, DPOTrainer, GRPOTrainer, KTOTrainer and RLOOTrainer replace the forward of their models with
 ``add_fused_lm_head``. This function is wrapped once, when trl is imported (when_imported.py): if lowbit made the head
-of a model, that model's new forward uses `PackedLogProbs`, and computes rows that have a label. Other models are not affected.
+of a model, that model's new forward uses `PackedLogProbs`, and computes the rows that have a label. Other models are not
+affected.
 """
 
 from __future__ import annotations
