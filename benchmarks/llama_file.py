@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write a GGUF file with the shape of a known model and random Q4_0 weights (Q8_0 in the output head), and the tokenizer
-of another file.
+"""Write a GGUF file with the shape of a known model and random Q4_0 weights (Q8_0 in the output head; of gpt-oss MXFP4
+experts, and Q8_0 besides), and the tokenizer of another file.
 
     python benchmarks/llama_file.py SmolLM2-135M-Instruct.Q4_1.gguf llama-1b.gguf                              # 830 MB
     python benchmarks/llama_file.py SmolLM2-135M-Instruct.Q4_1.gguf a3b.gguf --shape qwen3-30b-a3b --layers 16  # 6.1 GB
+    python benchmarks/llama_file.py SmolLM2-135M-Instruct.Q4_1.gguf oss.gguf --shape gpt-oss-20b --layers 6    # 4.1 GB
 
 Tensors are made and written one by one, so that a file may be larger than memory.
 """
@@ -45,6 +46,16 @@ class Shape:
     experts: int = 0
     used_experts: int = 0
     expert_inner: int = 0
+    weights: str = "Q4_0"
+    """The type of the weights that are neither experts nor the head."""
+    of_experts: str = "Q4_0"
+    biases: bool = False
+    """Whether all products have a bias, and attention has sinks."""
+    window: int = 0
+    """The tokens that every second layer attends to; 0: all."""
+    stretch: float = 0
+    """The factor of YaRN by which the context is longer than 4096 tokens; 0: no YaRN."""
+    second_norm: str = "ffn_norm"
 
 
 SHAPES = {
@@ -80,6 +91,29 @@ SHAPES = {
         used_experts=8,
         expert_inner=768,
     ),
+    "gpt-oss-20b": Shape(
+        architecture="gpt-oss",
+        layers=24,
+        hidden=2880,
+        inner=2880,
+        heads=64,
+        kv_heads=8,
+        head_dim=64,
+        words=201088,
+        context=131072,
+        base=15e4,
+        epsilon=1e-5,
+        tied=False,
+        experts=32,
+        used_experts=4,
+        expert_inner=2880,
+        weights="Q8_0",
+        of_experts="MXFP4",
+        biases=True,
+        window=128,
+        stretch=32,
+        second_norm="post_attention_norm",
+    ),
 }
 
 
@@ -111,16 +145,21 @@ def write(path: Path, tokenizer_of: Path, shape: Shape) -> None:
 def tensors_of(shape: Shape) -> Iterator[tuple[str, tuple[int, ...], str]]:
     """Yield the name, the shape and the type of each tensor."""
     hidden, columns, kv_columns = shape.hidden, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    yield "token_embd.weight", (shape.words, hidden), "Q8_0" if shape.tied else "Q4_0"
+    yield "token_embd.weight", (shape.words, hidden), "Q8_0" if shape.tied else shape.weights
     for layer in range(shape.layers):
         for name, sizes in {
             "attn_q": (columns, hidden), "attn_k": (kv_columns, hidden), "attn_v": (kv_columns, hidden),
             "attn_output": (hidden, columns), **_mlp(shape),
         }.items():  # fmt: skip
-            yield f"blk.{layer}.{name}.weight", sizes, "Q4_0"
+            yield f"blk.{layer}.{name}.weight", sizes, shape.of_experts if len(sizes) == 3 else shape.weights
+            if shape.biases:
+                yield f"blk.{layer}.{name}.bias", sizes[:-1], "F32"
         if shape.experts:
             yield f"blk.{layer}.ffn_gate_inp.weight", (shape.experts, hidden), "F32"
-        for name in ("attn_norm", "ffn_norm"):
+        if shape.biases:
+            yield f"blk.{layer}.ffn_gate_inp.bias", (shape.experts,), "F32"
+            yield f"blk.{layer}.attn_sinks.weight", (shape.heads,), "F32"
+        for name in ("attn_norm", shape.second_norm):
             yield f"blk.{layer}.{name}.weight", (hidden,), "F32"
         for name in ("attn_q_norm", "attn_k_norm") if shape.head_norms else ():
             yield f"blk.{layer}.{name}.weight", (shape.head_dim,), "F32"
@@ -140,6 +179,10 @@ def _mlp(shape: Shape) -> dict[str, tuple[int, ...]]:
 
 def blocks(random: np.random.Generator, n: int, k: int, type: str) -> np.ndarray:
     """Codes of any value, all with the scale that gives the weights their size."""
+    if type == "MXFP4":  # levels of 2.93 on average, times a power of 2 in the first byte
+        raw = random.integers(0, 256, (n, k // _BLOCK, 1 + _BLOCK // 2), dtype=np.uint8)
+        raw[..., 0] = 127 + round(np.log2(WEIGHT / 2.93))
+        return raw.reshape(n, -1)
     bits = {"Q4_0": 4, "Q8_0": 8}[type]
     scale = np.float16(WEIGHT * 12**0.5 / 2**bits)  # 2^bits uniform codes: 2^bits / sqrt(12)
     raw = random.integers(0, 256, (n, k // _BLOCK, 2 + _BLOCK * bits // 8), dtype=np.uint8)
@@ -164,6 +207,12 @@ def _write_sizes(writer: gguf.GGUFWriter, shape: Shape) -> None:
         writer.add_expert_count(shape.experts)
         writer.add_expert_used_count(shape.used_experts)
         writer.add_expert_feed_forward_length(shape.expert_inner)
+    if shape.window:
+        writer.add_sliding_window(shape.window)
+    if shape.stretch:
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(shape.stretch)
+        writer.add_rope_scaling_orig_ctx_len(4096)
 
 
 def _write_tokenizer(writer: gguf.GGUFWriter, tokenizer_of: Path, count: int) -> None:
