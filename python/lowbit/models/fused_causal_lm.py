@@ -128,7 +128,7 @@ def _how_it_joins(module: nn.Module, facts: dict[str, Any]) -> dict[str, Any] | 
 
     plain = probe_of_stack(
         decoder,
-        layers=stand_ins(lambda layer, x, **kwargs: as_returned(layer, part(x)), layers),
+        layers=stand_ins(lambda layer, x, **kwargs: as_returned(part(x), layer.facts["joins"].behind), layers),
         **{facts["embedding"]: part, facts["norm"]: part},
     )
     plain.__class__ = decoder.unfused

@@ -91,6 +91,7 @@ class JoinedLayers:
     def __init__(self, layers: Sequence[Fused], facts: dict[str, Any], compute: Callable[..., Tensor | None]) -> None:
         self.layers, self.facts, self._compute = layers, facts, compute
         self._calls: list[tuple[Fused, Tensor, dict[str, Any]]] = []
+        self._behind = facts.get("behind", [None] * len(layers))  # a layer may have become float since
 
     def stand_ins(self) -> tuple[_StandIn, ...]:
         """Return the stand-ins that the model calls instead of its layers."""
@@ -110,7 +111,8 @@ class JoinedLayers:
         if not calls:
             self._between = torch.empty_like(x, device="meta")
         calls.append((layer, x, kwargs))
-        return as_returned(layer, self._between if len(calls) < len(self.layers) else self._result())
+        behind = self._behind[min(len(calls), len(self.layers)) - 1]
+        return as_returned(self._between if len(calls) < len(self.layers) else self._result(), behind)
 
     def _result(self) -> Tensor:
         layers, between = self.layers, repeat(self._between)
@@ -121,9 +123,9 @@ class JoinedLayers:
         y = self._compute(layers, self.facts, given[0], calls)
         if y is None:
             y = given[0]
-            for layer, kwargs in zip(layers, calls, strict=True):
+            for layer, kwargs, behind in zip(layers, calls, self._behind, strict=True):
                 y = layer(y, **kwargs)
-                y = y if layer.facts["joins"].behind is None else y[0]
+                y = y if behind is None else y[0]
         return y
 
 
@@ -155,7 +157,8 @@ def fuse_decoder(module: nn.Module) -> str:
             "depth": depth_of(module),
             "kinds": kinds,
             "attention": attention,
-            "limits": any(layer.facts["limits"] for layer in layers),
+            "limited": [mixer for layer in layers for mixer in layer.facts["limited"]],
+            "behind": [layer.facts["joins"].behind for layer in layers],
             "kept": KeptPrograms(),
         },
     )
@@ -209,7 +212,7 @@ def _called(
 
     def call(layer: nn.Module, x: Tensor, /, **kwargs: Any) -> Any:
         calls.append((layer, x, (*(kwargs.get(name) for name in _SHARED), cache_of(kwargs))))
-        return as_returned(layer, of_layers[layer])
+        return as_returned(of_layers[layer], layer.facts["joins"].behind)
 
     probe = probe_of_stack(module, layers=stand_ins(call, layers))
     before = dict(probe.__dict__)

@@ -50,13 +50,13 @@ class FusedDecoderLayer(Fused):
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         if args or is_traced():
             return super().forward(hidden_states, *args, **kwargs)
-        y = in_one_call((self,), self.facts, hidden_states, (kwargs,))
-        return super().forward(hidden_states, **kwargs) if y is None else as_returned(self, y)
+        facts = self.facts
+        y = in_one_call((self,), facts, hidden_states, (kwargs,))
+        return super().forward(hidden_states, **kwargs) if y is None else as_returned(y, facts["joins"].behind)
 
 
-def as_returned(layer: Fused, y: Tensor) -> Any:
-    """Return what a layer returns whose result is y: y, or a tuple that begins with it."""
-    behind = layer.facts["joins"].behind
+def as_returned(y: Tensor, behind: tuple[Any, ...] | None) -> Any:
+    """Return what a layer returns whose result is y: y, or a tuple of y and what is ``behind`` it."""
     return y if behind is None else (y, *behind)
 
 
@@ -83,7 +83,7 @@ def in_one_call(
     if x.shape[1] > FEW and isinstance(facts["attention"], FusedLatentAttention):
         return None  # the modules project keys, which is faster for so many queries
     kinds, dtype, crosses, cache = facts["kinds"], x.dtype, of_encoder is not None, cache_of(calls[0])
-    of_token = _is_token(x, layers, cache) if facts.get("limits", False) else False
+    of_token = _is_token(x, facts.get("limited", ()), cache)
     if of_token is None:
         return None
     program = facts["kept"].serving(
@@ -115,12 +115,11 @@ def cache_of(call: dict[str, Any]) -> Any:
     return call.get("layer_past") if cache is None else cache
 
 
-def _is_token(x: Tensor, layers: Sequence[Fused], cache: Any) -> bool | None:
+def _is_token(x: Tensor, limited: Sequence[Any], cache: Any) -> bool | None:
     """Whether x is one token behind others for the mixers that limit steps of time; None if it is for some of them."""
-    if x.shape[1] > 1 or cache is None:
+    if not limited or x.shape[1] > 1 or cache is None:
         return False
-    mixers = (mixer for layer in layers for mixer in layer.facts["mixers"] if limits_of(mixer))
-    found = {cache.get_recurrent_state(mixer.layer_idx) is not None for mixer in mixers}
+    found = {cache.get_recurrent_state(mixer.layer_idx) is not None for mixer in limited}
     return found.pop() if len(found) == 1 else None
 
 
@@ -213,7 +212,7 @@ def fuse_decoder_layer(module: nn.Module) -> str:
             "arguments": (),
             "mixers": [*mixers.values()],
             "sides": sides,
-            "limits": any(limits_of(mixer) for mixer in mixers.values()),
+            "limited": [mixer for mixer in mixers.values() if limits_of(mixer)],
             "hidden": hidden,
             "attention": attention,
             "idle": idle,

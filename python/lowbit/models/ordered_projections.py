@@ -48,7 +48,7 @@ class OrderedProjections:
 def note_copied(record: Unchanged, layers: Sequence[Any]) -> None:
     """Record layers of which copies are used."""
     for layer in layers:
-        record.note(layer._parameters, "weight", "bias")
+        record.note(layer._parameters, *layer._parameters)
         record.note(layer.__dict__, "op_args", "row_number")
         record.note_module(layer)
         for tensor in layer._parameters.values():

@@ -292,12 +292,12 @@ def rotary_embeddings(
         positions: int64 ``[B, L]``.
     """
     decoder, seen = parts.decoder, []
-
-    def call(layer: nn.Module, x: Tensor, /, position_embeddings: Any = None, **kwargs: Any) -> Any:
-        seen.append(pair_of(position_embeddings))
-        return as_returned(layer, x)
-
     facts = decoder.facts
+
+    def call(_: nn.Module, x: Tensor, /, position_embeddings: Any = None, **kwargs: Any) -> Any:
+        seen.append(pair_of(position_embeddings))
+        return as_returned(x, facts["behind"][len(seen) - 1])
+
     twin = with_children(decoder, layers=stand_ins(call, facts["layers"]), **{parts.norm_name: _same})
     inputs = x.new_zeros(*positions.shape, x.shape[-1])
     decoder.unfused.forward(twin, inputs_embeds=inputs, position_ids=positions, use_cache=False)
