@@ -111,7 +111,7 @@ class JoinedLayers:
         if not calls:
             self._between = torch.empty_like(x, device="meta")
         calls.append((layer, x, kwargs))
-        behind = self._behind[min(len(calls), len(self.layers)) - 1]
+        behind = self._behind[len(calls) - 1]  # `_result` of the last call empties them
         return as_returned(self._between if len(calls) < len(self.layers) else self._result(), behind)
 
     def _result(self) -> Tensor:
