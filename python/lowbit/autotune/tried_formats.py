@@ -15,7 +15,7 @@ from lowbit.formats.base import FormatConfig
 from lowbit.formats.spec import LinearSpec
 from lowbit.quant.calibration import Calibration, calibration_of
 from lowbit.quant.output_head import head_config
-from lowbit.quant.own_text import SELF, gptq_of_own_text, told_of_own_text
+from lowbit.quant.own_text import gptq_of_own_text, is_own_text, told_of_own_text
 
 
 class TriedFormats:
@@ -58,7 +58,7 @@ class TriedFormats:
         if self.given is None:
             return None
         self.note = "calibrated on the given inputs"
-        if isinstance(self.given, str) and self.given == SELF:
+        if is_own_text(self.given):
             self.note = f"calibrated on {told_of_own_text(model)}"
             self._algorithm = gptq_of_own_text(model)
         selected = []

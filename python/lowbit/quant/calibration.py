@@ -20,7 +20,7 @@ from lowbit.quant.evaluation import arguments_of, evaluating, without_encoder_fa
 from lowbit.quant.fused import unfuse
 from lowbit.quant.input_moments import InputMoments
 from lowbit.quant.kinds import kind_of, weights_of
-from lowbit.quant.own_text import SELF, body_of, own_text, writer_of
+from lowbit.quant.own_text import body_of, is_own_text, own_text, writer_of
 from lowbit.quant.packing import Selected
 from lowbit.quant.read_state import unpickled
 from lowbit.quant.shared_inputs import SharedInputs
@@ -146,7 +146,7 @@ def calibrate(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"calibrate: model must be a torch.nn.Module, got {type(model).__name__}")
-    writer, own = model, isinstance(batches, str) and batches == SELF
+    writer, own = model, is_own_text(batches)
     if own:
         writer = writer_of(model)
         batches = own_text(writer)
@@ -261,7 +261,7 @@ def calibration_of(
     selected = [item for item in multiplied if item.spec.weighs_inputs]
     real = [item for item in selected if not item.value.is_meta]
     gptq = any(isinstance(item.spec.algorithm, GPTQ) for item in real)
-    own = isinstance(given, str) and given == SELF
+    own = is_own_text(given)
     if not own and (isinstance(given, (Tensor, Mapping, str)) or not isinstance(given, (Calibration, Iterable))):
         raise TypeError(
             "quantize_: calibration must be a result of lowbit.calibrate, an iterable of batches to run the model on, "

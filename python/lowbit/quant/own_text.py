@@ -26,6 +26,11 @@ FASTER: list[Callable[[nn.Module], None]] = []
 _NEEDS_DATA = "needs data: give calibration=batches, an iterable of its inputs"
 
 
+def is_own_text(calibration: Any) -> bool:
+    """Return whether a calibration is asked for on text of the model's own, by the word "self"."""
+    return isinstance(calibration, str) and calibration == SELF
+
+
 def own_text(model: nn.Module) -> list[dict[str, Tensor]]:
     """Return 16 texts of 192 tokens, in batches of 4, as keyword arguments of the model.
 

@@ -21,7 +21,7 @@ from lowbit.quant.changing_layers import changing_layers
 from lowbit.quant.kinds import KINDS, kind_of, layout_of_all, weights_of
 from lowbit.quant.load_check import guard
 from lowbit.quant.output_head import INT8, head_config
-from lowbit.quant.own_text import SELF, gptq_of_own_text, told_of_own_text
+from lowbit.quant.own_text import gptq_of_own_text, is_own_text, told_of_own_text
 from lowbit.quant.packing import Selected, by_weight, pack_group, pack_weight, pack_weights
 from lowbit.quant.report import FloatWeight, QuantizationReport, ReportRow, in_model_order, model_bytes
 from lowbit.quant.select import FilterFn, Skipped, reason_to_skip, select
@@ -126,7 +126,7 @@ def pack_selected(
         selected, skipped: the weights to pack, and the layers that stay float.
         calibration, tokenizer, device: the arguments of ``quantize_``.
     """
-    own = isinstance(calibration, str) and calibration == SELF
+    own = is_own_text(calibration)
     if own:
         told = told_of_own_text(model)
         selected = [by_gptq(item, gptq_of_own_text(model)) for item in selected]
