@@ -33,7 +33,8 @@ _PRIMITIVE = "QuantLinear.pack() and .unpack(), which take and give plain codes,
 _TENSOR = "QuantLinear, a module: the packed weight is a plain uint8 tensor"
 
 _OPTIMIZERS = (
-    "AdamW8bit", "AdamW4bit", "AdamWFp8", "Adam8bit", "Adam4bit", "AdamFp8", "Lion8bit", "SGD8bit", "CPUOffloadOptimizer",
+    "AdamW8bit", "AdamW4bit", "AdamWFp8", "Adam8bit", "Adam4bit", "AdamFp8", "Lion8bit", "SGD8bit", "Muon", "Muon8bit",
+    "CPUOffloadOptimizer",
 )  # fmt: skip
 
 INSTEAD = {

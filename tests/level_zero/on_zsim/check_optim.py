@@ -20,12 +20,13 @@ OPTIMIZERS = {name: (name, {}) for name in lowbit.optim.__all__ if name != "CPUO
     "AdamW8bit with amsgrad": ("AdamW8bit", {"amsgrad": True}),
     "AdamW4bit with amsgrad": ("AdamW4bit", {"amsgrad": True}),
     "SGD8bit with momentum": ("SGD8bit", {"momentum": 0.9, "nesterov": True}),
+    **{name: (name, {"ns_dtype": torch.float32}) for name in ("Muon", "Muon8bit")},  # a device's default is bfloat16
 }
 
 
-def params(dtype: torch.dtype, device: torch.device) -> list[torch.nn.Parameter]:
+def params(dtype: torch.dtype, device: torch.device, *rows: int) -> list[torch.nn.Parameter]:
     torch.manual_seed(0)
-    return [torch.nn.Parameter(torch.randn(numel).to(dtype).to(device)) for numel in NUMELS]
+    return [torch.nn.Parameter(torch.randn(*rows, numel).to(dtype).to(device)) for numel in NUMELS]
 
 
 def bits(value: Tensor) -> Tensor:
@@ -41,10 +42,12 @@ def test_steps_have_the_bits_of_the_cpu(name: str, dtype: torch.dtype) -> None:
         options["min_8bit_size"] = 0
     if dtype == torch.bfloat16:
         options["bf16_stochastic_round"] = True
+    muon = of.startswith("Muon")  # takes matrices, and its last step is that of plain SGD
+    rows = (2,) if muon else ()
     sides = []
     for device in (torch.device("cpu"), DEVICE):
         torch.manual_seed(1)
-        ours = params(dtype, device)
+        ours = params(dtype, device, *rows)
         optimizer = getattr(lowbit.optim, of)(ours, **options)
         for step in range(3):
             torch.manual_seed(10 + step)
@@ -56,7 +59,8 @@ def test_steps_have_the_bits_of_the_cpu(name: str, dtype: torch.dtype) -> None:
             optimizer.step()
         sides.append((ours, optimizer))
     (cpu, of_cpu), (there, of_there) = sides
-    assert _C.last_kernel("optim_step") == f"optim_step_{of_there.param_groups[0]['state_format']}_level_zero"
+    last = "float32" if muon else of_there.param_groups[0]["state_format"]
+    assert _C.last_kernel("optim_step") == f"optim_step_{last}_level_zero"
     for expected, got in zip(cpu, there, strict=True):
         assert torch.equal(bits(expected), bits(got))
         kept, wanted = of_there.state[got], of_cpu.state[expected]
