@@ -400,7 +400,8 @@ def test_a_type_that_nobody_knows_and_a_tensor_beyond_the_end(tmp_path, subtests
     whole = path.read_bytes()
     at = whole.index(b"blk.0.attn_q.weight") + len(b"blk.0.attn_q.weight")
     for offset, value, message in [
-        (4 + 16, struct.pack("<I", 9999), "type of tensor blk.0.attn_q.weight must be one of 0"),
+        (4 + 16, struct.pack("<I", 9999), "type of tensor blk.0.attn_q.weight must be one of 0.*got 9999$"),
+        (4 + 16, struct.pack("<I", 139), r"must be one of 0.*got 139 \(IQ4_K of ik_llama.cpp\)$"),
         (4 + 16 + 4, struct.pack("<Q", 1 << 40), "tensor blk.0.attn_q.weight must end at byte"),
         (4, struct.pack("<Q", 33), "whole blocks of 32 for Q4_0"),
         (0, struct.pack("<I", 77), "1 to 4 dimensions, got 77"),
