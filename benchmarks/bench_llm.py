@@ -6,7 +6,8 @@
 
 Each candidate runs in a process of its own, so that its peak memory is its own; the processes come in turns, and the
 best of their rounds counts. llama.cpp takes part by llama-cpp-python, which is compiled for five minutes, in an
-environment of its own: --llama-python names its interpreter. Perplexity is that of English pages of this repository, in
+environment of its own: --llama-python names its interpreter. --openvino-python names one with openvino-genai, and --ik
+the program llama-bench of ik_llama.cpp. Perplexity is that of English pages of this repository, in
 windows of 512 tokens; all candidates are given the same tokens. A prompt has --context tokens, an answer 64. A file of
 the Llama-3.2-1B shape is made by benchmarks/llama_file.py; its weights are random, and its perplexity says nothing.
 
@@ -29,11 +30,21 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from llm_peers import ANSWER, WINDOW, run_ik, run_llama, run_openvino
+
 ROOT = Path(__file__).parents[1]
 TEXT = ("docs/quantize.md", "docs/architecture.md", "docs/troubleshooting.md", "docs/recorder.md")
-WINDOW, ANSWER = 512, 64
 PACKAGE = "lowbit int8 .pt2"
-CANDIDATES = ("torch float32", "torch bfloat16", "lowbit float", "lowbit int8", "lowbit int8 unfused", "llama.cpp")
+CANDIDATES = (
+    "torch float32",
+    "torch bfloat16",
+    "lowbit float",
+    "lowbit int8",
+    "lowbit int8 unfused",
+    "llama.cpp",
+    "ik_llama.cpp",
+    "OpenVINO",
+)
 
 
 def default_file() -> Path | None:
@@ -101,7 +112,7 @@ def speeds_of(model: Any, tokens: list[int], contexts: list[int]) -> dict[str, f
             prefill = time.perf_counter() - begin
             found[f"prompt {context}"] = max(found.get(f"prompt {context}", 0), context / prefill)
             clock = Clock()
-            options = dict(do_sample=False, min_new_tokens=ANSWER, max_new_tokens=ANSWER, pad_token_id=0)
+            options = dict(do_sample=False, max_new_tokens=ANSWER, eos_token_id=-1, pad_token_id=0)
             model.generate(prompt, attention_mask=torch.ones_like(prompt), streamer=clock, **options)
             answer = (ANSWER - 1) / (clock.times[-1] - clock.times[-ANSWER])
             found[f"answer {context}"] = max(found.get(f"answer {context}", 0), answer)
@@ -119,43 +130,6 @@ class Clock:
 
     def end(self) -> None:
         pass
-
-
-def run_llama(path: Path, tokens: list[int], contexts: list[int], threads: int) -> dict[str, float]:
-    import llama_cpp
-    import numpy as np
-
-    begin = time.perf_counter()
-    options = dict(n_threads=threads, n_threads_batch=threads, n_batch=WINDOW, verbose=False)
-    size = max(WINDOW, *(context + ANSWER for context in contexts))
-    model = llama_cpp.Llama(str(path), n_ctx=size, logits_all=True, **options)
-    result = {"loading s": time.perf_counter() - begin}
-    losses = []
-    for at in range(0, len(tokens) - WINDOW + 1, WINDOW):
-        model.reset()
-        model.eval(tokens[at : at + WINDOW])
-        scores = np.asarray(model.scores[: WINDOW - 1], np.float64)
-        scores -= scores.max(1, keepdims=True)
-        chosen = scores[np.arange(WINDOW - 1), tokens[at + 1 : at + WINDOW]]
-        losses.append(float((np.log(np.exp(scores).sum(1)) - chosen).mean()))
-    result["perplexity"] = math.exp(sum(losses) / len(losses))
-    model = llama_cpp.Llama(str(path), n_ctx=size, **options)
-    for context in contexts:
-        prompt = (tokens * (context // len(tokens) + 1))[:context]
-        for _ in range(2):
-            model.reset()
-            begin = time.perf_counter()
-            model.eval(prompt)
-            result[f"prompt {context}"] = max(
-                result.get(f"prompt {context}", 0), context / (time.perf_counter() - begin)
-            )
-            begin = time.perf_counter()
-            for _ in range(ANSWER - 1):
-                model.eval([model.sample(temp=0.0)])
-            result[f"answer {context}"] = max(
-                result.get(f"answer {context}", 0), (ANSWER - 1) / (time.perf_counter() - begin)
-            )
-    return result
 
 
 def peak_mib() -> float:
@@ -186,6 +160,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--only", default=",".join(CANDIDATES))
     parser.add_argument("--llama-python", help="an interpreter with llama-cpp-python")
+    parser.add_argument("--openvino-python", help="an interpreter with openvino-genai")
+    parser.add_argument("--ik", help="llama-bench of ik_llama.cpp")
     parser.add_argument("--out", type=Path, help="a JSON file for the figures")
     parser.add_argument("--run", help=argparse.SUPPRESS)  # name, file of tokens: what a process of its own does
     options = parser.parse_args()
@@ -197,11 +173,15 @@ def main() -> None:
     if options.run:
         name, file = options.run.split("|")
         tokens = json.loads(Path(file).read_text())
-        run = {"llama.cpp": run_llama, PACKAGE: run_package}.get(name, functools.partial(run_transformers, name))
+        runs = {"llama.cpp": run_llama, "OpenVINO": run_openvino, PACKAGE: run_package}
+        run = runs.get(name, functools.partial(run_transformers, name))
         result = run(options.file, tokens, contexts, options.threads)
         print(json.dumps(result | {"peak MiB": peak_mib()}))
         return
-    wanted = [name for name in options.only.split(",") if name != "llama.cpp" or options.llama_python]
+    pythons = {"llama.cpp": options.llama_python, "OpenVINO": options.openvino_python, "ik_llama.cpp": options.ik}
+    wanted = [name for name in options.only.split(",") if pythons.get(name, sys.executable)]
+    for name in {*options.only.split(",")} - {*wanted}:
+        print(f"without {name}: its option is not given")
     found: dict[str, dict[str, float]] = {}
     with tempfile.TemporaryDirectory() as folder:
         file, package = Path(folder) / "tokens.json", Path(folder) / "model.pt2"
@@ -212,10 +192,13 @@ def main() -> None:
             subprocess.run([sys.executable, maker, options.file, package, str(room)], check=True)
         for _ in range(options.rounds):
             for name in wanted:
-                python = options.llama_python if name == "llama.cpp" else sys.executable
                 model = package if name == PACKAGE else options.file
-                arguments = name, model, file, options.context, options.threads
-                best(found.setdefault(name, {}), in_process(python, *arguments))
+                if name == "ik_llama.cpp":
+                    figures = run_ik(options.ik, model, contexts, options.threads) | {"peak MiB": math.nan}
+                else:
+                    arguments = name, model, file, options.context, options.threads
+                    figures = in_process(pythons.get(name, sys.executable), *arguments)
+                best(found.setdefault(name, {}), figures)
     print(table(found, contexts))
     if options.out:
         import harness
