@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import functools
 import itertools
 import json
 import math
@@ -40,6 +41,7 @@ from lowbit.checkpoints.gguf.weights import StateReader
 
 W4A8 = lowbit.int8_dynamic_activation_int4_weight
 W4 = lowbit.int4_weight_only
+W3 = functools.partial(lowbit.intx_weight_only, torch.int3)
 ASYMMETRIC = lowbit.MappingType.ASYMMETRIC
 TURNED = "turned at random"
 COLUMNS = ("model", "format", "MB", "perplexity", "answer, tokens/s", "seconds to make")
@@ -75,6 +77,8 @@ CONFIGS: dict[str, tuple[Any, str]] = {
     "W4A8 g32, GPTQ": (W4A8(32, algorithm=lowbit.GPTQ()), "text"),
     "W4 g32, GPTQ": (W4(32, algorithm=lowbit.GPTQ()), "text"),
     "W4 g32 asymmetric, GPTQ": (W4(32, mapping_type=ASYMMETRIC, algorithm=lowbit.GPTQ()), "text"),
+    'W3 g32, "self"': (W3(32), "self"),
+    "W3 g32 asymmetric, GPTQ": (W3(32, mapping_type=ASYMMETRIC, algorithm=lowbit.GPTQ()), "text"),
     "W4A8 g32, GPTQ in the order of activations": (W4A8(32, algorithm=lowbit.GPTQ(act_order=True)), "text"),
     "W4A8 g32, smooth_, calibrated": (W4A8(32), "smooth"),  # the last: it changes the model
 }
