@@ -47,6 +47,20 @@ def test_a_decode_row_is_taken_for_few_queries_and_no_other(row: str, subtests: 
                 assert ("_decode_" in _C.last_kernel("attention_forward")) == decodes
 
 
+def test_few_queries_of_many_heads_over_one_kv_head_decode(row: str, subtests: pytest.Subtests) -> None:
+    """Latent attention: all heads share keys and values, and a task has more than its usual number of rows."""
+    dtype = getattr(torch, row.split("_")[3])
+    limit = {torch.float32: 1e-5, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}[dtype]
+    for heads, length, decodes in ((20, 1, True), (64, 1, True), (130, 1, True), (20, 4, True), (20, 5, False)):
+        q, latent = torch.randn(1, heads, length, 72).to(dtype), torch.randn(1, 1, 600, 72).to(dtype)
+        v = latent[..., :64]
+        with subtests.test(heads=heads, length=length), torch.no_grad():
+            out, _, _ = attention(q, latent, v, scale=0.1)
+            assert ("_decode_" in _C.last_kernel("attention_forward")) == decodes
+            weights = torch.softmax(q.double() @ latent.double().transpose(-1, -2) * 0.1, -1)
+            assert (out.double() - weights @ v.double()).abs().max() < limit
+
+
 def test_a_decode_row_refuses_what_it_does_not_keep(row: str, subtests: pytest.Subtests) -> None:
     q, k, v = inputs(row)
     with torch.no_grad(), lowbit.force_kernel(row):
