@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The mask that a transformers model creates with ``attn_implementation="lowbit"``.
 
-lowbit's attention takes the masks that torch's takes: a boolean mask, or no mask if attention is purely causal. A model
+lowbit's attention takes the masks that torch's takes: a boolean mask, or no mask if attention is purely causal; and a
+`DocumentMask`, if several documents are packed into a row. A model
 that was not written for SDPA may rely on the mask of eager attention, which always exists and holds floats. For
 example, DeepSeek-V4 pads the mask with 0 for keys that every query sees; in a boolean mask, 0 would hide them.
 """
@@ -14,6 +15,8 @@ import torch
 import transformers
 from torch import Tensor
 from transformers.masking_utils import eager_mask, sdpa_mask
+
+from lowbit.models.document_mask import document_mask
 
 _AS_WITH_SDPA = {
     "flint": "sinks",
@@ -42,7 +45,9 @@ def lowbit_mask(*args: Any, config: Any = None, **kwargs: Any) -> Tensor | None:
             return eager_mask(*args, config=config, **kwargs)
         if config.model_type in _NEVER_NONE:
             kwargs["allow_is_causal_skip"] = False
-    return sdpa_mask(*args, config=config, **kwargs)
+    asked = kwargs | {"config": config}
+    documents = None if args else document_mask(sdpa_mask, asked)
+    return sdpa_mask(*args, **asked) if documents is None else documents
 
 
 @torch.compiler.assume_constant_result

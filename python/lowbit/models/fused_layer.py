@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lowbit.models.decoder_pieces import HALVES
+from lowbit.models.document_mask import DocumentMask
 from lowbit.models.fused_attention import IDLE, FusedAttention, pair_of, whole_columns
 from lowbit.models.fused_latent_attention import FusedLatentAttention
 from lowbit.models.fused_mamba import FusedMamba
@@ -158,6 +159,8 @@ def inputs_of(
             mask = mask.to(x.dtype)[:, :, None].contiguous()
         elif mask is not None and mask.dim() != 4:
             return None
+        if type(mask) is DocumentMask:
+            mask = mask.read()
         if any(call[name] if name in _RECORDS else call[name] is not None for name in call.keys() - read):
             return None
         if half_rotary and rotates and kind not in recurrent:

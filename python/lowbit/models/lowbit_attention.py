@@ -15,6 +15,7 @@ from torch import Tensor
 from lowbit.attention.sdpa import scaled_dot_product_attention
 from lowbit.models import attention_arguments
 from lowbit.models.attention_masks import wants_eager_mask
+from lowbit.models.document_mask import DocumentMask
 from lowbit.models.latent_states import LatentStates
 from lowbit.ops.attention import attention
 from lowbit.score.program import ProgramBuilder
@@ -49,7 +50,7 @@ def lowbit_attention(
         query: float ``[B, Hq, L, E]``.
         key: float ``[B, Hkv, S, E]``.
         value: float ``[B, Hkv, S, Ev]``. Key and value may be one `LatentStates` instead.
-        attention_mask: boolean or float, broadcastable to ``[B, Hq, L, S]``; or None.
+        attention_mask: boolean or float, broadcastable to ``[B, Hq, L, S]``; a `DocumentMask`; or None.
         softcap: scores become ``softcap * tanh(score / softcap)`` before they are masked (Gemma 2).
         position_bias: ``[1 or B, Hq, L, S]``, added to the scores (T5).
         s_aux: ``[Hq]``, a sink: an additional score per head, which has no value (gpt-oss).
@@ -68,6 +69,11 @@ def lowbit_attention(
     if weights_are_recorded(module):
         raise NotImplementedError(attention_arguments.REFUSED["output_attentions"])
     attention_arguments.check(attention_mask, others)
+    if type(attention_mask) is DocumentMask:
+        if type(key) is Tensor and position_bias is sinks is indices is block_indices is None:
+            options = {"dropout": dropout, "scaling": scaling, "softcap": softcap, "s_aux": s_aux}
+            return _by_document(module, query, key, value, attention_mask, options), None
+        attention_mask = attention_mask.read()
     latent = key if type(key) is LatentStates else None
     if latent is not None:
         scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -115,6 +121,21 @@ def lowbit_attention(
     if latent is not None:
         out = latent.to_values(out)
     return out.transpose(1, 2).contiguous(), None
+
+
+def _by_document(
+    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: DocumentMask, options: dict[str, Any]
+) -> Tensor:
+    """Return the result ``[1, L, Hq, Ev]`` of packed documents, each of which is a causal call of its own."""
+    parts = zip(*(tensor.split(mask.lengths, dim=2) for tensor in (query, key, value)), strict=True)
+    results = []
+    for q, k, v in parts:
+        length, seen = q.shape[2], None
+        if mask.window is not None and mask.window < length:
+            every = torch.ones(length, length, dtype=torch.bool, device=q.device)
+            seen = every.tril().triu(1 - mask.window)[None, None]
+        results.append(lowbit_attention(module, q, k, v, seen, is_causal=True, **options)[0])
+    return torch.cat(results, dim=1)
 
 
 def _all_is_seen(module: torch.nn.Module) -> bool:
