@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import lowbit
-from lowbit.training import QATConfig
+from lowbit.training import QATConfig, distillation_loss
 
 DOCS = Path(__file__).parents[1] / "docs"
 HELD_OUT = ("quantize.md", "architecture.md", "troubleshooting.md", "recorder.md")
@@ -77,10 +77,7 @@ def train(model: nn.Module, teacher: nn.Module, windows: Tensor, steps: int, lr:
     order = torch.randint(len(windows), (steps,), generator=torch.Generator().manual_seed(0)).tolist()
     begin = time.perf_counter()
     for index in order:
-        with torch.no_grad():
-            target = teacher(windows[index]).logits[0].log_softmax(-1)
-        logits = model(windows[index]).logits[0].log_softmax(-1)
-        functional.kl_div(logits, target, log_target=True, reduction="batchmean").backward()
+        distillation_loss(model, teacher, input_ids=windows[index]).backward()
         optimizer.step()
         optimizer.zero_grad()
         schedule.step()

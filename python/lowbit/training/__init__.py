@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from lowbit.training.bitnet import BitNetLinear, BitNetTrainingConfig
+from lowbit.training.distillation import distillation_loss
 from lowbit.training.float8 import convert_to_float8_training, end_float8_training
 from lowbit.training.float8_config import (
     CastConfig,
@@ -48,6 +49,7 @@ __all__ = [
     "SemiSparseActivationLinear",
     "SemiSparseLinear",
     "convert_to_float8_training",
+    "distillation_loss",
     "end_float8_training",
     "swap_linear_with_semi_sparse_linear",
     "swap_semi_sparse_linear_with_linear",
