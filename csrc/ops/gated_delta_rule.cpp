@@ -34,15 +34,9 @@ GatedDeltaRuleArgs checked(std::string_view op, const GatedDeltaRuleArgs& given)
   else check_tokens(op, "g", args.g, {batch, tokens, heads});
   check_tokens(op, "beta", args.beta, {batch, tokens, heads});
   if (args.a_log) {
-    check(!args.per_channel(), value, op, ": g must have shape [B, T, Hv] where A_log is given, got ",
-          shape_text(args.g));
     check(std::isfinite(args.beta_scale), value, op, ": beta_scale must be finite, got ", args.beta_scale);
-    for (const auto& [name, tensor] : {NamedTensor{"A_log", args.a_log}, {"dt_bias", args.dt_bias}}) {
-      if (!tensor) continue;
-      check_activation(op, name, tensor);
-      check_shape(op, name, tensor, {heads});
-      check_contiguous(op, name, tensor);
-    }
+    check_numbers(op, "A_log", args.a_log, heads);
+    check_numbers(op, "dt_bias", args.dt_bias, args.per_channel() ? heads * dk : heads);
   }
   check_cu_seqlens(op, ends, "q", q, "[1, T, Hk, Dk]");
   if (args.state)

@@ -22,9 +22,9 @@ struct GatedDeltaRuleArgs {
   TensorView v{};             // [B, T, Hv, Dv], dtype of q, likewise; Hv a multiple of Hk
   TensorView g{};             // [B, T, Hv] or [B, T, Hv, Dk], any of the three dtypes, dense rows; finite and at most 0
   TensorView beta{};          // [B, T, Hv], any of the three dtypes, dense rows
-  TensorView a_log{};         // [Hv], any of the three dtypes, contiguous and finite; or none. With it g has rank 3 and
-                              // is finite, of any sign
-  TensorView dt_bias{};       // [Hv], likewise; or none: zeros
+  TensorView a_log{};         // [Hv], any of the three dtypes, contiguous and finite; or none. With it g is finite, of any
+                              // sign
+  TensorView dt_bias{};       // [Hv], or with a decay per channel [Hv Dk], likewise; or none: zeros
   double beta_scale = 1;      // of projected beta; 2 gives the state negative eigenvalues (OLMo-hybrid)
   TensorView state{};         // [N, Hv, Dk, Dv] float32, contiguous; or none: zeros
   TensorView cu_seqlens{};    // [N + 1] int32 or int64, contiguous: sequence n is tokens cu_seqlens[n] to

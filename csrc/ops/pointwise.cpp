@@ -13,7 +13,7 @@ using enum ErrorKind;
 
 PointwiseArgs pointwise_args(const TensorView& x, int64_t function, double scale, const TensorView& add,
                              double positive, double negative, double linear, const TensorView& gate,
-                             std::string_view op) {
+                             std::string_view op, std::optional<DType> result) {
   const Place place = place_of(op, {{"x", x}, {"add", add}, {"gate", gate}});
   check_activation(op, "x", x);
   check_contiguous(op, "x", x);
@@ -25,7 +25,7 @@ PointwiseArgs pointwise_args(const TensorView& x, int64_t function, double scale
                                      {"linear", linear}})
     check(std::isfinite(number), value, op, ": ", name, " must be finite, got ", number);
   if (add) {
-    check_dtype(op, "add", add, x.dtype);
+    check_dtype(op, "add", add, result && add.dtype == *result ? *result : x.dtype);
     check_shape(op, "add", add, shape_text(x).sizes);
     check_contiguous(op, "add", add);
   }

@@ -76,6 +76,7 @@ class Reader {
       case StepKind::causal_conv1d: return causal_conv1d();
       case StepKind::gated_delta_rule: return gated_delta_rule();
       case StepKind::ssd: return ssd();
+      case StepKind::selective_scan: return selective_scan();
       case StepKind::gated_rms_norm: return gated_rms_norm();
       case StepKind::heads: return heads();
       case StepKind::head_linear: return head_linear();
@@ -221,6 +222,11 @@ class Reader {
     check(function == 0 || function == 1, value, kRunProgram, ": gate_function of step ", at(),
           " of program must be 0 or 1, got ", function);
     step.gate_function = static_cast<GateFunction>(function);
+    constexpr DType kResults[] = {DType::float32, DType::bfloat16, DType::float16};
+    const int64_t result = number(0);
+    check(result >= 0 && result <= 3, value, kRunProgram, ": result of step ", at(), " of program must be 0 to 3, got ",
+          result);
+    if (result > 0) step.result = kResults[result - 1];
     return step;
   }
 
@@ -255,6 +261,7 @@ class Reader {
     step.a_log = optional_constant("A_log"), step.dt_bias = optional_constant("dt_bias");
     step.g_column = at_least("g_column", 0, 0), step.beta_column = at_least("beta_column", 0, 0);
     step.beta_scale = real(1);
+    step.per_channel = number(0) != 0;
     return step;
   }
 
@@ -266,6 +273,19 @@ class Reader {
     step.dt_min = real(), step.dt_max = real();
     step.d = optional_constant("D"), step.dt_bias = optional_constant("dt_bias");
     step.softplus = number(0) != 0, step.dt_column = at_least("dt_column", 0, 0);
+    return step;
+  }
+
+  SelectiveScanStep selective_scan() {
+    SelectiveScanStep step;
+    step.x = shaping("x"), step.dt = shaping("dt"), step.a = constant("A");
+    step.b = shaping("B"), step.c = shaping("C"), step.state = state("state");
+    step.s = at_least("s", 1);
+    step.dt_min = real(), step.dt_max = real();
+    step.d = optional_constant("D"), step.dt_bias = optional_constant("dt_bias");
+    step.z = optional_operand("z"), step.softplus = number(0) != 0;
+    step.b_column = at_least("b_column", 0, 0), step.c_column = at_least("c_column", 0, 0);
+    step.z_column = at_least("z_column", 0, 0);
     return step;
   }
 

@@ -16,6 +16,7 @@
 #pragma once
 
 #include <memory>
+#include <optional>
 #include <span>
 #include <variant>
 #include <vector>
@@ -63,6 +64,7 @@ struct PointwiseStep {
   // of the gate from gate_column on, which are gate_step behind those of the head before.
   int64_t gate_size = 0, gate_column = 0, gate_step = 0;
   GateFunction gate_function = GateFunction::sigmoid;  // sigmoid or silu
+  std::optional<DType> result;  // none: that of x
 };
 struct LinearStep {
   Operand x, weight, bias, mul, add;
@@ -114,7 +116,7 @@ struct ExpertsStep {          // the result has the leading dimensions of x
 using ProgramStep = std::variant<ScoreModStep, ColumnsStep, RmsNormStep, LayerNormStep, PointwiseStep, LinearStep,
                                  RopeAppendStep, AttentionStep, SelfAttentionStep, CrossAttentionStep, RouteStep,
                                  ExpertsStep, MaskRowsStep, ScaleColumnsStep, CausalConv1dStep, GatedDeltaRuleStep,
-                                 SsdStep, GatedRmsNormStep, HeadsStep, HeadLinearStep>;
+                                 SsdStep, SelectiveScanStep, GatedRmsNormStep, HeadsStep, HeadLinearStep>;
 
 class Program {
  public:

@@ -19,7 +19,7 @@
 //   experts      x, gate_up, down, index, weights, n, k, format, group_size, asymmetric, x_format of gate_up, the same
 //                of down, activation, gated, interleaved, alpha, limit, up_offset, gate_up_bias = none, down_bias = none
 //   scaled_add   x, add = none, gate = none, scale = 1, gate_size = 0, gate_column = 0, gate_step = 0,
-//                gate_function = 0
+//                gate_function = 0, result = 0
 //   layer_norm   x, weight or none, bias or none, eps, offset = 0, add = none
 //   pointwise    x, function = 0, scale = 1, add = none, positive = 0, negative = 0, linear = 0
 //   self_attention  qkv, kv_heads, e, scale, mask = none, cu_seqlens = none
@@ -28,14 +28,18 @@
 //   scale_columns     x, factors; no result
 //   causal_conv1d     x, weight, state, bias = none, column = 0, silu = 0
 //   gated_delta_rule  qkv, g, beta, state, key_heads, dk, heads, dv, scale, l2norm = 0, A_log = none, dt_bias = none,
-//                     g_column = 0, beta_column = 0, beta_scale = 1
+//                     g_column = 0, beta_column = 0, beta_scale = 1, per_channel = 0
 //   ssd               xBC, dt, A, state, heads, p, groups, s, dt_min, dt_max, D = none, dt_bias = none, softplus = 0,
 //                     dt_column = 0
+//   selective_scan    x, dt, A, B, C, state, s, dt_min, dt_max, D = none, dt_bias = none, z = none, softplus = 0,
+//                     b_column = 0, c_column = 0, z_column = 0
 //   gated_rms_norm    x, gate, weight, eps, group_size, sigmoid = 0, gate_first = 0, gate_column = 0
 //   heads        x, heads, size, column, step, into = none, into_column = 0, start = -1, cos = none, sin = none,
 //                rotation = 0, weight = none, eps = 0, offset = 0; a result unless there is an into; start if and only
 //                if that is a state
 //   head_linear  x, weight, n, k, format, group_size, asymmetric, x_format
+//
+// A result of scaled_add is 0 for the dtype of x, 1 for float32, 2 for bfloat16, 3 for float16.
 //
 // An operand is 4 * index + 0 for a constant, 1 for a state, 2 for an input, 3 for a result; -1 is none. A real number
 // is stored as the integer with its bits.
@@ -54,7 +58,7 @@ enum class StepKind : int64_t {
   scaled_add = 9,
   layer_norm = 16, pointwise = 17, self_attention = 18, cross_attention = 19,
   mask_rows = 24, causal_conv1d = 25, gated_delta_rule = 26, ssd = 27, gated_rms_norm = 28,
-  scale_columns = 29,
+  scale_columns = 29, selective_scan = 30,
   heads = 32, head_linear = 33
 };
 

@@ -69,7 +69,8 @@ GatedDeltaRuleArgs step_args(const GatedDeltaRuleStep& step, const TensorView& q
       gated_delta_rule_args({.q = heads_of(op, "qkv", qkv, 0, step.key_heads, step.dk),
                              .k = heads_of(op, "qkv", qkv, keys, step.key_heads, step.dk),
                              .v = heads_of(op, "qkv", qkv, 2 * keys, step.heads, step.dv),
-                             .g = columns_of(op, "g", g, step.g_column, step.heads),
+                             .g = step.per_channel ? heads_of(op, "g", g, step.g_column, step.heads, step.dk)
+                                                   : columns_of(op, "g", g, step.g_column, step.heads),
                              .beta = columns_of(op, "beta", beta, step.beta_column, step.heads),
                              .a_log = a_log, .dt_bias = dt_bias, .beta_scale = step.beta_scale, .state = state,
                              .l2norm = step.l2norm, .scale = step.scale});
@@ -91,6 +92,23 @@ SsdArgs step_args(const SsdStep& step, const TensorView& xbc, const TensorView& 
                            .d = d, .dt_bias = dt_bias, .state = state, .softplus = step.softplus,
                            .dt_min = step.dt_min, .dt_max = step.dt_max});
   args.y = result_like(xbc, step.heads, step.p);
+  args.final_state = state;
+  return args;
+}
+
+SelectiveScanArgs step_args(const SelectiveScanStep& step, const TensorView& x, const TensorView& dt,
+                            const TensorView& a, const TensorView& b, const TensorView& c, const TensorView& state,
+                            const TensorView& d, const TensorView& dt_bias, const TensorView& z) {
+  constexpr std::string_view op = "selective_scan";
+  check(x.rank == 3, value, op, ": x must have shape [B, T, D], got ", shape_text(x));
+  check_state(op, state);
+  const int64_t channels = x.size(2);
+  SelectiveScanArgs args = selective_scan_args(
+      {.x = x, .dt = dt, .a = a, .b = heads_of(op, "B", b, step.b_column, 1, step.s),
+       .c = heads_of(op, "C", c, step.c_column, 1, step.s), .d = d, .dt_bias = dt_bias,
+       .z = step.z ? columns_of(op, "z", z, step.z_column, channels) : TensorView{}, .state = state,
+       .softplus = step.softplus, .dt_min = step.dt_min, .dt_max = step.dt_max});
+  args.y = without_heads(result_like(x, 1, channels));
   args.final_state = state;
   return args;
 }

@@ -16,7 +16,8 @@ namespace lowbit {
 
 template <class Step>
 constexpr bool kRecurrent = std::is_same_v<Step, CausalConv1dStep> || std::is_same_v<Step, GatedDeltaRuleStep> ||
-                            std::is_same_v<Step, SsdStep> || std::is_same_v<Step, GatedRmsNormStep>;
+                            std::is_same_v<Step, SsdStep> || std::is_same_v<Step, SelectiveScanStep> ||
+                            std::is_same_v<Step, GatedRmsNormStep>;
 
 // The operands of one call. While a plan is made, results have no data.
 class ProgramRun {
@@ -87,7 +88,8 @@ class ProgramRun {
   PointwiseArgs args(const PointwiseStep& step) const {
     TensorView x = view(step.x), add = view(step.add), gate = view(step.gate);
     check(x.rank >= 1, value, step.op, ": x must have shape [..., n], got ", shape_text(x));
-    const TensorView y = with_columns(x, x.size(-1));
+    TensorView y = with_columns(x, x.size(-1));
+    y.dtype = step.result.value_or(x.dtype);
     if (step.gate_size) {
       const int64_t heads = x.size(-1) / step.gate_size;
       check(heads * step.gate_size == x.size(-1), value, step.op, ": x must have heads of ", step.gate_size,
@@ -97,7 +99,7 @@ class ProgramRun {
       gate = heads_of(step.op, "gate", gate, step.gate_column, heads, step.gate_size, step.gate_step);
     }
     PointwiseArgs args = pointwise_args(x, step.function, step.scale, add, step.positive, step.negative, step.linear,
-                                        gate, step.op);
+                                        gate, step.op, step.result);
     args.y = y;
     args.gate_function = step.gate_function;
     return args;
@@ -115,6 +117,10 @@ class ProgramRun {
   SsdArgs args(const SsdStep& step) const {
     return step_args(step, view(step.xbc), view(step.dt), view(step.a), view(step.state), view(step.d),
                      view(step.dt_bias));
+  }
+  SelectiveScanArgs args(const SelectiveScanStep& step) const {
+    return step_args(step, view(step.x), view(step.dt), view(step.a), view(step.b), view(step.c), view(step.state),
+                     view(step.d), view(step.dt_bias), view(step.z));
   }
   GatedRmsNormArgs args(const GatedRmsNormStep& step) const {
     return step_args(step, view(step.x), view(step.gate), view(step.weight));
@@ -297,6 +303,7 @@ class ProgramRun {
   }
   static TensorView result_of(const CausalConv1dArgs& args) { return args.y; }
   static TensorView result_of(const GatedDeltaRuleArgs& args) { return without_heads(args.o); }
+  static TensorView result_of(const SelectiveScanArgs& args) { return args.y; }
   static TensorView result_of(const SsdArgs& args) { return without_heads(args.y); }
   static TensorView result_of(const GatedRmsNormArgs& args) { return without_heads(args.y); }
   static TensorView result_of(const AttentionForwardArgs& args) {

@@ -100,6 +100,81 @@ def test_gates_are_made_in_the_row(row: str, dtype: torch.dtype, length: int) ->
     torch.testing.assert_close(state, after, rtol=0, atol=1e-5 * float(after.abs().max()))
 
 
+@pytest.mark.core
+@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("length", [1, 2, 40])
+def test_decays_per_channel_are_made_in_the_row(row: str, dtype: torch.dtype, length: int) -> None:
+    """Beside decays in float64, of columns in the middle of g; 21 channels are no whole vectors."""
+    dk, heads, dv = 21, 3, 24
+    x = random(2, length, 2 * heads * dk + heads * dv, dtype=dtype) / 4
+    g, b = 10 * random(2, length, heads * dk + 9, dtype=dtype, seed=3), 3 * random(2, length, heads, dtype=dtype, seed=4)
+    a_log, bias = random(heads, seed=5), random(heads * dk, seed=6).bfloat16()
+    g[:, 0, 5], g[:, 0, 6] = 3e4, -3e4
+    for of in (bias, None):
+        program, state = Program(), random(2, heads, dk, dv, seed=7)
+        before = state.clone()
+        program.gated_delta_rule(
+            INPUT, Program.input(1), Program.input(2), Program.state(0), (heads, dk, heads, dv), 1.0, True,
+            program.constant(a_log), program.constant(of), g_column=4, per_channel=True,
+        )  # fmt: skip
+        with forced(row):
+            got = ran(program, [state], x, g, b)
+        projected = g[..., 4 : 4 + heads * dk].double() + (0 if of is None else of.double())
+        decays = -a_log.double().exp()[:, None] * functional.softplus(projected).unflatten(-1, (heads, dk))
+        q, k, v = x.split([heads * dk, heads * dk, heads * dv], dim=-1)
+        q, k, v = (part.unflatten(-1, (heads, -1)) for part in (q, k, v))
+        with forced(row):
+            wanted, after = lowbit.gated_delta_rule(
+                q, k, v, decays.float(), b.double().sigmoid().float(), before, l2norm=True, scale=1.0
+            )
+        bound = 1e-5 + testing.ROUNDOFF[str(dtype).removeprefix("torch.")]
+        torch.testing.assert_close(got, wanted.flatten(2), rtol=0, atol=bound * float(wanted.abs().max()))
+        torch.testing.assert_close(state, after, rtol=0, atol=1e-5 * float(after.abs().max()))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("length", [1, 30])
+@pytest.mark.parametrize("s", [5, 16])
+def test_selective_scan(dtype: torch.dtype, length: int, s: int) -> None:
+    """With and without a gate, of B, C and a gate that are columns of what one product made."""
+    channels = 40
+    x, dt = random(2, length, channels, dtype=dtype), random(2, length, channels, dtype=dtype, seed=2)
+    bc, z = random(2, length, 2 * s + 3, dtype=dtype, seed=3), random(2, length, 2 * channels, dtype=dtype, seed=4)
+    a, d, bias = -random(channels, s).abs(), random(channels, seed=5), random(channels, seed=6)
+    state = random(2, channels, s, seed=7)
+    for gated in (True, False):
+        program, held = Program(), state.clone()
+        program.selective_scan(
+            INPUT, Program.input(1), program.constant(a), (Program.input(2), 3), (Program.input(2), 3 + s),
+            Program.state(0), s, (0.1, 0.9), program.constant(d), program.constant(bias),
+            *([(Program.input(3), channels)] if gated else []), softplus=True,
+        )  # fmt: skip
+        got = ran(program, [held], x, dt, bc, *([z] if gated else []))
+        b, c = bc[..., 3 : 3 + s], bc[..., 3 + s :]
+        wanted, after = lowbit.selective_scan(
+            x, dt, a, b, c, d, z[..., channels:] if gated else None, dt_bias=bias, softplus=True, dt_limit=(0.1, 0.9),
+            state=state,
+        )  # fmt: skip
+        assert torch.equal(got, wanted) and torch.equal(held, after)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("result", DTYPES, ids=str)
+@pytest.mark.parametrize("wide", [True, False], ids=["add of the result", "add of x"])
+def test_a_sum_of_another_dtype(dtype: torch.dtype, result: torch.dtype, wide: bool) -> None:
+    x, add = random(2, 3, 37, dtype=dtype), random(2, 3, 37, dtype=result if wide else dtype, seed=2)
+    program = Program()
+    program.scaled_add(INPUT, Program.input(1), scale=0.5, dtype=result)
+    got = ran(program, [], x, add)
+    wanted = (0.5 * x.double() + add.double()).float().to(result)  # exact in float32 but for its one rounding
+    assert got.dtype is result
+    torch.testing.assert_close(got, wanted, rtol=2 * torch.finfo(result).eps, atol=1e-7)
+    alone = Program()
+    alone.scaled_add(INPUT, dtype=result)
+    assert torch.equal(ran(alone, [], x), x.to(result))
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("length", [1, 30])
 def test_ssd(dtype: torch.dtype, length: int) -> None:

@@ -93,28 +93,41 @@ LOWBIT_INLINE float dot(const float* a, const float* b, int64_t count) {  // bot
   return sum(products);
 }
 
-// What a layer projects for the gates of a head, [16] tokens, becomes logarithms of decays and beta.
-void make_gates(const GatedDeltaRuleArgs& args, int64_t head, float* logarithms, float* beta) {
-  const f32x16 bias = set1(args.dt_bias ? number_at(args.dt_bias, head) : 0.0f);
-  const f32x16 speed = exp(set1(number_at(args.a_log, head)));
-  store(logarithms, sub(set1(0.0f), mul(speed, softplus(add(load(logarithms), bias)))));
-  store(beta, mul(sigmoid(load(beta)), set1(static_cast<float>(args.beta_scale))));
+// The logarithms of decays, where a layer projects what becomes one.
+LOWBIT_INLINE f32x16 made_logarithms(f32x16 speed, f32x16 projected, f32x16 bias) {
+  return sub(set1(0.0f), mul(speed, softplus(add(projected, bias))));
+}
+
+// The decays of a token's channels, which begin at `at` of g.
+void load_channels(const GatedDeltaRuleArgs& args, int64_t at, int64_t head, f32x16 speed, float* decays) {
+  const TensorView &g = args.g, &bias = args.dt_bias;
+  const int64_t dk = args.dk();
+  for (int64_t c = 0; c < dk; c += 16) {
+    f32x16 logarithms = load_as_float(g.data, g.dtype, at + c, dk - c);
+    if (args.a_log) {
+      const f32x16 moved = bias ? load_as_float(bias.data, bias.dtype, head * dk + c, dk - c) : set1(0.0f);
+      logarithms = made_logarithms(speed, logarithms, moved);
+    }
+    store(decays + c, exp(logarithms));
+  }
 }
 
 void load_decays(DeltaChunk& chunk, const GatedDeltaRuleArgs& args, int64_t batch, int64_t head) {
-  const int64_t dk = args.dk();
   const TensorView& g = args.g;
+  const f32x16 speed = exp(set1(args.a_log ? number_at(args.a_log, head) : 0.0f));
   alignas(64) float logarithms[16] = {};
   store(chunk.beta, set1(0.0f));
   for (int64_t i = 0; i < chunk.count; i++) {
     chunk.beta[i] = number_at(args.beta, place_in(args.beta, batch, chunk.token + i, head));
     const int64_t at = place_in(g, batch, chunk.token + i, head);
-    if (!args.per_channel()) logarithms[i] = number_at(g, at);
-    else
-      for (int64_t c = 0; c < dk; c += 16)
-        store(chunk.decays.row(i) + c, exp(load_as_float(g.data, g.dtype, at + c, dk - c)));
+    if (args.per_channel()) load_channels(args, at, head, speed, chunk.decays.row(i));
+    else logarithms[i] = number_at(g, at);
   }
-  if (args.a_log) make_gates(args, head, logarithms, chunk.beta);
+  if (args.a_log) {
+    const f32x16 bias = set1(args.dt_bias && !args.per_channel() ? number_at(args.dt_bias, head) : 0.0f);
+    store(logarithms, made_logarithms(speed, load(logarithms), bias));
+    store(chunk.beta, mul(sigmoid(load(chunk.beta)), set1(static_cast<float>(args.beta_scale))));
+  }
   store(chunk.token_decay, exp(load(logarithms)));
 }
 

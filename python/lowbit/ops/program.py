@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from itertools import chain
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from lowbit.ops.experts import Gate
@@ -24,8 +25,10 @@ NONE = -1
 CONSTANT, STATE, INPUT, RESULT = range(4)
 SCORE, COLUMNS, RMS_NORM, LINEAR, ROPE_APPEND, ATTENTION, ROUTE, EXPERTS, SCALED_ADD = range(1, 10)
 LAYER_NORM, POINTWISE, SELF_ATTENTION, CROSS_ATTENTION = 16, 17, 18, 19
-MASK_ROWS, CAUSAL_CONV1D, GATED_DELTA_RULE, SSD, GATED_RMS_NORM, SCALE_COLUMNS = range(24, 30)
+MASK_ROWS, CAUSAL_CONV1D, GATED_DELTA_RULE, SSD, GATED_RMS_NORM, SCALE_COLUMNS, SELECTIVE_SCAN = range(24, 31)
 HEADS, HEAD_LINEAR = 32, 33
+RESULTS = (torch.float32, torch.bfloat16, torch.float16)
+"""The dtypes that a result of `Program.scaled_add` may have."""
 
 
 class LowRank(NamedTuple):
@@ -211,10 +214,14 @@ class Program:
         fields = (*map(int, gate_up_args), *map(int, down_args), activation, gated, interleaved, *map(_bits, numbers))
         return self._step(EXPERTS, x, gate_up, down, index, weights, *fields, gate_up_bias, down_bias)
 
-    def scaled_add(self, x: int, add: int = NONE, gate: int = NONE, scale: float = 1.0) -> int:
+    def scaled_add(
+        self, x: int, add: int = NONE, gate: int = NONE, scale: float = 1.0, dtype: torch.dtype | None = None
+    ) -> int:
         """Append ``scale * sigmoid(gate) * x + add``, computed in float32 and rounded once. A gate ``[..., 1]`` has one
-        element for each row of x; without one, the factor is ``scale``."""
-        return self._step(SCALED_ADD, x, add, gate, _bits(scale))
+        element for each row of x; without one, the factor is ``scale``. The result has this dtype, by default that of x;
+        ``add`` has either."""
+        more = (0, 0, 0, 0, 1 + RESULTS.index(dtype)) if dtype is not None else ()
+        return self._step(SCALED_ADD, x, add, gate, _bits(scale), *more)
 
     def gated_heads(self, x: int, gate: int, size: int, column: int, step: int, silu: bool = False) -> int:
         """Append ``sigmoid(gate) * x``, or ``silu(gate) * x``, with heads of ``size`` columns of x. The gate of the first
@@ -252,11 +259,13 @@ class Program:
         g_column: int = 0,
         beta_column: int = 0,
         beta_scale: float = 1.0,
+        per_channel: bool = False,
     ) -> int:
         """Append a call of `gated_delta_rule`, with the result ``[B, T, Hv Dv]``. ``heads`` are Hk, Dk, Hv and Dv; q, k
         and v are side by side in ``qkv``; g and beta are Hv columns of their operands. With ``a_log [Hv]`` they become
-        ``-exp(A_log) softplus(g + dt_bias)`` and ``beta_scale * sigmoid(beta)`` first. The state is written in place."""
-        gates = a_log, dt_bias, g_column, beta_column, _bits(beta_scale)
+        ``-exp(A_log) softplus(g + dt_bias)`` and ``beta_scale * sigmoid(beta)`` first. With ``per_channel`` g are Hv Dk
+        columns, and so is dt_bias. The state is written in place."""
+        gates = a_log, dt_bias, g_column, beta_column, _bits(beta_scale), *([True] if per_channel else [])
         return self._step(GATED_DELTA_RULE, qkv, g, beta, state, *heads, _bits(scale), l2norm, *gates)
 
     def ssd(
@@ -275,6 +284,26 @@ class Program:
         """Append a call of `ssd`, with the result ``[B, T, H P]``. ``heads`` are H, P, G and S; x, B and C are side by
         side in ``xbc``; dt are H columns of its operand. The state is written in place."""
         return self._step(SSD, xbc, dt, a, state, *heads, *map(_bits, dt_limit), d, dt_bias, softplus, dt_column)
+
+    def selective_scan(
+        self,
+        x: int,
+        dt: int,
+        a: int,
+        b: tuple[int, int],
+        c: tuple[int, int],
+        state: int,
+        s: int,
+        dt_limit: tuple[float, float],
+        d: int = NONE,
+        dt_bias: int = NONE,
+        z: tuple[int, int] = (NONE, 0),
+        softplus: bool = False,
+    ) -> int:
+        """Append a call of `selective_scan`, with the result ``[B, T, D]``. B, C and the gate z are operands and their
+        first columns, of which B and C have ``s``. The state is written in place."""
+        fields = (x, dt, a, b[0], c[0], state, s, *map(_bits, dt_limit), d, dt_bias, z[0], softplus)
+        return self._step(SELECTIVE_SCAN, *fields, b[1], c[1], z[1])
 
     def gated_rms_norm(
         self,
