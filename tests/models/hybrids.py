@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -46,3 +47,19 @@ def same_gradients(
             rounding = 1e-6 * max(one.grad.abs().max() for one in parameters.values())
             for name, one in parameters.items():
                 assert (others[name].grad - one.grad).abs().max() <= 1e-3 * one.grad.abs().max() + rounding, name
+
+
+def same_caches(one: Any, two: Any, budget: float = BUDGET) -> None:
+    for mine, theirs in zip(one.layers, two.layers, strict=True):
+        pairs = []
+        if hasattr(theirs, "conv_states"):
+            assert mine.has_previous_state == theirs.has_previous_state
+            pairs = [(getattr(mine, each)[0], getattr(theirs, each)[0]) for each in ("conv_states", "recurrent_states")]
+        if hasattr(theirs, "get_seq_length"):
+            assert mine.get_seq_length() == theirs.get_seq_length()
+            pairs += [(mine.keys, theirs.keys), (mine.values, theirs.values)]
+        for held, wanted in pairs:
+            assert (held is None) is (wanted is None)
+            if held is not None:
+                assert held.dtype is wanted.dtype
+                close(held, wanted, budget)

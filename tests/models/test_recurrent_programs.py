@@ -5,21 +5,20 @@ module by module, with padding, beams, a second turn and every cache."""
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from decoders import CONFIGS, answer, logits, prompt, transformers
-from hybrids import BUDGET, close, padded
-from torch import Tensor, nn
+from hybrids import BUDGET, close, padded, same_caches
+from torch import nn
 
 import lowbit
 from lowbit.models.fused_causal_lm import FusedCausalLM
 from lowbit.models.fused_decoder import FusedDecoder
 from lowbit.models.recurrent_steps import RECURRENT_STEPS
-from lowbit.models.token_run import AHEAD, TokenRun
-from lowbit.ops.run_program import KeptProgram
+from lowbit.models.token_run import AHEAD
 
 SIZES = dict(
     vocab_size=97, hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4,
@@ -37,6 +36,11 @@ GRANITE = dict(
 )  # fmt: skip
 MAMBA2 = dict(mamba_n_heads=8, mamba_n_groups=2, mamba_d_state=24, mamba_d_head=16, mamba_chunk_size=8)
 NEMOTRON = dict(mamba_num_heads=8, mamba_head_dim=16, n_groups=2, ssm_state_size=24, chunk_size=8, head_dim=16)
+KIMI = dict(
+    kv_lora_rank=32, q_lora_rank=None, qk_rope_head_dim=16, qk_nope_head_dim=16, v_head_dim=16, n_routed_experts=4,
+    n_shared_experts=1, num_experts_per_tok=2, moe_intermediate_size=32, num_key_value_heads=4, n_group=1, topk_group=1,
+    linear_head_dim=16, layer_types=[*2 * ["linear_attention"], "full_attention", "linear_attention"],
+)  # fmt: skip
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_5": ("Qwen3_5Text", DELTA),
     "qwen3_5_few_heads": ("Qwen3_5Text", {**DELTA, "linear_num_key_heads": 2, "linear_num_value_heads": 4}),
@@ -65,6 +69,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "moe_shared_expert_intermediate_size": 48, "routed_scaling_factor": 1.6,
     }),
     "bamba": ("Bamba", {**MAMBA2, "time_step_limit": (0.2, 0.8), "attn_layer_indices": [1]}),
+    "kimi_linear": ("KimiLinear", {**KIMI, "linear_num_heads": 4}),
+    "kimi_linear_many_heads": ("KimiLinear", {**KIMI, "linear_num_heads": 16, "q_lora_rank": 48}),
     "granite_biased": ("GraniteMoeHybrid", {
         **GRANITE, "num_local_experts": 0, "position_embedding_type": "rope", "mamba_proj_bias": True,
     }),
@@ -92,57 +98,12 @@ def fused(model: nn.Module) -> nn.Module:
     return other
 
 
-@pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """The numbers of states of the programs that ran."""
-    counts: list[int] = []
-    run = KeptProgram.__call__
-
-    def counted(self: KeptProgram, states: Any, inputs: Any, starts: Any) -> Tensor:
-        counts.append(len(states))
-        return run(self, states, inputs, starts)
-
-    monkeypatch.setattr(KeptProgram, "__call__", counted)
-    yield counts
-
-
-@pytest.fixture
-def runs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
-    """Whether each token that was asked for was a run."""
-    seen: list[bool] = []
-    of_token = TokenRun.logits
-
-    def noted(self: TokenRun, tokens: Tensor) -> Tensor | None:
-        found = of_token(self, tokens)
-        seen.append(found is not None)
-        return found
-
-    monkeypatch.setattr(TokenRun, "logits", noted)
-    yield seen
-
-
 def states_of(name: str) -> int:
     options = MODELS[name][1]
     types = options.get("layer_types", options.get("layers_block_type"))
     if types is None:
         types = SIZES["num_hidden_layers"] * ["hybrid" if "falcon" in name else "linear_attention"]
     return sum({"conv": 1, "hybrid": 4, "mlp": 0, "moe": 0}.get(kind, 2) for kind in types)
-
-
-def same_caches(one: Any, two: Any, budget: float = BUDGET) -> None:
-    for mine, theirs in zip(one.layers, two.layers, strict=True):
-        pairs = []
-        if hasattr(theirs, "conv_states"):
-            assert mine.has_previous_state == theirs.has_previous_state
-            pairs = [(getattr(mine, each)[0], getattr(theirs, each)[0]) for each in ("conv_states", "recurrent_states")]
-        if hasattr(theirs, "get_seq_length"):
-            assert mine.get_seq_length() == theirs.get_seq_length()
-            pairs += [(mine.keys, theirs.keys), (mine.values, theirs.values)]
-        for held, wanted in pairs:
-            assert (held is None) is (wanted is None)
-            if held is not None:
-                assert held.dtype is wanted.dtype
-                close(held, wanted, budget)
 
 
 @torch.no_grad()
@@ -378,16 +339,37 @@ def test_bfloat16_rounds_no_more_than_the_modules_do(name: str) -> None:
     assert (ours - wanted).norm() <= 1.3 * (theirs - wanted).norm()
 
 
-def test_recurrent_layers_that_are_no_steps_are_named() -> None:
-    config = transformers.KimiLinearConfig(**SIZES | dict(
-        kv_lora_rank=32, q_lora_rank=None, qk_rope_head_dim=16, qk_nope_head_dim=16, v_head_dim=16, n_routed_experts=4,
-        n_shared_experts=1, num_experts_per_tok=2, moe_intermediate_size=32, num_key_value_heads=4, n_group=1,
-        topk_group=1, linear_num_heads=4, linear_head_dim=16, layer_types=[*3 * ["linear_attention"], "full_attention"],
-    ))  # fmt: skip
-    model = transformers.KimiLinearForCausalLM._from_config(config, attn_implementation="lowbit").eval()
+def bailing_hybrid(safe_gate: bool) -> nn.Module:
+    """Its decays are made by one linear layer; its latent attention has a gate, which is no step."""
+    more = {"linear_num_heads": 4, "kda_safe_gate": safe_gate, "kda_lower_bound": -5.0}
+    config = transformers.BailingHybridConfig(**SIZES | KIMI | more)
+    torch.manual_seed(0)
+    model = transformers.BailingHybridForCausalLM._from_config(config, attn_implementation="lowbit").eval()
+    for module in model.modules():
+        if hasattr(module, "A_log"):
+            nn.init.normal_(module.A_log, std=0.5), nn.init.normal_(module.dt_bias, std=0.5)
     lowbit.quantize_(model, CONFIGS["int8"])
-    report = lowbit.fuse(model)
+    return model
+
+
+@torch.no_grad()
+def test_layers_whose_decays_one_layer_makes_are_one_call_each(calls: list[int]) -> None:
+    model = bailing_hybrid(False)
+    lowbit.fuse(other := copy.deepcopy(model))
+    results = []
+    for each in (model, other):
+        cache = transformers.DynamicCache(config=each.config)
+        results.append([each(part, past_key_values=cache).logits for part in prompt(2, 9).split([7, 1, 1], 1)])
+    for one, another in zip(*results, strict=True):
+        close(another, one)
+    assert calls.count(2) == 9  # others are mixtures of experts
+
+
+def test_recurrent_layers_that_are_no_steps_are_named() -> None:
+    """Decays with a bound below are no step."""
+    report = lowbit.fuse(model := bailing_hybrid(True))
     assert any(isinstance(module, tuple(RECURRENT_STEPS)) for module in model.modules())
     assert report.left["model.layers.0"] == (
-        "of its self_attn: a gated delta net with modules that make its gates is no step of a program"
+        "of its self_attn: a gated delta net whose decays are not those of A_log, dt_bias and linear layers is no step of "
+        "a program"
     )

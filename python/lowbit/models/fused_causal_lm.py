@@ -25,6 +25,8 @@ _OF_TRANSFORMERS = (
     "_prefill", "_sample", "_update_model_kwargs_for_generation", "generate", _PREPARES,
 )  # fmt: skip
 """Methods that a model overrides if it passes arguments of its own in ``generate``."""
+_DROPPED = {"logits_to_keep": {"config", "num_logits_to_keep"}, "attention_mask": set()}
+"""What models drop of what their tokens get in ``generate``, and the names that they read for it."""
 
 
 class FusedCausalLM(Fused):
@@ -76,7 +78,7 @@ def fuse_causal_lm(module: Any) -> str:
     """
     for name in _OF_TRANSFORMERS:
         own = getattr(type(module), name, None)
-        if own is not getattr(GenerationMixin, name, ...) and not (name == _PREPARES and _only_drops_logits(own)):
+        if own is not getattr(GenerationMixin, name, ...) and not (name == _PREPARES and _drops_only(own)):
             return f"it has a {name} of its own"
     if "is_first_iteration" not in inspect.signature(GenerationMixin._prefill).parameters:
         return "this version of transformers generates in another way"
@@ -95,14 +97,16 @@ def fuse_causal_lm(module: Any) -> str:
     return ""
 
 
-def _only_drops_logits(method: Any) -> bool:
+def _drops_only(method: Any) -> bool:
     """Whether a ``prepare_inputs_for_generation`` is that of transformers but for the number of tokens that have logits
-    (Falcon-H1, Nemotron-H, Bamba): its code reads no other name and has no other constant."""
+    (Falcon-H1, Nemotron-H, Bamba), or for the mask of a token behind others (Mamba, which no step reads): its code reads
+    no other name and has no other constant."""
     code = getattr(method, "__code__", None)
-    return (
-        code is not None and {"super", _PREPARES} <= {*code.co_names} <= {"super", _PREPARES, "config", "num_logits_to_keep"}
-        and {each for each in code.co_consts if each is not None} == {"logits_to_keep"}
-    )  # fmt: skip
+    if code is None or not {"super", _PREPARES} <= {*code.co_names}:
+        return False
+    names, said = {*code.co_names} - {"super", _PREPARES}, {*code.co_consts} - {None}
+    said -= {each for each in said if isinstance(each, tuple)}  # the names of arguments
+    return any(names <= read and said == {dropped} for dropped, read in _DROPPED.items())
 
 
 def _name_of(module: nn.Module, child: nn.Module | None) -> str | None:
@@ -133,14 +137,15 @@ def _how_it_joins(module: nn.Module, facts: dict[str, Any]) -> dict[str, Any] | 
     )
     plain.__class__ = decoder.unfused
     probe = probe_of(module)
-    probe._modules |= {facts["decoder"]: plain, facts["head"]: part}
+    (head,) = stand_ins(lambda _, x: part(x), [probe._modules[facts["head"]]])  # Mamba reads the dtype of its weight
+    probe._modules |= {facts["decoder"]: plain, facts["head"]: head}
     try:
         logits = probe(input_ids=ids, use_cache=True, logits_to_keep=1).logits
     except (TypeError, RuntimeError, ValueError, AttributeError, KeyError, IndexError):  # another signature
         return None
     if len(given) != len(results) or not given[0].equal(ids):
         return None
-    if not all(map(is_, given[2:-1], results[1:])) or not given[-1].equal(results[-2][:, -1:]):
+    if not all(map(is_, given[2:-1], results[1:])) or not given[-1].equal(results[-2][:, -1:].to(given[-1].dtype)):
         return None
     numbers = numbers_of(module)
     of_embedding = _multiplier(given[1], results[0], numbers)

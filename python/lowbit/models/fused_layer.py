@@ -14,7 +14,6 @@ from lowbit.models.decoder_pieces import HALVES
 from lowbit.models.document_mask import DocumentMask
 from lowbit.models.fused_attention import IDLE, FusedAttention, pair_of, whole_columns
 from lowbit.models.fused_latent_attention import FusedLatentAttention
-from lowbit.models.fused_mamba import FusedMamba
 from lowbit.models.fused_mamba2 import NO_LIMIT, FusedMamba2
 from lowbit.models.fused_mixture import FusedMixture
 from lowbit.models.fused_self_attention import FusedSelfAttention
@@ -40,8 +39,10 @@ _MIXERS = (*_ATTENTION, *RECURRENT_STEPS)
 """The classes of modules that mix tokens, of which a layer has one, or attention and a recurrent one side by side."""
 _LONE_HALF = "mixer"
 """The name of the only half of a layer (Nemotron-H): attention, a recurrent layer or an MLP."""
-_READ = {"attention_mask", "position_embeddings", "past_key_values"}
-_READ |= {"layer_past", "position_ids", "use_cache", "cache_position", "return_dict"}  # nothing in a layer reads these
+CACHES = ("past_key_values", "layer_past", "cache_params")
+"""The arguments that may be the cache."""
+_READ = {"attention_mask", "position_embeddings", *CACHES}
+_READ |= {"position_ids", "use_cache", "cache_position", "return_dict"}  # nothing in a layer reads these
 
 
 class FusedDecoderLayer(Fused):
@@ -112,8 +113,7 @@ def in_one_call(
 
 def cache_of(call: dict[str, Any]) -> Any:
     """Return the cache among the arguments of a layer."""
-    cache = call.get("past_key_values")
-    return call.get("layer_past") if cache is None else cache
+    return next((cache for name in CACHES if (cache := call.get(name)) is not None), None)
 
 
 def _is_token(x: Tensor, limited: Sequence[Any], cache: Any) -> bool | None:
@@ -183,7 +183,7 @@ def may_be_layer(module: nn.Module) -> bool:
     children = module._modules.values()
     causal = any(isinstance(child, FusedSelfAttention) and child.is_causal for child in children)
     half = isinstance(module._modules.get(_LONE_HALF), tuple(HALF_STEPS))
-    return bool(halves_of(module)) or causal or half or any(isinstance(child, (*_MIXERS, FusedMamba)) for child in children)
+    return bool(halves_of(module)) or causal or half or any(isinstance(child, _MIXERS) for child in children)
 
 
 def fuse_decoder_layer(module: nn.Module) -> str:
@@ -254,8 +254,6 @@ def _problem(module: nn.Module, children: dict[str, nn.Module], pieces: dict[str
             return f"of its {name}: {reason}"
         if isinstance(mixer, FusedLatentAttention) and mixer.facts["no_steps"]:
             return f"of its {name}, latent attention: {mixer.facts['no_steps']}"
-    if mamba := [name for name, child in children.items() if isinstance(child, FusedMamba)]:
-        return f"of its {mamba[0]}: a Mamba-1 mixer is no step of a program"
     if left := [name for name in children if name not in pieces and name not in idle]:
         known = [name for name in left if name in (HALVES[0], _LONE_HALF, *_SECOND_HALVES) or "norm" in name]
         return f"its {known[0]} is not fused" if known else f"it has {', '.join(sorted(left))}"

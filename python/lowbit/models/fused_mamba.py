@@ -30,6 +30,8 @@ from lowbit.models.recurrent_layers import (
 )
 from lowbit.ops.selective_scan import selective_scan
 from lowbit.quant.fused import Fused, hooked, probe_of
+from lowbit.quant.fused_norm import agree as are_rows_of
+from lowbit.quant.fused_norm import eps_of, result_of
 from lowbit.quant.unchanged import Attributes
 
 CONV, READER, STEPS, STEP, OUT = "conv1d", "in_proj", "x_proj", "dt_proj", "out_proj"
@@ -73,6 +75,17 @@ def may_be_mamba(module: nn.Module) -> bool:
     return module._modules.keys() - set(NORMS) == _CHILDREN and "A_log" in module._parameters
 
 
+def _is_weightless(norm: nn.Module) -> bool:
+    """Whether a norm is an RMSNorm that multiplies by no weight (Falcon-Mamba)."""
+    eps = eps_of(norm)
+    if eps is None or any(True for _ in norm.parameters()):
+        return False
+    x = torch.tensor([[1e-3], [1.0], [30.0]], device="cpu") * torch.linspace(-1, 2, 32, device="cpu")
+    y = result_of(norm, x)
+    wide = x.double()
+    return y is not None and are_rows_of(y, wide * (wide.square().mean(-1, keepdim=True) + eps).rsqrt())
+
+
 def fuse_mamba(module: Any, tried: list[Any]) -> str:
     """Fuse ``module``, a Mamba-1 mixer of transformers, or return the reason why it stays unchanged.
 
@@ -96,9 +109,10 @@ def fuse_mamba(module: Any, tried: list[Any]) -> str:
     norms = [name for name in NORMS if name in children]
     if norms and len(norms) != len(NORMS):
         return f"of the norms of step, B and C it has {', '.join(norms)} alone"
-    facts = {"norms": bool(norms), "noted": Attributes(module, without=_READ_NOW)}
+    hidden = children[READER].in_features
+    facts = {"norms": bool(norms), "hidden": hidden, "noted": Attributes(module, without=_READ_NOW)}
+    facts["weightless"] = [name for name in norms if _is_weightless(children[name])]
     if not any(are_alike(module, facts["noted"], other, CONV) for other in tried):
-        hidden = children[READER].in_features
         generator = torch.Generator("cpu").manual_seed(0)
         probe = probe_with_readers(module, [READER, STEPS], [CONV, STEP, *norms], OUT, generator)
         wanted = results_of(probe, hidden, lengths=_LENGTHS)

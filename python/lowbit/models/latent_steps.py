@@ -40,7 +40,7 @@ def latent_attention_steps(steps: Steps, attention: Any, i: int, kind: int, x: i
 
     *readers, of_keys, last = layers
     made = steps.product(of_keys, x)
-    program.heads(made, 1, rank, 0, rank, keys, 0, kind, **_norm(steps, norms[-1]))
+    program.heads(made, 1, rank, 0, rank, keys, 0, kind, **of_heads(steps, norms[-1]))
     program.heads(made, 1, turned, rank, turned, keys, rank, kind, **rotary)
 
     q = steps.product(readers[0], x)
@@ -60,7 +60,7 @@ def latent_attention_steps(steps: Steps, attention: Any, i: int, kind: int, x: i
     return program.head_linear(attended, *to_values), last
 
 
-def _norm(steps: Steps, norm: Any) -> dict[str, Any]:
+def of_heads(steps: Steps, norm: Any) -> dict[str, Any]:
     """Return a norm as arguments of a step of heads."""
     steps.note_norm(norm)
     return dict(weight=steps.program.constant(norm.weight), eps=norm.facts["eps"], offset=norm.facts["offset"])

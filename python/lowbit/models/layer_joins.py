@@ -31,6 +31,8 @@ MASKS = ("attention_mask", "mamba_attention_mask")
 """The arguments of a layer with attention and a recurrent layer side by side that are their masks."""
 OF_ENCODER = ("encoder_hidden_states", "encoder_attention_mask")
 """The arguments of a layer that are the result of an encoder and its mask."""
+WIDE = "residual_in_fp32"
+"""The attribute of a layer that sums its result in float32."""
 _SHAPE = (2, 3)  # batch and tokens of the probe
 _LARGE = 65024.0
 """A number of float16 that layers which clamp their results make smaller."""
@@ -59,6 +61,16 @@ class Joins:
     """Whether the layer clamps its result in float16 (BART, Whisper), as a program does not."""
     behind: tuple[None, ...] | None = None
     """What the layer returns behind its result; None if it returns the result alone."""
+    wide: bool = False
+    """Whether the sums of the result are in float32 whatever the dtype of the pieces (Mamba)."""
+
+    def is_in_result(self, join: Join) -> bool:
+        """Whether the result of a piece is a term of the layer's result."""
+        return 1 + self.pieces.index(join) in {source for _, source in self.result}
+
+    def reads_pieces(self, join: Join) -> bool:
+        """Whether a piece reads the results of others that are in no sum of the layer's result."""
+        return all(source > 0 and not self.is_in_result(self.pieces[source - 1]) for _, source in join.terms)
 
     def are_read_once(self, join: Join) -> bool:
         """Whether a piece reads the result of another one, and nothing else reads it."""
@@ -106,10 +118,31 @@ def joins_of(
     result = _terms(y, sources)
     if not result or not all(piece.terms for piece in pieces):
         return None
+    wide = bool(getattr(layer, WIDE, False))
+    if wide and not _is_wide(layer, names, halves, hidden, result):
+        return None
     in_half = _called(layer, names, halves, hidden, widths or {}, crosses, padded, large)
     wanted = torch.tensor(sum(factor * _LARGE for factor, _ in result)).half()
     clamps = in_half is None or not torch.allclose(in_half[2], wanted, rtol=1e-3)
-    return Joins(tuple(pieces), result, clamps, behind)
+    return Joins(tuple(pieces), result, clamps, behind, wide)
+
+
+def _is_wide(layer: nn.Module, names: tuple[str, ...], halves: tuple[str, ...], hidden: int, result: Terms) -> bool:
+    """Whether a layer of bfloat16 sums its result in float32, and rounds it to bfloat16 for what reads it."""
+    generator = torch.Generator("cpu").manual_seed(0)
+
+    def random(columns: int) -> Tensor:
+        return torch.randn(*_SHAPE, columns, generator=generator, device="cpu").bfloat16()
+
+    found = _called(layer, names, halves, hidden, {}, False, (), random, wide=True)
+    if found is None:
+        return False
+    x, calls, y, _ = found
+    sources = [x.float(), *(call.result.float() for call in calls)]
+    return (
+        y.dtype is torch.float32 and all(call.given.dtype is torch.bfloat16 for call in calls)
+        and torch.equal(y, sum(factor * sources[of] for factor, of in result))
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +164,7 @@ def _called(
     crosses: bool,
     padded: tuple[str, ...],
     made: Callable[[int], Tensor],
+    wide: bool = False,
 ) -> tuple[Tensor, list[_Call], Tensor, tuple[None, ...] | None] | None:
     """Call the layer with pieces that return what ``made`` makes for their number of columns. Return its input, the
     calls of its pieces, its result and what is behind this, or None if it has another signature or does not call each
@@ -156,6 +190,8 @@ def _called(
         return piece
 
     probe = probe_with(layer, {name: stand_in(name) for name in names})
+    if hasattr(probe, WIDE):
+        setattr(probe, WIDE, wide)  # float32 would round the sums of a probe in float64
     try:
         y = probe(x.clone(), **masks, position_embeddings=(x, x), past_key_values=None, **of_encoder)
     except (TypeError, RuntimeError, ValueError, AttributeError, KeyError):  # another signature

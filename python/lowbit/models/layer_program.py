@@ -75,7 +75,7 @@ class LayerProgram(Steps):
             self.cu_seqlens = Program.input(1 + 3 * len(set(kinds)))
         if crosses:
             self.cross_states, self.cross_mask = 2 * len(layers), Program.input(1 + 3 * len(set(kinds)))
-        self._kinds = kinds
+        self._kinds, self.wide = kinds, False
         x: int | None = Program.input(0)
         for i, (layer, kind) in enumerate(zip(layers, kinds, strict=True)):
             if len(layers) > 1 and has_hooks(layer):
@@ -150,7 +150,7 @@ class LayerProgram(Steps):
         for join in joins.pieces:
             piece, number = submodule_at(layer, join.name), facts["activations"].get(join.name)
             if number is None:
-                given = sums.of(join.terms)
+                given = self._narrow(sums.of(join.terms), joins.wide and not joins.reads_pieces(join))
                 if type(piece) is not QuantLinear and piece.piece in RECURRENT_STEPS and not joins.are_read_once(join):
                     given = self.program.scaled_add(given)  # a recurrent layer masks padding in its input
                 of_states = facts.get("sides", False) and type(piece) is not QuantLinear and piece.piece in RECURRENT_STEPS
@@ -162,8 +162,21 @@ class LayerProgram(Steps):
                 self.note_module(piece)
             if write is None:
                 return None
-            sums.append(write)
+            sums.append(self._wide(write) if joins.wide and joins.is_in_result(join) else write)
         return sums.of(joins.result)
+
+    def _wide(self, write: Callable[[int], int]) -> Callable[[int], int]:
+        """Return a function that adds what ``write`` writes to a float32 sum."""
+        self.wide = self.dtype is not torch.float32
+        return (lambda add: self.program.scaled_add(write(NONE), add, dtype=torch.float32)) if self.wide else write
+
+    def _narrow(self, x: int, wide: bool = True) -> int:
+        """Return a float32 sum in the dtype of activations."""
+        return self.program.scaled_add(x, dtype=self.dtype) if wide and self.dtype is not torch.float32 else x
+
+    def stream(self, x: int) -> int:
+        """Return the result of the layers in the dtype of activations."""
+        return self._narrow(x, self.wide)
 
     def _note_structure(self, layer: Fused) -> bool:
         """Record the modules of a layer whose code the program replaces. Return False if one has changed since the

@@ -46,6 +46,14 @@ def numbers_of(model: Any) -> list[float]:
     return [float(value) for value in values if type(value) in (int, float) and value not in (0, 1) and value == value]
 
 
+def has_attention(model: Any) -> bool:
+    """Whether a layer of a `FusedCausalLM` has attention, which reads masks and positions."""
+    try:
+        return model._modules[model.facts["decoder"]].facts["attention"] is not None
+    except AttributeError:  # another thread unfused it
+        return True
+
+
 class TokenProgram(LayerProgram):
     """A program with the layers of a decoder, its last norm and, if it is packed, the head of the model.
 
@@ -122,7 +130,7 @@ class Parts:
         program.note(decoder._modules, *decoder._modules)
         program.note(decoder.__dict__, "training", "facts", "config")
         program.note_module(decoder)
-        x = program.norm(norm, x)
+        x = program.norm(norm, program.stream(x))
         if _is_step(head):
             program.head = head
             x = program.product(head, x)
