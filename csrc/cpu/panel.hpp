@@ -139,12 +139,12 @@ class AheadInL2 {
   int64_t jump_;
 };
 
-// How int4 is prefetched for integer products: through L2 on AMD, in four streams on Intel, where L2 was not tried. On
+// How nibbles are prefetched for integer products: through L2 on AMD, in four streams on Intel, where L2 was not tried. On
 // Zen 5 L2 takes 0.8 to 0.95 of the time of four streams at m = 1 to 6, and is level from 8 rows on (two threads).
-class Int4Ahead {
+class NibblesAhead {
  public:
-  LOWBIT_INLINE Int4Ahead() = default;
-  LOWBIT_INLINE Int4Ahead(const WeightSpec& spec, const PanelView& panel, const uint8_t* next)
+  LOWBIT_INLINE NibblesAhead() = default;
+  LOWBIT_INLINE NibblesAhead(const WeightSpec& spec, const PanelView& panel, const uint8_t* next)
       : in_four_(!reads_through_l2()) {
     if (in_four_) four_ = Ahead(spec, panel, next, true);
     else one_ = AheadInL2(spec, panel, next);

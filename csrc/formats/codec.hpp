@@ -8,6 +8,9 @@
 //   zero, code_max     the zero point of a symmetric weight (0 for a lookup format), and the largest code
 //   code_of_zero       the code of weight 0 in a symmetric weight: padding
 //   significant_bits   bits that represent every value before scaling exactly
+//   integer_unit       values before scaling are integers of at most 8 bits times this, so that int8 activations are
+//                      multiplied exactly; 0: they are not
+//   byte_levels        lookup formats with an integer_unit: the levels as bytes
 //   range              lookup formats: scale = largest |w| / range
 //   level(code)        the value of a code before zero point and scale, and level_of(codes) of a vector;
 //                      nearest(v): lookup formats, the codes of the nearest levels
@@ -56,7 +59,7 @@ struct FloatCodec {
   static constexpr int bits = kBits, stored_bits = bits, significant_bits = kSignificantBits;
   static constexpr int zero = 0, code_of_zero = 0, code_max = 0, smallest_group = 0;
   static constexpr CodecKind kind = CodecKind::floating;
-  static constexpr float value_zero = 0;
+  static constexpr float value_zero = 0, integer_unit = 0;
   template <class Lanes>
   LOWBIT_INLINE static constexpr int shift(int) { return 0; }
 };
@@ -67,6 +70,7 @@ struct IntegerCodec {
   static constexpr int zero = 1 << (kBits - 1), code_of_zero = zero, code_max = (1 << kBits) - 1;
   static constexpr CodecKind kind = CodecKind::integer;
   static constexpr int smallest_group = 32;
+  static constexpr float integer_unit = 1;
   LOWBIT_INLINE static constexpr int level(int code) { return code; }
   template <class Int>
   LOWBIT_INLINE static auto level_of(Int codes) { return to_float(codes); }
@@ -100,6 +104,19 @@ struct Levels {
   }
 };
 
+// 16 levels that are integers times `unit`, by code: as integers, plus the largest of them, `offset`, so that none is
+// negative.
+struct ByteLevels {
+  alignas(64) uint8_t of_code[16];
+  int offset;
+
+  consteval ByteLevels(const Levels& levels, float unit)
+      : of_code(), offset(static_cast<int>(levels.rising[15] / unit)) {
+    for (int code = 0; code < 16; code++)
+      of_code[code] = static_cast<uint8_t>(static_cast<int>(levels.of_code[code] / unit) + offset);
+  }
+};
+
 // 4-bit codes of 16 levels: Codec::levels() returns them from an unnamed namespace in the codec's header, as
 // instruction sets must not share weak symbols.
 template <class Codec, int kCodeOfZero>
@@ -107,7 +124,7 @@ struct LookupCodec : NibbleTile {
   static constexpr int bits = 4, stored_bits = bits, significant_bits = 24;  // levels are any float32
   static constexpr int zero = 0, code_of_zero = kCodeOfZero, code_max = 15, smallest_group = 32;
   static constexpr CodecKind kind = CodecKind::lookup;
-  static constexpr float value_zero = 0;
+  static constexpr float value_zero = 0, integer_unit = 0;
   LOWBIT_INLINE static constexpr float level(int code) { return Codec::levels().of_code[code]; }
   template <class Int>
   LOWBIT_INLINE static auto level_of(Int codes) { return lookup16(Codec::levels().of_code, codes); }
@@ -136,6 +153,7 @@ concept HasFacts = requires {
   Codec::code_max;
   Codec::code_of_zero;
   Codec::significant_bits;
+  Codec::integer_unit;
   Codec::smallest_group;
 };
 
@@ -162,11 +180,21 @@ concept HasUnits = requires(int64_t unit) {
 };
 
 template <class Codec>
+consteval bool bytes_are_levels() {
+  for (int code = 0; code < 16; code++) {
+    const int integer = Codec::byte_levels().of_code[code] - Codec::byte_levels().offset;
+    if (static_cast<float>(integer) * Codec::integer_unit != Codec::level(code)) return false;
+  }
+  return true;
+}
+
+template <class Codec>
 consteval bool is_codec() {
   static_assert(HasFacts<Codec>);
   constexpr CodecKind kKind = Codec::kind;
   if constexpr (kKind == CodecKind::floating) static_assert(HasFloatCodes<Codec>);
   if constexpr (kKind == CodecKind::lookup) static_assert(HasLevels<Codec>);
+  if constexpr (kKind == CodecKind::lookup && Codec::integer_unit != 0) static_assert(bytes_are_levels<Codec>());
   if constexpr (kKind != CodecKind::integer || Codec::bits == 8 || Codec::bits == 4) static_assert(HasUnits<Codec>);
   return true;
 }

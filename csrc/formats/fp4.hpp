@@ -15,6 +15,7 @@ constexpr Levels kFp4Levels({0.0f, 0.0625f / 12, 8.0f / 12, 1.0f, 4.0f / 12, 6.0
                              -3.0f / 12});
 constexpr Levels kFp4E2M1Levels({0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f,  //
                                  -0.0f, -0.5f, -1.0f, -1.5f, -2.0f, -3.0f, -4.0f, -6.0f});
+constexpr ByteLevels kFp4E2M1Bytes(kFp4E2M1Levels, 0.5f);
 }  // namespace
 
 struct Fp4 : LookupCodec<Fp4, 0> {
@@ -24,8 +25,9 @@ struct Fp4 : LookupCodec<Fp4, 0> {
 
 struct Fp4E2M1 : LookupCodec<Fp4E2M1, 0> {
   static constexpr int significant_bits = 2, smallest_group = 16;  // group size of NVFP4
-  static constexpr float range = 6;
+  static constexpr float range = 6, integer_unit = 0.5f;
   LOWBIT_INLINE static constexpr const Levels& levels() { return kFp4E2M1Levels; }
+  LOWBIT_INLINE static constexpr const ByteLevels& byte_levels() { return kFp4E2M1Bytes; }
 };
 
 }  // namespace lowbit

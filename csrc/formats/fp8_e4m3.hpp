@@ -11,7 +11,7 @@ struct Fp8E4M3 : ByteTile {
   static constexpr int bits = 8, stored_bits = bits, significant_bits = 4, zero = 0, code_of_zero = 0, code_max = 255,
                        smallest_group = 32;
   static constexpr CodecKind kind = CodecKind::lookup;
-  static constexpr float value_zero = 0, range = E4M3::largest;
+  static constexpr float value_zero = 0, integer_unit = 0, range = E4M3::largest;
   LOWBIT_INLINE static float level(int code) { return E4M3::decode(code); }
   template <class Int>
   LOWBIT_INLINE static auto level_of(Int codes) { return E4M3::decode(codes); }

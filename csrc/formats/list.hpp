@@ -78,6 +78,7 @@ LOWBIT_FACT(int, symmetric_zero, zero)  // the zero point of a symmetric weight
 LOWBIT_FACT(int, code_of_zero, code_of_zero)
 LOWBIT_FACT(int, code_max, code_max)
 LOWBIT_FACT(int, smallest_group, smallest_group)
+LOWBIT_FACT(float, integer_unit, integer_unit)
 #undef LOWBIT_FACT
 
 LOWBIT_ALWAYS_INLINE constexpr bool is_float(Format format) {
@@ -93,6 +94,9 @@ LOWBIT_ALWAYS_INLINE constexpr bool is_semi_sparse(Format format) {
 LOWBIT_ALWAYS_INLINE constexpr bool is_integer(Format format) {
   return kind_of(format) == CodecKind::integer || is_semi_sparse(format);
 }
+
+// Formats that int8 activations are multiplied by as integers: integers, and levels that are integers.
+LOWBIT_ALWAYS_INLINE constexpr bool has_integer_values(Format format) { return integer_unit(format) != 0; }
 
 // Integer formats differ in bits and zero point alone: if a call passes these as numbers, one kernel serves all.
 LOWBIT_ALWAYS_INLINE constexpr Format integers_as_int8(Format format) {

@@ -17,12 +17,13 @@ constexpr bool stays_float(XFormat activations) {
   return activations == XFormat::floating || activations == XFormat::float8_row;
 }
 
-// Whether a weight of this format accepts such activations: int8 needs an integer format, float8 needs float8.
+// Whether a weight of this format accepts such activations: int8 needs integers, as codes or as levels, float8 needs
+// float8.
 constexpr bool goes_with(XFormat activations, Format weight) {
   switch (activations) {
     case XFormat::floating: return true;
     case XFormat::float8_row: return weight == Format::fp8_e4m3;
-    default: return is_integer(weight);
+    default: return has_integer_values(weight);
   }
 }
 

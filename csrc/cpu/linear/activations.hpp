@@ -46,9 +46,9 @@ struct Sums {
 };
 
 // One sum of one row. It contributes w_scale * (scale * dot + zero + w_zero * minus_sum) to the product, dot = sum over
-// its k of code * q: zero = -8 * scale * sum(q) for symmetric int4, else 0; minus_sum = -scale * sum(q) for asymmetric
-// weights, else 0; start = -128 * sum(q) if int8 codes are multiplied unsigned, so that the int32 dot is exact for the
-// signed code.
+// its k of code * q. scale: of the activations, times the unit of the weight's integers. zero = -8 * scale * sum(q) for
+// symmetric int4, else 0; minus_sum = -scale * sum(q) for asymmetric weights, else 0; start = -offset * sum(q) if codes
+// are multiplied plus an offset, int8 as unsigned numbers and levels: so the int32 dot is exact for the signed code.
 struct RowSum {
   float scale, zero, minus_sum;
   int32_t start;
@@ -92,10 +92,11 @@ LOWBIT_INLINE void quantize_row(const WeightSpec& spec, XFormat format, const fl
       sum_q -= q[i], q[i] = 0;  // padding must contribute nothing, rather than x = 0
     const float scaled_sum = range.scale * static_cast<float>(sum_q);
     const bool int4 = spec.format == Format::int4;
-    rows.sums[(row / rows.tile * rows.sum_count + s) * rows.tile + row % rows.tile] = {.scale = range.scale,
-                                           .zero = int4 && !spec.asymmetric ? -8.0f * scaled_sum : 0.0f,
-                                           .minus_sum = spec.asymmetric ? -scaled_sum : 0.0f,
-                                           .start = -Dot::kOffset * sum_q};
+    rows.sums[(row / rows.tile * rows.sum_count + s) * rows.tile + row % rows.tile] = {
+        .scale = range.scale * integer_unit(spec.format),
+        .zero = int4 && !spec.asymmetric ? -8.0f * scaled_sum : 0.0f,
+        .minus_sum = spec.asymmetric ? -scaled_sum : 0.0f,
+        .start = -Dot::kOffset * sum_q};
   }
   if constexpr (sizeof(Step) == 2) {  // widens in place, from the end: k 0, 2, 1, 3
     int16_t* wide = reinterpret_cast<int16_t*>(q);

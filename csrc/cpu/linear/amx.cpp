@@ -42,7 +42,7 @@ std::string_view refuses_gather(const GatherLinearArgs& args) {
 const Family& family_of_codes(const WeightSpec& spec, XFormat, DType, int64_t rows) {
   const Family* family = nullptr;
   with_format(spec.format, [&]<Format kFormat>() {
-    if constexpr (is_integer(kFormat))
+    if constexpr (has_integer_values(kFormat))
       family = rows < kMinRows ? &kFamily<CodeRows<read_as(kFormat)>> : &kFamily<TiledCodeRows<read_as(kFormat)>>;
   });
   return *family;
@@ -78,7 +78,7 @@ constexpr Kernel<ExpertsArgs> kExpertsRows[] = {
 template <Format kFormat, const std::string_view& kOfCodes, const std::string_view& kOfFloats,
           const std::string_view& kGatherCodes, const std::string_view& kGatherFloats>
 void add_format_rows(Backend& backend) {
-  if constexpr (is_integer(kFormat)) {
+  if constexpr (has_integer_values(kFormat)) {
     constexpr Format kRead = read_as(kFormat);
     static constexpr Kernel<LinearArgs> row{kOfCodes, refuses<kFormat, false>, linear_by<TiledCodeRows<kRead>>};
     static constexpr Kernel<GatherLinearArgs> gather_row{kGatherCodes, refuses_gather<kFormat, false>,

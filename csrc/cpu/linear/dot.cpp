@@ -28,7 +28,7 @@ void run_linear(const LinearArgs& args) {
 const Family& family_of(const WeightSpec& spec, XFormat, DType, int64_t rows) {
   const Family* family = nullptr;
   with_format(spec.format, [&]<Format kFormat>() {
-    if constexpr (is_integer(kFormat)) family = &kFamily<CodeRows<read_as(kFormat)>>;
+    if constexpr (has_integer_values(kFormat)) family = &kFamily<CodeRows<read_as(kFormat)>>;
     if constexpr (is_semi_sparse(kFormat))
       if (rows < kExpandRows) family = &kFamily<SemiSparseRows>;
   });
@@ -54,7 +54,7 @@ constexpr Kernel<ExpertsArgs> kExpertsRows[] = {{LOWBIT_ROW("experts_int8"), ref
 
 template <Format kFormat, const std::string_view& kLinear, const std::string_view& kGatherLinear>
 void add_format_rows(Backend& backend) {
-  if constexpr (is_integer(kFormat)) {
+  if constexpr (has_integer_values(kFormat)) {
     static constexpr Kernel<LinearArgs> row{kLinear, refuses<kFormat, LinearArgs>, run_linear<kFormat>};
     static constexpr Kernel<GatherLinearArgs> gather_row{kGatherLinear, refuses<kFormat, GatherLinearArgs>,
                                                          run_gather_linear};

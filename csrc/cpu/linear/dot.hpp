@@ -1,10 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// Integer micro-kernel: rows of int8 activations times panels of int8 or int4 codes. Within a group of k (or a stretch
+// Integer micro-kernel: rows of int8 activations times panels of int8 or int4 codes, or of 4-bit codes of levels that
+// are integers times a unit, which the scales of the activations carry. Within a group of k (or a stretch
 // of k without groups) the product is exact in int32; the float operations
 //   t = dot * scale [ + zero | - w_zero * sum, rounded once ];  result = fma(t, w_scale, result)
 // are the same on every instruction set, so all rows give the same bits.
 #pragma once
 
+#include "cpu/dot_levels.hpp"
 #include "cpu/linear/activations.hpp"
 #include "cpu/linear/schedule.hpp"
 
@@ -15,15 +17,35 @@ constexpr int64_t kStepsPerHalf = 8;
 constexpr int64_t kExpandRows = 16;
 
 template <Format kFormat>
-using DotOf = std::conditional_t<kFormat == Format::int4, Dot4, Dot8>;
-// int4 panel by panel is prefetched as the processor likes it. Several panels at once are in four streams.
-template <Format kFormat, int kPanels>
-using AheadOf = std::conditional_t<kFormat == Format::int4 && kPanels == 1, Int4Ahead, Ahead>;
+constexpr bool kNibbles = bits(kFormat) == 4;
+template <Format kFormat>
+consteval auto dot_of() {
+  if constexpr (kFormat == Format::int4) return Dot4{};
+  else if constexpr (kNibbles<kFormat>) return DotLevels<kFormat>{};
+  else return Dot8{};
+}
+template <Format kFormat>
+using DotOf = decltype(dot_of<kFormat>());
 
-// The address of a half's first code: two halves of int4 share their bytes.
+// The steps that an accumulator holds whatever the codes are: the largest of levels are 2 * kOffset.
+template <Format kFormat>
+consteval int steps_in_sum() {
+  if constexpr (kNibbles<kFormat>) {
+    constexpr int kLargest = DotOf<kFormat>::kOffset ? 2 * DotOf<kFormat>::kOffset : code_max(kFormat);
+    return kStepsPerHalf * Dot4::kInt16 * kLargest * 127 > INT16_MAX ? kStepsPerHalf / 2 : kStepsPerHalf;
+  } else {
+    return kStepsPerHalf;
+  }
+}
+
+// Nibbles panel by panel are prefetched as the processor likes it. Several panels at once are in four streams.
+template <Format kFormat, int kPanels>
+using AheadOf = std::conditional_t<kNibbles<kFormat> && kPanels == 1, NibblesAhead, Ahead>;
+
+// The address of a half's first code: two halves of nibbles share their bytes.
 template <Format kFormat>
 LOWBIT_INLINE const uint8_t* half_at(const uint8_t* codes, int64_t half) {
-  return codes + (kFormat == Format::int4 ? half / 2 : half) * kStepsPerHalf * 64;
+  return codes + (kNibbles<kFormat> ? half / 2 : half) * kStepsPerHalf * 64;
 }
 
 // A line of codes in one load, where load_codes has two on AVX-512: rows that have products enough to wait for gain 1.1
@@ -32,14 +54,14 @@ LOWBIT_INLINE u8x64 load_line(const uint8_t* step) {
   return __builtin_bit_cast(u8x64, load_i32(reinterpret_cast<const int32_t*>(step)));
 }
 
-// The codes of one step; kHigh: an odd half, which int4 stores in the high nibbles.
+// The codes of one step; kHigh: an odd half, which is in the high nibbles.
 template <Format kFormat, bool kHigh, bool kWhole = false>
 LOWBIT_INLINE auto dot_codes(const uint8_t* step) {
   if constexpr (kFormat == Format::int8) {
     return Dot8::codes(load_codes(step));
   } else {
     const u8x64 line = kWhole ? load_line(step) : load_codes(step);
-    return kHigh ? Dot4::high(line) : Dot4::low(line);
+    return kHigh ? DotOf<kFormat>::high(line) : DotOf<kFormat>::low(line);
   }
 }
 
@@ -82,47 +104,52 @@ LOWBIT_INLINE void dot_half(const PanelView* panels, const typename DotOf<kForma
   constexpr int kChains = kRows * kPanels * Dot::kChains <= 8 ? Dot::kChains
                           : kRows * kPanels <= 4              ? smaller(2, Dot::kChains)
                                                               : 1;
-  typename Dot::Acc acc[kChains][kRows][kPanels];
-#pragma GCC unroll 4
-  for (int chain = 0; chain < kChains; chain++)
-#pragma GCC unroll 16
-    for (int r = 0; r < kRows; r++)
-#pragma GCC unroll 4
-      for (int p = 0; p < kPanels; p++) acc[chain][r][p] = Dot::start(chain ? set1(int32_t{0}) : total[r][p]);
   const uint8_t* packed[kPanels];
   const typename Dot::Codes* wide[kPanels];
   for (int p = 0; p < kPanels; p++) {
     packed[p] = half_at<kFormat>(panels[p].codes, half);
     wide[p] = kExpanded ? expanded + p * expanded_stride + half * kSteps : nullptr;
   }
-#pragma GCC unroll 8
-  for (int step = 0; step < kSteps; step++) {
-    if constexpr (!kExpanded && !kHigh)
-      for (int p = 0; p < kPanels; p++) ahead[p].fetch(step);
-    typename Dot::Codes codes[kPanels];
+  constexpr int kSum = smaller(kSteps, steps_in_sum<kFormat>());
+#pragma GCC unroll 2
+  for (int first = 0; first < kSteps; first += kSum) {
+    typename Dot::Acc acc[kChains][kRows][kPanels];
 #pragma GCC unroll 4
-    for (int p = 0; p < kPanels; p++)
-      codes[p] = kExpanded ? wide[p][step]
-                           : dot_codes<kFormat, kHigh, kRows != 1 && kPanels == 1>(packed[p] + step * 64);
+    for (int chain = 0; chain < kChains; chain++)
+#pragma GCC unroll 16
+      for (int r = 0; r < kRows; r++)
+#pragma GCC unroll 4
+        for (int p = 0; p < kPanels; p++) acc[chain][r][p] = Dot::start(chain ? set1(int32_t{0}) : total[r][p]);
+#pragma GCC unroll 8
+    for (int step = first; step < first + kSum; step++) {
+      if constexpr (!kExpanded && !kHigh)
+        for (int p = 0; p < kPanels; p++) ahead[p].fetch(step);
+      typename Dot::Codes codes[kPanels];
+#pragma GCC unroll 4
+      for (int p = 0; p < kPanels; p++)
+        codes[p] = kExpanded ? wide[p][step]
+                             : dot_codes<kFormat, kHigh, kRows != 1 && kPanels == 1>(packed[p] + step * 64);
+#pragma GCC unroll 16
+      for (int r = 0; r < kRows; r++)
+#pragma GCC unroll 4
+        for (int p = 0; p < kPanels; p++) {
+          auto& sum = acc[step % kChains][r][p];
+          sum = Dot::step(sum, codes[p], a[r] + (half * kSteps + step) * 4);
+        }
+    }
 #pragma GCC unroll 16
     for (int r = 0; r < kRows; r++)
 #pragma GCC unroll 4
       for (int p = 0; p < kPanels; p++) {
-        auto& sum = acc[step % kChains][r][p];
-        sum = Dot::step(sum, codes[p], a[r] + (half * kSteps + step) * 4);
+        const bool begins = kOneHalf && !Dot::kOffset && first == 0;
+        total[r][p] = Dot::finish(begins ? set1(int32_t{0}) : total[r][p], acc[0][r][p]);
+#pragma GCC unroll 4
+        for (int chain = 1; chain < kChains; chain++)
+          total[r][p] = add(total[r][p], Dot::finish(set1(int32_t{0}), acc[chain][r][p]));
       }
   }
   if constexpr (!kExpanded && !kHigh)
     for (int p = 0; p < kPanels; p++) ahead[p].advance(panels[p], kStepsPerHalf * 64);
-#pragma GCC unroll 16
-  for (int r = 0; r < kRows; r++)
-#pragma GCC unroll 4
-    for (int p = 0; p < kPanels; p++) {
-      total[r][p] = Dot::finish(kOneHalf && !Dot::kOffset ? set1(int32_t{0}) : total[r][p], acc[0][r][p]);
-#pragma GCC unroll 4
-      for (int chain = 1; chain < kChains; chain++)
-        total[r][p] = add(total[r][p], Dot::finish(set1(int32_t{0}), acc[chain][r][p]));
-    }
 }
 
 // The codes of panels from expand_panel, `stride` apart, or null. ahead_lines cache lines from `ahead` on are
@@ -151,7 +178,7 @@ void dot_tile(const PackedWeight& weight, const Int8Rows<typename DotOf<kFormat>
   for (int p = 0; p < kPanels; p++) {
     panels[p] = view_panel(spec, weight.data, panel + (p < count ? p : 0));
     const uint8_t* const ahead = expanded.ahead + p * spec.panel_bytes();
-    if constexpr (!kExpanded && kFormat == Format::int4 && kPanels == 1) next[p] = Int4Ahead(spec, panels[p], ahead);
+    if constexpr (!kExpanded && kNibbles<kFormat> && kPanels == 1) next[p] = NibblesAhead(spec, panels[p], ahead);
     else if constexpr (!kExpanded) next[p] = Ahead(spec, panels[p], ahead, in_four_streams<kFormat>(spec, true));
   }
   const typename Dot::Step* a[kRows];
@@ -172,7 +199,7 @@ void dot_tile(const PackedWeight& weight, const Int8Rows<typename DotOf<kFormat>
       for (int p = 0; p < kPanels; p++) total[r][p] = set1(Dot::kOffset ? sums[r][s].start : 0);
     do {
       for (int64_t line = 0; kExpanded && line < expanded.ahead_lines; line++, ahead += 64) __builtin_prefetch(ahead);
-      if (kFormat == Format::int4 && !kExpanded && half % 2)
+      if (kNibbles<kFormat> && !kExpanded && half % 2)
         dot_half<kFormat, true, kExpanded, kOneHalf, kSteps, kRows, kPanels>(panels, expanded.codes, expanded.stride,
                                                                              half, a, next, total);
       else
@@ -206,6 +233,7 @@ struct CodeRows {
   using Step = typename Dot::Step;
   using Codes = typename Dot::Codes;
   static constexpr int64_t kPass = 512, kPiece = 8;
+  static constexpr bool kSixteens = kFormat == Format::int8 || kStepK<kFormat> == kHalfK / 2;  // groups of 16
   static constexpr PanelCut kCut{.at_once = kDotPanels};
 
   XView x;
@@ -233,7 +261,7 @@ struct CodeRows {
   void multiply(const PackedWeight& weight, const Sink& sink, Span block, Span panels) const {
     const WeightSpec& spec = weight.spec;
     const int64_t steps = panel_steps(spec);
-    const bool expand = block.count() >= kExpandRows || is_unpacked(spec.format);
+    const bool expand = block.count() >= kExpandRows || is_unpacked(spec.format) || spec.group_size == kHalfK / 2;
     const Scratch memory(expand ? kDotPanels * steps * static_cast<int64_t>(sizeof(Codes)) : 0);
     Codes* const expanded = expand ? memory.as<Codes>() : nullptr;
     const int64_t at_once = expand || !alone(block.count()) ? kDotPanels : 1;
@@ -249,7 +277,7 @@ struct CodeRows {
  private:
   // Whether panels that are not expanded are read one at a time: one row wants one sequential stream (VNNI, one thread,
   // 28 -> 39 GB/s), and so does what is prefetched in one (W4A8, m = 2 to 6: 1.1 to 1.3 times, Zen 4).
-  static bool alone(int64_t rows) { return rows == 1 || (kFormat == Format::int4 && reads_through_l2()); }
+  static bool alone(int64_t rows) { return rows == 1 || (kNibbles<kFormat> && reads_through_l2()); }
   static int64_t panel_steps(const WeightSpec& spec) {
     return spec.padded_k() / kHalfK * kStepsPerHalf;  // codes in planes fill whole tiles
   }
@@ -279,16 +307,16 @@ struct CodeRows {
         const bool one_half = spec.group_size == kHalfK;
         if (!expanded) {
           const auto stream = [&](auto kPanels) {
-            if constexpr (kFormat == Format::int4 && kPanels == 1)
+            if constexpr (kNibbles<kFormat> && kPanels == 1)
               if (one_half) return run(no, kPanels, yes, whole);
             run(no, kPanels, no, whole);
           };
-          if constexpr (kFormat == Format::int4 || kRows == 1)
+          if constexpr (kNibbles<kFormat> || kRows == 1)
             if (alone(block.count())) return stream(one);
           stream(several);
-        } else if constexpr (2 * kRows >= kDotRows || kFormat == Format::int8) {
+        } else if constexpr (2 * kRows >= kDotRows || kSixteens) {
           // No tile of kExpandRows or more rows is lower; codes in planes, read as int8, are always expanded.
-          if constexpr (kFormat == Format::int8)
+          if constexpr (kSixteens)
             if (spec.group_size == 16)
               return run(yes, several, yes, std::integral_constant<int, kStepsPerHalf / 2>{});
           one_half ? run(yes, several, yes, whole) : run(yes, several, no, whole);

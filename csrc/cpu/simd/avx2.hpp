@@ -17,7 +17,7 @@ struct Dot4 : NibbleCodes {
   struct Acc { __m256i lo, hi; };  // accumulators in int16
   using Step = int8_t;
   static constexpr int kChains = 1;
-  static constexpr int kOffset = 0;
+  static constexpr int kOffset = 0, kInt16 = 2;
   LOWBIT_INLINE static Acc start(i32x16) { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
   LOWBIT_INLINE static Acc step(Acc acc, const Codes& c, const int8_t* a) {
     const __m256i b = _mm256_set1_epi32(*reinterpret_cast<const int32_t*>(a));

@@ -285,6 +285,10 @@ LOWBIT_INLINE f32x8 half_sums(i32x16 a, i32x16 b, i32x16 c, i32x16 d) {
 
 LOWBIT_INLINE u8x64 load_codes(const uint8_t* p) { return {load_ymm(p), load_ymm(p + 32)}; }
 LOWBIT_INLINE i32x16 words_of(u8x64 c) { return {c.lo, c.hi}; }
+LOWBIT_INLINE u8x64 lookup16(const uint8_t* table, u8x64 codes) {
+  const __m256i all = _mm256_broadcastsi128_si256(load_xmm(table));
+  return {_mm256_shuffle_epi8(all, codes.lo), _mm256_shuffle_epi8(all, codes.hi)};
+}
 template <int at>
 LOWBIT_INLINE __m256
 int8_value(__m256i codes) {  // xor makes bytes signed; then shift the byte to the top and down

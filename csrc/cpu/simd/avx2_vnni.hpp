@@ -16,7 +16,7 @@ struct Dot4 : NibbleCodes {
   using Acc = i32x16;
   using Step = int8_t;
   static constexpr int kChains = 1;
-  static constexpr int kOffset = 0;
+  static constexpr int kOffset = 0, kInt16 = 0;
   LOWBIT_INLINE static Acc start(i32x16 total) { return total; }
   LOWBIT_INLINE static Acc step(Acc acc, const Codes& c, const int8_t* a) {
     const __m256i b = _mm256_set1_epi32(*reinterpret_cast<const int32_t*>(a));

@@ -16,7 +16,7 @@ struct Dot4 : NibbleCodes {
   struct Acc { __m512i v; };  // accumulators in int16
   using Step = int8_t;
   static constexpr int kChains = 1;
-  static constexpr int kOffset = 0;
+  static constexpr int kOffset = 0, kInt16 = 2;
   LOWBIT_INLINE static Acc start(i32x16) { return {_mm512_setzero_si512()}; }
   LOWBIT_INLINE static Acc step(Acc acc, const Codes& c, const int8_t* a) {
     return {

@@ -209,6 +209,10 @@ LOWBIT_INLINE u8x64 load_codes(const uint8_t* p) {
   return {_mm512_inserti64x4(_mm512_castsi256_si512(lo), hi, 1)};
 }
 LOWBIT_INLINE i32x16 words_of(u8x64 c) { return {c.v}; }
+LOWBIT_INLINE u8x64 lookup16(const uint8_t* table, u8x64 codes) {
+  const __m128i entries = _mm_loadu_si128(reinterpret_cast<const __m128i*>(table));
+  return {_mm512_shuffle_epi8(_mm512_broadcast_i32x4(entries), codes.v)};
+}
 template <int at>
 LOWBIT_INLINE f32x16 int8_value(u8x64 c) {
   const __m512i s = _mm512_xor_si512(c.v, _mm512_set1_epi8(-128));

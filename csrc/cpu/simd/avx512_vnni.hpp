@@ -14,7 +14,7 @@ struct Dot4 : NibbleCodes {
   using Acc = i32x16;
   using Step = int8_t;
   static constexpr int kChains = 4;  // vpdpbusd has a latency of 4 to 5 cycles
-  static constexpr int kOffset = 0;
+  static constexpr int kOffset = 0, kInt16 = 0;
   LOWBIT_INLINE static Acc start(i32x16 total) { return total; }
   LOWBIT_INLINE static Acc step(Acc acc, const Codes& c, const int8_t* a) {
     return {_mm512_dpbusd_epi32(acc.v, c.v, _mm512_set1_epi32(*reinterpret_cast<const int32_t*>(a)))};

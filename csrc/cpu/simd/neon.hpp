@@ -26,7 +26,7 @@ struct Dot4 : NibbleCodes {
   struct Acc { int16x8_t q[8]; };
   using Step = int8_t;
   static constexpr int kChains = 1;
-  static constexpr int kOffset = 0;
+  static constexpr int kOffset = 0, kInt16 = 1;
   LOWBIT_INLINE static int16x8_t lower(int16x8_t sum, uint8x16_t codes, int8x16_t x) {
     return vmlal_s8(sum, vget_low_s8(vreinterpretq_s8_u8(codes)), vget_low_s8(x));
   }

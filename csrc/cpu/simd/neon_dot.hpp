@@ -16,7 +16,7 @@ struct Dot4 : NibbleCodes {
   using Acc = i32x16;
   using Step = int8_t;
   static constexpr int kChains = 2;
-  static constexpr int kOffset = 0;
+  static constexpr int kOffset = 0, kInt16 = 0;
   LOWBIT_INLINE static int32x4_t add_products(int32x4_t sum, uint8x16_t codes, int8x8_t x) {
     return vdotq_lane_s32(sum, vreinterpretq_s8_u8(codes), x, 0);
   }

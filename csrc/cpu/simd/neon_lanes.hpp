@@ -196,6 +196,11 @@ LOWBIT_INLINE u8x64 load_codes(const uint8_t* p) {
   return {{vld1q_u8(p), vld1q_u8(p + 16), vld1q_u8(p + 32), vld1q_u8(p + 48)}};
 }
 LOWBIT_INLINE i32x16 words_of(u8x64 c) { return LOWBIT_EACH(vreinterpretq_s32_u8, c); }
+LOWBIT_INLINE u8x64 lookup16(const uint8_t* table, u8x64 codes) {
+  const uint8x16_t all = vld1q_u8(table);
+  return {{vqtbl1q_u8(all, codes.q[0]), vqtbl1q_u8(all, codes.q[1]), vqtbl1q_u8(all, codes.q[2]),
+           vqtbl1q_u8(all, codes.q[3])}};
+}
 LOWBIT_INLINE int8x16_t from_128(uint8x16_t codes) {  // as signed numbers, which count from 0
   return vreinterpretq_s8_u8(veorq_u8(codes, vdupq_n_u8(0x80)));
 }

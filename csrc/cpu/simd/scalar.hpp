@@ -320,6 +320,10 @@ LOWBIT_INLINE void store_four_rows(float* to, int64_t stride, f32x8 a) {
 // float, times 2^shift(at).
 LOWBIT_INLINE u8x64 load_codes(const uint8_t* p) { u8x64 r; std::memcpy(&r, p, 64); return r; }
 LOWBIT_INLINE i32x16 words_of(u8x64 c) { i32x16 r; std::memcpy(&r, &c, 64); return r; }
+LOWBIT_INLINE u8x64 lookup16(const uint8_t* table, u8x64 codes) {  // 16 entries, by codes below 16
+  for (auto& b : codes.lane) b = table[b];
+  return codes;
+}
 template <int at>
 LOWBIT_INLINE f32x16 int8_value(u8x64 codes) {  // code - 128
   f32x16 r;
@@ -349,6 +353,7 @@ struct Dot4 {
   using Step = int8_t;  // element of the packed activations; 4 per step
   static constexpr int kChains = 1;  // independent accumulators, to hide the latency of step()
   static constexpr int kOffset = 0;  // int32 accumulators start at -kOffset * sum(a)
+  static constexpr int kInt16 = 0;  // products that a step adds into one int16 accumulator; 0: they are int32
   LOWBIT_INLINE static Codes low(u8x64 c) { for (auto& b : c.lane) b &= 15; return c; }
   LOWBIT_INLINE static Codes high(u8x64 c) { for (auto& b : c.lane) b >>= 4; return c; }
   LOWBIT_INLINE static Acc start(i32x16 total) { return total; }

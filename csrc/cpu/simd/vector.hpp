@@ -85,6 +85,7 @@ template <class Codes, class Floats, class Byte = uint8_t>
 concept CodesOfWeights = requires(Codes c, Byte* b) {
   { load_codes(b) } -> std::same_as<Codes>;
   words_of(load_codes(b));
+  { lookup16(b, c) } -> std::same_as<Codes>;
   { int8_value<0>(c) } -> std::same_as<Floats>;
   { int8_value<3>(c) } -> std::same_as<Floats>;
   { int4_value<0>(c) } -> std::same_as<Floats>;
@@ -139,6 +140,7 @@ template <class Dot, class Codes>
 concept DotOfNibbles = requires(Codes c) {
   { Dot::low(c) } -> std::same_as<typename Dot::Codes>;
   { Dot::high(c) } -> std::same_as<typename Dot::Codes>;
+  requires Dot::kInt16 >= 0;
 };
 template <class Dot, class Codes>
 concept DotOfBytes = requires(Codes c) {

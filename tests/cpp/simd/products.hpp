@@ -7,6 +7,10 @@
 namespace {
 
 void check_codes() {
+  alignas(64) static const auto table = made<uint8_t, 16>([](int i) { return 255 - 3 * i; });
+  whole(Function<u8x64(u8x64)>{"lookup16 u8x64(const uint8_t*, u8x64)",
+                               [](u8x64 codes) { return lookup16(table.data(), Dot4::low(codes)); }},
+        [](const auto& codes) { return made<uint8_t, 64>([&](int i) { return 255 - 3 * low_nibble(codes[i]); }); });
   for_each_number<4>([](auto n) {
     constexpr int kAt = n;
     whole(FUNCTION(int8_value<kAt>, f32x16(u8x64)), [](const auto& codes) {

@@ -50,10 +50,7 @@ class BlockType:
     asymmetric: bool = False
 
     def spec(self, activations: str) -> LinearSpec:
-        """Return the weight format with "int8_group" or "float" activations. Formats with levels take float activations
-        only."""
-        if _C.FORMAT_FACTS[self.format]["kind"] != "integer":
-            activations = "float"
+        """Return the weight format with "int8_group" or "float" activations."""
         mapping = "asymmetric" if self.asymmetric else "symmetric"
         return LinearSpec(self.format, self.group_size, self.asymmetric, activations, mapping)
 

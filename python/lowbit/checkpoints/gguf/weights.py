@@ -42,7 +42,7 @@ class StateReader:
     Args:
         file: the file.
         model: a model on the meta device, created from the configuration in the file.
-        activations: "int8" rounds the activations of layers with integer codes, "float" those of none.
+        activations: "int8" rounds the activations of layers with packed weights, "float" those of none.
 
     Raises:
         ValueError: a tensor has no counterpart in the model, or a type or shape that its layer does not support; a
