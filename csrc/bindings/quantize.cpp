@@ -33,6 +33,13 @@ void repack_into(py::handle packed, int64_t layout_, py::handle out, int64_t out
           .out = *to});
 }
 
+void pack_mxfp4_into(py::handle codes, py::handle scales, bool halves, py::handle out) {
+  const TensorArgument from(codes, "pack_mxfp4: codes"), of(scales, "pack_mxfp4: scales"),
+      to = output(out, "pack_mxfp4: out");
+  const py::gil_scoped_release nogil;
+  pack_mxfp4({.codes = *from, .scales = *of, .halves = halves}, *to);
+}
+
 bool is_all_finite(py::handle tensor) {
   const TensorArgument argument(tensor, "all_finite: tensor");
   const py::gil_scoped_release nogil;
@@ -93,6 +100,17 @@ Returns:
   m.def("repack", repack_into, arg("packed"), arg("layout"), arg("out"), arg("out_layout"), arg("n"), arg("k"),
         arg("format"), arg("group_size"), arg("asymmetric"),
         "Write a packed weight in another layout; codes, scales and zero points keep every bit.");
+  m.def("pack_mxfp4", pack_mxfp4_into, arg("codes"), arg("scales"), arg("halves"), arg("out"),
+        R"(Write blocks of MXFP4 as a packed weight [n, k] of fp4_e2m1 in groups of 32.
+
+Args:
+    codes: uint8 ``[n, k / 32, 16]``, two codes in a byte; rows and blocks may lie apart.
+    scales: uint8 ``[n, k / 32]``, the exponents of powers of two, plus 127; likewise.
+    halves: whether the low nibbles of a block are its first half, as in GGUF; else two neighbours share a byte.
+    out: uint8 in the shape of the packed weight in the layout of the kernels, contiguous: written.
+
+Raises:
+    ValueError: a scale is 255 (nan), or a shape differs.)");
   m.def("all_finite", is_all_finite, arg("tensor"),
         "Return True if a float32, bfloat16 or float16 tensor has no inf and no nan.");
 }

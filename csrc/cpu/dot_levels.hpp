@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Integer products of 4-bit codes of levels that are integers times a unit (formats/codec.hpp). Include after a header of
-// cpu/simd/.
+// Integer products of 4-bit codes of levels that are integers times a unit (formats/codec.hpp). Include after a header
+// of cpu/simd/.
 #pragma once
 
 #include "formats/list.hpp"

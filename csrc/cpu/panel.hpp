@@ -139,8 +139,8 @@ class AheadInL2 {
   int64_t jump_;
 };
 
-// How nibbles are prefetched for integer products: through L2 on AMD, in four streams on Intel, where L2 was not tried. On
-// Zen 5 L2 takes 0.8 to 0.95 of the time of four streams at m = 1 to 6, and is level from 8 rows on (two threads).
+// How nibbles are prefetched for integer products: through L2 on AMD, in four streams on Intel, where L2 was not tried.
+// On Zen 5 L2 takes 0.8 to 0.95 of the time of four streams at m = 1 to 6, and is level from 8 rows on (two threads).
 class NibblesAhead {
  public:
   LOWBIT_INLINE NibblesAhead() = default;

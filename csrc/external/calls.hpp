@@ -71,6 +71,8 @@ std::string_view not_offered(const Args& args) {
   else if constexpr (requires { args.score_mod; }) return args.score_mod || args.mask_mod ? kPrograms : "";
   else if constexpr (requires { args.low_rank; })
     return args.low_rank ? "rows of third parties are not given an adapter's product of low rank" : "";
+  else if constexpr (requires { args.blocks; })
+    return args.blocks ? "rows of third parties are not given blocks of MXFP4" : "";
   else if constexpr (requires { args.corrections; })
     return args.corrections.empty() ? "" : "rows of third parties are not given corrections of parameters";
   else return "";

@@ -59,6 +59,25 @@ void repack(RepackArgs args) {
   run(args);
 }
 
+void pack_mxfp4(Mxfp4Blocks blocks, const TensorView& out) {
+  constexpr std::string_view op = "pack_mxfp4";
+  const Place place = place_of(op, {{"codes", blocks.codes}, {"scales", blocks.scales}, {"out", out}});
+  for (const auto& [name, tensor] : {std::pair{"codes", &blocks.codes}, std::pair{"scales", &blocks.scales}})
+    check(tensor->dtype == DType::uint8, type, op, ": ", name, " must be uint8, got ", name_of(tensor->dtype));
+  const TensorView &codes = blocks.codes, &scales = blocks.scales;
+  check(codes.rank == 3 && codes.size(2) == 16 && codes.stride[2] == 1, value, op,
+        ": codes must have shape [n, k / 32, 16] with 16 neighbouring bytes, got ", shape_text(codes));
+  check(scales.rank == 2 && scales.size(0) == codes.size(0) && scales.size(1) == codes.size(1), value, op,
+        ": scales must have shape [", codes.size(0), ", ", codes.size(1), "], as codes, got ", shape_text(scales));
+  const auto format = static_cast<int64_t>(Format::fp4_e2m1);
+  const WeightSpec spec = weight_spec(op, codes.size(0), 32 * codes.size(1), format, 32, false);
+  check_weight(op, out, spec);
+  bool nan = false;
+  blocks.nan = &nan;
+  run(RepackArgs{.place = place, .spec = spec, .packed = {}, .out = out, .blocks = blocks});
+  check(!nan, value, op, ": every scale must be finite, got 255 (nan)");
+}
+
 DequantizeArgs dequantize_args(const TensorView& weight, const WeightSpec& spec, DType dtype) {
   check_weight("dequantize", weight, spec);
   check(is_activation(dtype), type, "dequantize: the result must be float32, bfloat16 or float16, got ",
@@ -110,7 +129,8 @@ Call describe(const QuantizeArgs& args) {
 }
 
 Call describe(const RepackArgs& args) {
-  return Call{.read = bytes_of(args.packed), .written = bytes_of(args.out)}.with(args.packed, args.out);
+  const TensorView& from = args.blocks ? args.blocks.codes : args.packed;
+  return Call{.read = bytes_of(from) + bytes_of(args.blocks.scales), .written = bytes_of(args.out)}.with(from, args.out);
 }
 
 Call describe(const DequantizeArgs& args) {

@@ -41,7 +41,18 @@ struct QuantizeArgs {
   LOWBIT_INLINE bool searches() const { return scale == ScaleChoice::search; }
 };
 
-// A packed weight from one layout (formats/layout.hpp) to another.
+// A weight of MXFP4 (OCP Microscaling 1.0) as files store it: blocks of 32 e2m1 codes of a row, each with a power of
+// two.
+struct Mxfp4Blocks {
+  TensorView codes{};   // uint8 [n, k / 32, 16], two codes in a byte; rows and blocks may lie apart
+  TensorView scales{};  // uint8 [n, k / 32], e8m0: 2^(scale - 127); likewise
+  bool halves = false;  // the low nibbles of a block are its first half (GGUF); else two neighbours share a byte
+  bool* nan = nullptr;  // written: whether a scale is 255
+
+  explicit operator bool() const { return static_cast<bool>(codes); }
+};
+
+// A packed weight from one layout (formats/layout.hpp) to another, or from blocks to the layout of the kernels.
 struct RepackArgs {
   Place place{};
   WeightSpec spec;
@@ -49,6 +60,7 @@ struct RepackArgs {
   TensorView packed;  // uint8, in the shape of its layout, contiguous
   TensorView out;     // likewise: written
   Sections from{}, to{};  // sections of the layouts, set by repack()
+  Mxfp4Blocks blocks{};   // in place of `packed`
 };
 
 // A whole weight as float32 [n, k], or the rows named by `indices`: out[i, :] = w[indices[i], :], from any layout,
@@ -77,6 +89,8 @@ LOWBIT_API Distortion quantize(const TensorView& weight, const TensorView& packe
 LOWBIT_API Layout layout(std::string_view op, int64_t number);
 LOWBIT_API Sections sections(Layout layout, const WeightSpec& spec);
 LOWBIT_API void repack(RepackArgs args);
+// Packs fp4_e2m1 in groups of 32. A block is exact if its scale is within 2^39 of the largest of its row, and 0 else.
+LOWBIT_API void pack_mxfp4(Mxfp4Blocks blocks, const TensorView& out);
 // Checks all arguments but `out`.
 LOWBIT_API DequantizeArgs dequantize_args(const TensorView& weight, const WeightSpec& spec, DType dtype);
 // Checks the arguments of a look-up; the look-up itself raises an error for an index outside 0..n-1.

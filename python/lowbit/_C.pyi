@@ -99,6 +99,7 @@ def quantize(weight: _Tensor, packed: _Tensor, format: int, group_size: int, asy
              scale: int = 0, importance: _Tensor | None = None) -> tuple[float, float, float]: ...  # fmt: skip
 def repack(packed: _Tensor, layout: int, out: _Tensor, out_layout: int, n: int, k: int, format: int, group_size: int,
            asymmetric: bool) -> None: ...  # fmt: skip
+def pack_mxfp4(codes: _Tensor, scales: _Tensor, halves: bool, out: _Tensor) -> None: ...
 def all_finite(tensor: _Tensor) -> bool: ...
 
 class OptimStep:

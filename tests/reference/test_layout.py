@@ -6,6 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 from settings import forced
+from torch import Tensor
 
 from lowbit import _C, force_kernel, testing
 from lowbit.reference import layout
@@ -97,6 +98,53 @@ def test_repacking_keeps_every_bit_and_gives_the_bytes_of_the_reference(row: str
                     middle = testing.repack(rows, "row-major", name, *weight)
                     assert torch.equal(testing.repack(middle, name, "row-major", *weight), rows)
                     assert torch.equal(testing.repack(middle, name, "x86-panel-16x64", *weight), panels)
+
+
+def mxfp4_blocks(codes: Tensor, scales: Tensor, halves: bool) -> tuple[Tensor, Tensor]:
+    """Blocks ``[n, groups, 16]`` and their scales, apart from each other as in GGUF."""
+    first, second = codes.chunk(2, -1) if halves else (codes[..., ::2], codes[..., 1::2])
+    blocks = torch.cat([scales[..., None], first | second << 4], dim=-1)
+    return blocks[..., 1:], blocks[..., 0]
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("row", rows_of("repack"))
+def test_blocks_of_mxfp4_become_the_bytes_of_their_codes(row: str, subtests: pytest.Subtests) -> None:
+    for n, groups, halves in ((1, 1, False), (16, 2, True), (17, 3, False), (40, 5, True), (64, 64, False)):
+        with subtests.test(n=n, groups=groups, halves=halves), forced(row):
+            codes = torch.randint(0, 16, (n, groups, 32), dtype=torch.uint8)
+            scales = torch.randint(100, 124, (n, groups), dtype=torch.uint8)
+            packed = testing.empty_packed(n, 32 * groups, "fp4_e2m1", 32).fill_(255)
+            _C.pack_mxfp4(*mxfp4_blocks(codes, scales, halves), halves, packed)
+            scale = torch.exp2(scales.double() - 127).float()
+            assert torch.equal(packed, testing.pack_codes(codes.flatten(1), scale, None, "fp4_e2m1", 32))
+
+
+@pytest.mark.parametrize("scales, exact", [
+    ([254, 215], True), ([254, 214], False), ([39, 0], True), ([40, 0], False), ([0, 0], True), ([127, 103], True), ([127, 102], True),
+])  # fmt: skip
+def test_scales_of_mxfp4_within_2_39_of_the_largest_are_exact(scales: list[int], exact: bool) -> None:
+    codes, powers = torch.full((1, 2, 32), 2, dtype=torch.uint8), torch.tensor([scales], dtype=torch.uint8)
+    packed = testing.empty_packed(1, 64, "fp4_e2m1", 32)
+    _C.pack_mxfp4(*mxfp4_blocks(codes, powers, False), False, packed)
+    got = torch.ops.lowbit.dequantize(packed, 1, 64, _C.FORMATS["fp4_e2m1"], 32, False)[0, ::32].double()
+    wanted = torch.exp2(powers[0].double() - 127)
+    assert got[0] == wanted[0] and got[1] == (wanted[1] if exact else 0)
+
+
+@pytest.mark.parametrize("changes, error, text", [
+    (dict(scales=torch.full((17, 2), 255, dtype=torch.uint8)), ValueError, r"every scale must be finite, got 255 \(nan\)"),
+    (dict(scales=torch.zeros(17, 3, dtype=torch.uint8)), ValueError, r"scales must have shape \[17, 2\], as codes, got \[17, 3\]"),
+    (dict(scales=torch.zeros(17, 2)), TypeError, r"scales must be uint8, got float32"),
+    (dict(codes=torch.zeros(17, 2, 17, dtype=torch.uint8)), ValueError, r"codes must have shape \[n, k / 32, 16\].*, got \[17, 2, 17\]"),
+    (dict(codes=torch.zeros(17, 2, 32, dtype=torch.uint8)[..., ::2]), ValueError, ".*16 neighbouring bytes"),
+    (dict(out=torch.zeros(2, 100, dtype=torch.uint8)), ValueError, r"weight must have the packed shape \[2, \d+\].*, got \[2, 100\]"),
+])  # fmt: skip
+def test_pack_mxfp4_says_what_it_wanted(changes: dict[str, Tensor], error: type[Exception], text: str) -> None:
+    given = dict(codes=torch.zeros(17, 2, 16, dtype=torch.uint8), scales=torch.zeros(17, 2, dtype=torch.uint8),
+                 halves=False, out=testing.empty_packed(17, 64, "fp4_e2m1", 32))  # fmt: skip
+    with pytest.raises(error, match=f"pack_mxfp4: {text}"):
+        _C.pack_mxfp4(**given | changes)
 
 
 def test_zero_points_between_and_beyond_the_codes_stay_what_they_are() -> None:

@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// The row of the op repack: a packed weight from any layout to any other (formats/layout.hpp). Codes, scales and zero
-// points are preserved exactly. A task is 16 columns, which are whole rows in every layout.
+// The row of the op repack: a packed weight from any layout to any other (formats/layout.hpp), or from blocks of MXFP4.
+// Codes, scales and zero points are preserved exactly. A task is 16 columns, which are whole rows in every layout.
 #include LOWBIT_ISA_HEADER
 
 #include <type_traits>
 
 #include "core/parallel.hpp"
+#include "cpu/quantize/mxfp4.hpp"
 #include "cpu/rows.hpp"
 #include "formats/layout_codes.hpp"
 #include "ops/quantize.hpp"
@@ -31,17 +32,6 @@ LOWBIT_INLINE T copy_entry(const RepackArgs& args, int64_t Sections::*section, i
 template <Format kFormat, class From, class To>
 inline constexpr bool kIsNibbles = bits(kFormat) == 4 && !is_float(kFormat) && std::is_same_v<From, RowMajorLayout> &&
                                    std::is_same_v<To, PanelLayout>;
-
-// A tile's 64 codes of a column. Byte k of the 32 that the column has in the tile holds codes k and k + 32.
-LOWBIT_INLINE void repack_nibbles(const uint8_t* row, uint8_t* tile, int64_t column) {
-  static_assert(kTileK == 64 && kPanelColumns == 16);
-  for (int64_t at = 0; at < 16; at++) {
-    const int low = row[at], high = row[at + 16];
-    uint8_t* to = tile + at / 2 * NibbleTile::unit_bytes + column * 4 + at % 2 * 2;
-    to[0] = static_cast<uint8_t>((low & 15) | high << 4);
-    to[1] = static_cast<uint8_t>(low >> 4 | (high & 240));
-  }
-}
 
 // Scales, zero points and sum of a column of codes, with its padding along k.
 template <Format kFormat, class From, class To>
@@ -91,13 +81,15 @@ void repack_columns(const RepackArgs& args, int64_t first) {
     if constexpr (kIsNibbles<kFormat, From, To>) {
       uint8_t* codes = out + to.row(n) + to.codes;
       for (; k + kTileK <= k_end; k += kTileK)
-        repack_nibbles(in + from.row(n) + from.codes + k / 2, codes + k / 2 * kPanelColumns, n % kPanelColumns);
+        write_nibbles<false>(in + from.row(n) + from.codes + k / 2, in + from.row(n) + from.codes + k / 2 + 16,
+                             codes + k / 2 * kPanelColumns, n % kPanelColumns);
     }
     for (; k < k_end; k++) write_code<kFormat, To>(to, out, n, k, read_code<kFormat, From>(from, in, n, k));
   }
 }
 
 void run_repack(const RepackArgs& args) {
+  if (args.blocks) return pack_blocks(args);
   with_format(args.spec.format, [&]<Format kFormat>() {
     with_layout(args.layout, [&]<class From>() {
       with_layout(args.out_layout, [&]<class To>() {

@@ -112,6 +112,32 @@ def pack_stream(
     return repack_weight(rows, stored.in_layout("row-major"), stored.layout)
 
 
+def pack_mxfp4(
+    codes: Tensor, scales: Tensor, layout: str = _C.LAYOUT, *, halves: bool = False, rows: Tensor | None = None
+) -> Tensor:
+    """Return the packed weight of blocks of MXFP4: fp4_e2m1 in groups of 32.
+
+    Args:
+        codes: uint8 ``[n, k / 32, 16]``, or ``[experts, n, k / 32, 16]``: two codes in a byte. Rows and blocks may lie
+            apart.
+        scales: uint8 ``[n, k / 32]`` or ``[experts, n, k / 32]``, e8m0: 2 ** (scale - 127). One that is more than
+            2 ** 39 below the largest of its row becomes 0.
+        layout: the layout of the packed weight.
+        halves: whether the low nibbles of a block are its first half, as in GGUF; else two neighbours share a byte.
+        rows: the row of the blocks for each row of the weight; None for the same order.
+
+    Raises:
+        ValueError: a scale is 255 (nan).
+    """
+    *experts, n, groups = scales.shape
+    stored = StoredWeight(LinearSpec("fp4_e2m1", 32), n, 32 * groups, _C.LAYOUT, *experts)
+    packed = torch.empty(stored.shape, dtype=torch.uint8, device="cpu")
+    matrices = zip(codes.cpu(), scales.cpu(), packed, strict=True) if experts else [(codes.cpu(), scales.cpu(), packed)]
+    for of, scale, out in matrices:
+        _C.pack_mxfp4(*((of, scale) if rows is None else (of[rows], scale[rows])), halves, out)
+    return repack_weight(packed.to(codes.device), stored, layout)
+
+
 def levels_of(format: str) -> Tensor:
     """Return the levels of a lookup format, float32 ``[codes]``."""
     codes = torch.arange(_C.FORMAT_FACTS[format]["code_max"] + 1, dtype=torch.uint8, device="cpu")[None]

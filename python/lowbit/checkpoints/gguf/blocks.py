@@ -5,6 +5,7 @@ Each type is read into the format that has its codes. Some numbers are stored in
 (``d`` times 6 bits in K types) is rounded to a float16 fraction of the row's power of two. A minimum becomes a float16
 zero point, ``-minimum / scale``. So each weight is within 2^-11 of |w| + |minimum| of its value in GGUF; types without
 products and minimums are exact. The levels of IQ4 are integers; they are stored exactly, as int8, in twice the bytes.
+Blocks of MXFP4 are packed by the library, as they are.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from lowbit import _C
 from lowbit.formats.spec import LinearSpec
-from lowbit.quant.codes import CodedWeight, split_scale
+from lowbit.quant.codes import CodedWeight, pack_mxfp4, split_scale
 
 _IQ4 = torch.tensor([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], dtype=torch.int16)
 _FAR = 65504.0
@@ -43,10 +44,10 @@ class BlockType:
 
     format: str
     group_size: int
-    read: Callable[[Tensor], Groups]
+    read: Callable[[Tensor], Groups] | None
+    """The numbers in blocks; None: `_C.pack_mxfp4` packs them."""
     scales: str = "float16"
-    """The kind of scales: "float16" numbers, kept as they are; powers of two ("power"); or products of two numbers of
-    the block ("product")."""
+    """The kind of scales: "float16" numbers, kept as they are, or products of two numbers of the block ("product")."""
     asymmetric: bool = False
 
     def spec(self, activations: str) -> LinearSpec:
@@ -69,6 +70,9 @@ def pack_blocks(blocks: Tensor, type: BlockType, layout: str = _C.LAYOUT, column
         ValueError: a scale or a minimum is inf or nan, the scales of a row differ by more than 2^24, or a group is
             divided.
     """
+    if type.read is None:
+        blocks = blocks if columns is None else blocks[:, order_of_groups(columns, type.group_size)]
+        return pack_mxfp4(blocks[..., 1:], blocks[..., 0], layout, halves=True)
     read = type.read(blocks)
     for name, values in (("scale", read.scale), ("minimum", read.minimum)):
         if values is not None and not values.isfinite().all():
@@ -211,10 +215,6 @@ def _iq4_xs(blocks: Tensor) -> Groups:
     return Groups(_iq4_codes(blocks[..., 8:]), _halves(blocks, 0) * scales)
 
 
-def _mxfp4(blocks: Tensor) -> Groups:
-    return Groups(_nibbles(blocks[..., 1:], 16), torch.exp2(blocks[..., :1].double() - 127).float())
-
-
 BLOCK_TYPES = {
     "Q4_0": BlockType("int4", 32, _q4_0),
     "Q4_1": BlockType("int4", 32, _q4_1, asymmetric=True),
@@ -228,6 +228,6 @@ BLOCK_TYPES = {
     "Q6_K": BlockType("int6", 16, _q6_k, "product"),
     "IQ4_NL": BlockType("int8", 32, _iq4_nl),
     "IQ4_XS": BlockType("int8", 32, _iq4_xs, "product"),
-    "MXFP4": BlockType("fp4_e2m1", 32, _mxfp4, "power"),
+    "MXFP4": BlockType("fp4_e2m1", 32, None),
 }
 FLOAT_TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}

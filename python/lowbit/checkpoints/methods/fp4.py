@@ -11,7 +11,7 @@ from torch import Tensor
 from lowbit import _C
 from lowbit.checkpoints.methods.method import LayerCodes, LayerTensors, Method
 from lowbit.formats.spec import StoredWeight
-from lowbit.quant.codes import pack_stream
+from lowbit.quant.codes import pack_mxfp4, pack_stream
 
 _NV, _MX = 16, 32
 _RANGE = 24  # powers of two between the largest and the smallest scale of a row that float16 holds
@@ -34,38 +34,29 @@ def mxfp4_codes(method: Method, layer: LayerTensors, codes: str, scales: str) ->
     """Return the packed weight ``e2m1 * 2^(scale - 127)``."""
     _check_blocks(layer, _MX)
     n, k = layer.n, layer.k
-    stream = layer.read(codes, (n, k // 2), torch.uint8)
-    return mxfp4_packed(method, layer, stream, powers(layer, scales, (n, k // _MX)))
+    blocks = layer.read(codes, (n, k // 2), torch.uint8).unflatten(1, (-1, _MX // 2))
+    return mxfp4_packed(method, blocks, powers(layer, scales, (n, k // _MX)))
 
 
 def powers(layer: LayerTensors, part: str, shape: tuple[int, ...]) -> Tensor:
-    """Return scales of e8m0, int32 ``[..., groups]``: the exponents of powers of two, plus 127.
+    """Return scales of e8m0, uint8 ``[..., groups]``: the exponents of powers of two, plus 127.
 
     Raises:
         ValueError: as `LayerTensors.read`, or a row has scales that are further apart than float16 holds.
     """
-    power = layer.read(part, shape, torch.uint8, torch.float8_e8m0fnu).view(torch.uint8).int()
-    if (power == 255).any() or (power < _largest(power) - _RANGE).any():
+    power = layer.read(part, shape, torch.uint8, torch.float8_e8m0fnu).view(torch.uint8)
+    least, most = power.amin(-1).int(), power.amax(-1).int()
+    if (most == 255).any() or (least < most.clamp(min=_RANGE + 1) - _RANGE).any():
         raise layer.error(
-            part,
-            f"within {_RANGE} of the largest of its row, and no 255 (nan)",
-            f"{int(power.min())}..{int(power.max())}",
+            part, f"within {_RANGE} of the largest of its row, and no 255 (nan)", f"{int(least.min())}..{int(most.max())}"
         )
     return power
 
 
-def _largest(power: Tensor) -> Tensor:
-    """The largest exponent of each row, of which the smallest power in float16 is a normal float32."""
-    return power.amax(-1, keepdim=True).clamp(min=_RANGE + 1)
-
-
-def mxfp4_packed(method: Method, layer: LayerTensors, stream: Tensor, power: Tensor) -> LayerCodes:
-    """Return the packed weight of a stream of codes and the exponents of its scales, int32 ``[n, groups]``."""
-    largest = _largest(power)
+def mxfp4_packed(method: Method, blocks: Tensor, power: Tensor, rows: Tensor | None = None) -> LayerCodes:
+    """Return the packed weight of codes ``[..., n, blocks, 16]`` and the exponents of their scales; rows: their order."""
     spec = method.spec("fp4_e2m1", _MX, False, "float")
-    column = torch.exp2(largest[:, 0].double() - 127).float()
-    group = torch.exp2((power - largest).double()).half()
-    return LayerCodes(pack_stream(stream, column, group, None, StoredWeight(spec, layer.n, layer.k, _C.LAYOUT)), spec)
+    return LayerCodes(pack_mxfp4(blocks, power, rows=rows), spec)
 
 
 def _check_blocks(layer: LayerTensors, size: int) -> None:

@@ -24,14 +24,10 @@ class MXFP4Method(Method):
     of_weight = ""
 
     def read(self, layer: LayerTensors) -> LayerCodes:
-        experts, n, k = layer.weight.experts or 1, layer.n, layer.k
-        blocks = layer.read("_blocks", (experts, n, k // _BLOCK, _BLOCK // 2), torch.uint8).flatten(2)
-        power = powers(layer, "_scales", (experts, n, k // _BLOCK))
-        rows = torch.arange(n)
-        if layer.weight.interleaved:
-            rows = torch.cat([rows[::2], rows[1::2]])
-        parts = [
-            mxfp4_packed(self, layer, block[rows], scale[rows]) for block, scale in zip(blocks, power, strict=True)
-        ]
-        packed = torch.stack([part.packed for part in parts])
-        return LayerCodes(packed if layer.weight.experts is not None else packed[0], parts[0].spec)
+        experts, n, k = layer.weight.experts, layer.n, layer.k
+        blocks = layer.read("_blocks", (experts or 1, n, k // _BLOCK, _BLOCK // 2), torch.uint8)
+        power = powers(layer, "_scales", (experts or 1, n, k // _BLOCK))
+        rows = torch.arange(n).view(-1, 2).T.flatten() if layer.weight.interleaved else None
+        if experts is None:
+            blocks, power = blocks[0], power[0]
+        return mxfp4_packed(self, blocks, power, rows)
