@@ -40,7 +40,7 @@ SECTIONS = {
     "How a weight is stored": "lowbit.formats: LinearSpec StoredWeight",
     "What reports and calibrations hold, and other layouts": "lowbit.quant: ReportRow FloatWeight InputMoments repack",
     "Training": "lowbit.training: QATConfig Int8MixedPrecisionTrainingConfig Int8WeightOnlyQuantizedTrainingConfig "
-    "BitNetTrainingConfig",
+    "BitNetTrainingConfig distillation_loss",
     "Training with 2:4 sparsity": "lowbit.training: swap_linear_with_semi_sparse_linear "
     "swap_semi_sparse_linear_with_linear SemiSparseLinear SemiSparseActivationLinear",
     "Training in float8": "lowbit.training: convert_to_float8_training end_float8_training Float8LinearConfig "

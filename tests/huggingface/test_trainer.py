@@ -71,23 +71,64 @@ def test_a_name_trains_as_the_class_that_it_stands_for(
     assert same(dict(enumerate(made.state.values())), dict(enumerate(plain.optimizer.optimizer.state.values())))
 
 
+@pytest.mark.parametrize("name, classes", [("muon", (optim.Muon, optim.AdamW)), ("muon_8bit", (optim.Muon8bit, optim.AdamW8bit))])
+def test_muon_trains_matrices_and_adamw_the_rest(name: str, classes: tuple[type, type], tmp_path: Path) -> None:
+    options = {"max_steps": 4, "weight_decay": 0.1, "adam_beta2": 0.95, "optim_args": "min_8bit_size=1"}
+    given = arguments(tmp_path / name, **options)
+    model = adapted()
+    model.get_output_embeddings().requires_grad_(model.get_output_embeddings().weight.is_floating_point())
+    norm = next(module for module in model.modules() if "RMSNorm" in type(module).__name__)
+    norm.weight.requires_grad_()
+    named = Trainer(model, given, train_dataset=data(), optimizer_cls_and_kwargs=lowbit.trainer_optimizer(given, name))
+    before = [p.detach().clone() for p in model.parameters() if p.requires_grad]
+    named.train()
+    made = named.optimizer.optimizer
+    assert isinstance(made, optim.ChainedOptimizer) and tuple(map(type, made.optimizers)) == classes
+    muon, adamw = made.optimizers
+    assert muon.param_groups[0]["adjust_lr_fn"] == "match_rms_adamw" and muon.param_groups[0]["weight_decay"] == 0.1
+    assert muon.param_groups[0]["min_8bit_size"] == 1
+    assert all("lora_" in key for key, p in model.named_parameters() for q in muon.param_groups[0]["params"] if p is q)
+    assert adamw.param_groups[0]["weight_decay"] == 0.0 and adamw.param_groups[0]["betas"] == (0.9, 0.95)
+    assert any(p is norm.weight for p in adamw.param_groups[0]["params"])
+    moved = [not torch.equal(p, old) for p, old in zip((p for p in model.parameters() if p.requires_grad), before, strict=True)]
+    assert all(moved)
+
+
+def test_a_resumed_run_of_muon_is_the_uninterrupted_one(tmp_path: Path) -> None:
+    runs = []
+    for stop in (None, 2):
+        torch.manual_seed(0)
+        options = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "optim_args": "min_8bit_size=1"}
+        given = arguments(tmp_path / str(stop), **options)
+        make = lowbit.trainer_optimizer(given, "muon_8bit")
+        run = Trainer(adapted(), given, train_dataset=data(), optimizer_cls_and_kwargs=make)
+        run.train(resume_from_checkpoint=None if stop is None else str(tmp_path / "None" / "checkpoint-2"))
+        runs.append(run)
+    assert same(*(trained(run.model) for run in runs))
+
+
 def test_what_is_not_served_is_refused_by_name(tmp_path: Path, subtests: pytest.Subtests) -> None:
     for name in ("adamw_torch", "adamw_torch_fused", "ademamix_8bit", "rmsprop_bnb_8bit", "sgd"):
         with subtests.test(name), pytest.raises(ValueError, match=rf"trainer_optimizer: optim must be one of adamw_8bit, .*; got '{name}'"):
             lowbit.trainer_optimizer(arguments(tmp_path, optim=name))
     for wrong, said in {
-        "betas=3": "optim_args must be of block_size, min_8bit_size, bf16_stochastic_round; got 'betas=3'",
+        "betas=3": "optim_args must be of block_size, min_8bit_size, bf16_stochastic_round, master; got 'betas=3'",
         "minimal_size=3": "optim_args must be of .*; got 'minimal_size=3'",
         "block_size=1.5": "block_size of optim_args must be a whole number, got '1.5'",
         "bf16_stochastic_round=maybe": "bf16_stochastic_round of optim_args must be true or false, got 'maybe'",
     }.items():
         with subtests.test(wrong), pytest.raises(ValueError, match=f"trainer_optimizer: {said}"):
             lowbit.trainer_optimizer(arguments(tmp_path, optim_args=wrong))
+    with pytest.raises(ValueError, match="optim must be one of .*, muon, muon_8bit; got 'moun'"):
+        lowbit.trainer_optimizer(arguments(tmp_path), "moun")
     with pytest.raises(TypeError, match="arguments must be a TrainingArguments, got dict without optim"):
         lowbit.trainer_optimizer({"optim": "adamw_8bit"})
 
 
 def test_optim_args_are_read(tmp_path: Path) -> None:
+    for name in ("adamw_8bit", "paged_adamw_8bit"):
+        given = arguments(tmp_path, optim=name, optim_args="master=bf16+8")
+        assert lowbit.trainer_optimizer(given)[1]["master"] == "bf16+8"
     text = "block_size=64, bf16_stochastic_round=True, minimal_size=0, offload_gradients=no"
     cls, options = lowbit.trainer_optimizer(arguments(tmp_path, optim="paged_adamw_8bit", optim_args=text))
     assert cls is optim.CPUOffloadOptimizer and options.pop("optimizer_class") is optim.AdamW8bit

@@ -6,6 +6,7 @@ Example:
 """
 
 from lowbit.optim.adamw import Adam4bit, Adam8bit, AdamFp8, AdamW, AdamW4bit, AdamW8bit, AdamWFp8
+from lowbit.optim.chained import ChainedOptimizer, split_for_muon
 from lowbit.optim.cpu_offload import CPUOffloadOptimizer
 from lowbit.optim.lion import Lion8bit
 from lowbit.optim.muon import Muon, Muon8bit
@@ -13,5 +14,5 @@ from lowbit.optim.sgd import SGD8bit
 
 __all__ = [
     "Adam4bit", "Adam8bit", "AdamFp8", "AdamW", "AdamW4bit", "AdamW8bit", "AdamWFp8",
-    "CPUOffloadOptimizer", "Lion8bit", "Muon", "Muon8bit", "SGD8bit",
+    "CPUOffloadOptimizer", "ChainedOptimizer", "Lion8bit", "Muon", "Muon8bit", "SGD8bit", "split_for_muon",
 ]  # fmt: skip
