@@ -19,6 +19,9 @@ from .compare import UNIT, Wrong, taken_by, within
 
 DRIFT = 2e-5
 """How far a step from the same moments may be from torch's, relative to the largest step that torch's takes: float32 arithmetic."""
+_MUON_DRIFT = 1e-3
+"""The same of Muon: each step multiplies the error of small singular values by 3.4."""
+_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _MOMENT_DRIFT = 2e-6
 """The same of a moment before its format rounds it, relative to the largest moment before and after: an FMA, and the code's decoding."""
 
@@ -46,8 +49,32 @@ class _Lion(torch.optim.Optimizer):
                 moment.copy_(after)
 
 
+class _Muon(torch.optim.Optimizer):
+    """torch's Muon with Newton-Schulz steps in float64: its own are in bfloat16."""
+
+    def __init__(self, params: list[Tensor], **options: Any) -> None:
+        super().__init__(params, {"momentum": 0.95, "nesterov": True, "ns_steps": 5, "maximize": False} | options)
+        if any(param.ndim not in (2, 3) for param in params):
+            raise ValueError("no matrix")
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            lr, momentum = float(group["lr"]), group["momentum"]
+            for param in group["params"]:
+                moment = self.state[param].setdefault("momentum_buffer", torch.zeros_like(param))
+                gradient = -param.grad if group["maximize"] else param.grad
+                moment.lerp_(gradient, 1 - momentum)
+                direction = gradient.lerp(moment, momentum) if group["nesterov"] else moment
+                param.mul_(1 - lr * group["weight_decay"])
+                for p, matrix in zip(param.view(-1, *param.shape[-2:]), direction.view(-1, *param.shape[-2:]), strict=True):
+                    if p.numel():
+                        ratio = max(1.0, p.shape[0] / p.shape[1]) ** 0.5
+                        p.sub_(reference.orthogonalized(matrix, _COEFFICIENTS, group["ns_steps"], 1e-7), alpha=lr * ratio)
+
+
 def _twin(name: str, params: list[Tensor], options: dict[str, Any]) -> torch.optim.Optimizer:
-    known = ("lr", "weight_decay", "betas", "eps", "amsgrad", "maximize", "momentum", "nesterov")
+    known = ("lr", "weight_decay", "betas", "eps", "amsgrad", "maximize", "momentum", "nesterov", "ns_steps")
     kept = {key: value for key, value in options.items() if key in known}
     if name.startswith("AdamW"):
         return torch.optim.AdamW(params, **{"lr": 1e-3, "weight_decay": 1e-2} | kept)
@@ -55,6 +82,8 @@ def _twin(name: str, params: list[Tensor], options: dict[str, Any]) -> torch.opt
         return torch.optim.Adam(params, **{"lr": 1e-3} | kept)
     if name.startswith("SGD"):
         return torch.optim.SGD(params, **{"lr": 1e-3, "momentum": 0.9} | kept)
+    if name.startswith("Muon"):
+        return _Muon(params, **{"lr": 1e-3, "weight_decay": 0.1} | kept)
     return _Lion(params, **{"lr": 1e-4} | kept)
 
 
@@ -89,7 +118,7 @@ def trains(name: str, params: list[Tensor], steps: int = 3, under: str = "", **o
             what = f"parameter {index} of {list(mine.shape)}"
             way = float((wide.detach() - old).abs().amax()) if wide.numel() else 0.0
             unit = 2.0**-15 if "correction" in ours.state[mine] else UNIT[mine.dtype]
-            allowed = DRIFT * way + 1.5 * unit * wide.detach().abs() + torch.finfo(mine.dtype).tiny
+            allowed = (_MUON_DRIFT if name.startswith("Muon") else DRIFT) * way + 1.5 * unit * wide.detach().abs() + torch.finfo(mine.dtype).tiny
             within(ours.float32_values(mine), wide.detach(), allowed + twin.state[wide].get("jump", 0.0), what)
             for moment, wanted in _moments_of(twin, wide).items():
                 size = float(wanted.abs().amax() + old_moments[index].get(moment, wanted).abs().amax()) if wanted.numel() else 0.0
