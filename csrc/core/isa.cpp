@@ -46,9 +46,11 @@ struct Features {
 
 constexpr Features kNone{};
 #if defined(__aarch64__)
-enum ArmBits : uint32_t { kAsimd = 1, kDotProd = 2 };
+enum ArmBits : uint32_t { kAsimd = 1, kDotProd = 2, kInt8Matrix = 4, kBf16Matrix = 8 };
 constexpr Features kNeon{.arm = kAsimd};
 constexpr Features kNeonDot = kNeon | Features{.arm = kDotProd};
+constexpr Features kNeonI8mm = kNeonDot | Features{.arm = kInt8Matrix};
+constexpr Features kNeonBf16 = kNeonI8mm | Features{.arm = kBf16Matrix};  // no processor has this without i8mm
 #else
 constexpr uint32_t kOsxsave = 1u << 27;
 constexpr Features kAvx2{.ecx1 = 1u << 12 | 1u << 29 | kOsxsave, .ebx7 = 1u << 5, .xcr0 = 0x6};  // with fma and f16c
@@ -71,6 +73,8 @@ struct Isa {
 // Best first, as in csrc/cpu/CMakeLists.txt.
 constexpr Isa kIsas[] = {
 #if defined(__aarch64__)
+    {"neon_bf16", kNeonBf16},
+    {"neon_i8mm", kNeonI8mm},
     {"neon_dot", kNeonDot},
     {"neon", kNeon},
 #else
@@ -88,9 +92,11 @@ constexpr Isa kIsas[] = {
 uint32_t arm_bits() {
   uint32_t found = 0;
 #if defined(__linux__)
-  const unsigned long has = getauxval(AT_HWCAP);
+  const unsigned long has = getauxval(AT_HWCAP), has_too = getauxval(AT_HWCAP2);
   if (has & HWCAP_ASIMD) found |= kAsimd;
   if (has & HWCAP_ASIMDDP) found |= kDotProd;
+  if (has_too & HWCAP2_I8MM) found |= kInt8Matrix;
+  if (has_too & HWCAP2_BF16) found |= kBf16Matrix;
 #elif defined(__APPLE__)
   const auto has = [](const char* name) {
     int value = 0;
@@ -99,6 +105,8 @@ uint32_t arm_bits() {
   };
   found |= kAsimd;  // all of Apple's 64-bit processors
   if (has("hw.optional.arm.FEAT_DotProd")) found |= kDotProd;
+  if (has("hw.optional.arm.FEAT_I8MM")) found |= kInt8Matrix;
+  if (has("hw.optional.arm.FEAT_BF16")) found |= kBf16Matrix;
 #endif
   return found;
 }

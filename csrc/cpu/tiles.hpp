@@ -1,8 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// Products of tiles, for all ops, and floats cut into the bfloat16 that tiles multiply: x = x0 + x1 + x2 of 8 bits
-// each, exact for float32 in 3, for float16 in 2.
+// Products of tiles, for all ops, their factors as the unit reads them, and floats cut into the bfloat16 that tiles
+// multiply: x = x0 + x1 + x2 of 8 bits each, exact for float32 in 3, for float16 in 2.
 #pragma once
 
+#include <cstring>
+
+#include "core/scratch.hpp"
 #include "cpu/loops.hpp"
 
 namespace lowbit::cpu::LOWBIT_ISA_NAME {
@@ -13,6 +16,24 @@ struct PassingRows {
   TileRows tiles;
   LOWBIT_INLINE PassingRows at(int64_t number) const { return {tiles.at(number)}; }
 };
+
+// Rows of activations and tiles of weights as the unit reads them: where it has several rows together in a register
+// (kRowsTogether, simd/neon_tiles.hpp) they are joined in place, else they lie so already.
+template <class Unit = TileUnit>
+LOWBIT_INLINE void join_rows(void* rows, int64_t stride, int64_t count, int64_t bytes) {
+  if constexpr (Unit::kRowsTogether == 2) {
+    const Scratch first(bytes);
+    char* row = static_cast<char*>(rows);
+    for (int64_t r = 0; r < count; r += 2, row += 2 * stride) {
+      std::memcpy(first.as<char>(), row, static_cast<size_t>(bytes));
+      Unit::join_rows(first.as<char>(), row + stride, bytes, row);
+    }
+  }
+}
+template <class Unit = TileUnit>
+LOWBIT_INLINE void join_columns(uint8_t* tiles, int64_t bytes) {
+  if constexpr (Unit::kRowsTogether == 2) Unit::join_columns(tiles, bytes);
+}
 
 // The tiles that a product loads; the other factor's are still loaded from the product before.
 enum class Loads { both, activations, weights };

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The tile unit of amx in plain C++, one per thread as in the processor, beside the emulated trait of avx512_vnni.
+// The tile unit of amx in plain C++, one per thread as in the processor, beside the emulated trait of avx512_vnni. With
+// LOWBIT_ROWS_TOGETHER=2 the unit of simd/neon_tiles.hpp: both factors lie in memory as its products read them.
 #pragma once
 
 #include <cstring>
@@ -9,6 +10,10 @@
 #include "../tests/cpp/emulated_vnni.hpp"
 #include "cpu/loops.hpp"
 
+#ifndef LOWBIT_ROWS_TOGETHER
+#define LOWBIT_ROWS_TOGETHER 1
+#endif
+
 namespace lowbit::cpu::LOWBIT_ISA_NAME {
 namespace {
 
@@ -16,9 +21,16 @@ inline float without_subnormal(float x) {  // as factors, as sums and on the way
   return __builtin_fabsf(x) < 0x1p-126f ? __builtin_copysignf(0.0f, x) : x;
 }
 
+#if LOWBIT_ROWS_TOGETHER == 2
+using TileSum = LOWBIT_TILE_SUM;  // of the unit's one kind of products
+#else
+using TileSum = void;
+#endif
+
 class TileUnit : public TileNumbers {
  public:
-  static constexpr bool kSumsInRegisters = false;
+  static constexpr int64_t kRowsTogether = LOWBIT_ROWS_TOGETHER;
+  static constexpr bool kSumsInRegisters = kRowsTogether == 2;
   static constexpr int64_t kL1 = 48 << 10, kL2 = 2 << 20;
 
   explicit TileUnit(int64_t bytes) { bytes_ = bytes; }
@@ -27,6 +39,8 @@ class TileUnit : public TileNumbers {
   template <int tile> static void zero() { std::memset(tiles_[tile], 0, sizeof tiles_[tile]); }
   static void before_loads() {}
   template <int tile> static void load(const void* rows, int64_t stride) {
+    if constexpr (kRowsTogether == 2 && tile >= kActivations)
+      return load_joined<tile>(static_cast<const char*>(rows), stride);
     const int64_t count = tile / 2 == kWeights / 2 ? bytes_ / 4 : kRows;
     const int64_t bytes = tile / 2 == kActivations / 2 ? bytes_ : 64;
     for (int64_t row = 0; row < count; row++)
@@ -55,8 +69,39 @@ class TileUnit : public TileNumbers {
         std::memcpy(tiles_[sums] + row * 64 + column * 4, &sum, 4);
       }
   }
+  static void join_rows(const void* first, const void* second, int64_t bytes, void* to) {
+    for (int64_t at = 0; at < bytes; at += 8) {
+      char both[16];
+      std::memcpy(both, static_cast<const char*>(first) + at, 8);
+      std::memcpy(both + 8, static_cast<const char*>(second) + at, 8);
+      std::memcpy(static_cast<char*>(to) + 2 * at, both, 16);
+    }
+  }
+  static void join_columns(void* tiles, int64_t bytes) {
+    for (char *at = static_cast<char*>(tiles), *end = at + bytes; at < end; at += 128) {
+      char joined[128];
+      for (int64_t part = 0; part < 32; part++) std::memcpy(joined + part % 16 * 8 + part / 16 * 4, at + part * 4, 4);
+      std::memcpy(at, joined, 128);
+    }
+  }
+  template <int sums, int kPanels, class Weights>
+  static void add_steps(TileRows activations, Weights&& weights, int64_t steps) {
+    for (int64_t step = 0; step < steps; step++)
+      unroll<kPanels>([&](auto p) {
+        load<kActivations>(activations.at(step).rows, activations.stride);
+        load<kWeights>(weights(p).at(step).rows, 64);
+        add_products<TileSum, sums + p, kActivations, kWeights>();
+      });
+  }
 
  private:
+  template <int tile> static void load_joined(const char* rows, int64_t stride) {
+    const bool weights = tile >= kWeights;
+    for (int64_t row = 0; row < (weights ? bytes_ / 4 : kRows); row++)
+      for (int64_t byte = 0; byte < (weights ? 64 : bytes_); byte++)
+        tiles_[tile][row * 64 + byte] = weights ? rows[row / 2 * 128 + byte / 4 * 8 + row % 2 * 4 + byte % 4]
+                                                : rows[row / 2 * 2 * stride + byte / 8 * 16 + row % 2 * 8 + byte % 8];
+  }
   template <class T> static T at(int tile, int64_t byte) {
     T value;
     std::memcpy(&value, tiles_[tile] + byte, sizeof value);

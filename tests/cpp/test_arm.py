@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -30,6 +31,32 @@ def skip_without_what_the_tool_made() -> None:
     if found.returncode == 77:
         pytest.skip("no Python for Arm: tools/arm")
     assert found.returncode == 0, found.stderr
+
+
+def compiled_for_arm(program: Path) -> list[str]:
+    """The command that runs tests/cpp/isa.cpp with csrc/core/isa.cpp under qemu, without `-cpu`."""
+    compiler, qemu = shutil.which("aarch64-linux-gnu-g++-12"), shutil.which("qemu-aarch64-static")
+    if compiler is None or qemu is None:
+        pytest.skip("no aarch64-linux-gnu-g++-12 or no qemu-aarch64-static on this machine: tools/test_env")
+    sources = [ROOT / "tests/cpp/isa.cpp", ROOT / "csrc/core/isa.cpp", ROOT / "csrc/core/error.cpp"]
+    subprocess.run([compiler, "-std=c++20", "-O0", f"-I{ROOT / 'csrc'}", "-static", *sources, "-o", program], check=True)
+    return [qemu, str(program)]
+
+
+def test_the_instruction_set_is_the_best_that_the_processor_has_and_lowbit_isa_allows(tmp_path: Path) -> None:
+    qemu, program = compiled_for_arm(tmp_path / "isa")
+
+    def says(processor: str, limit: str) -> str:
+        command = [qemu, "-cpu", processor, "-E", f"LOWBIT_ISA={limit}", program]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    assert says("max", "") == "neon_bf16 neon_bf16"
+    assert says("neoverse-n1", "") == "neon_dot neon_dot"
+    assert says("cortex-a53", "") == "neon neon"
+    assert says("max", "neon_i8mm") == "neon_bf16 neon_i8mm LOWBIT_ISA=neon_i8mm lowers it from neon_bf16"
+    assert says("max", "scalar") == "neon_bf16 scalar LOWBIT_ISA=scalar lowers it from neon_bf16"
+    assert says("neoverse-n1", "neon_bf16") == "neon_dot neon_dot LOWBIT_ISA=neon_bf16 cannot raise it above neon_dot"
+    assert "must be one of neon_bf16, neon_i8mm, neon_dot, neon, scalar, got 'avx2'" in says("max", "avx2")
 
 
 @pytest.mark.parametrize("isa", SHARE)

@@ -37,13 +37,25 @@ def printed_by(program: Path, emulation: str, sources: Sequence[str], definition
 
 
 @pytest.mark.parametrize(
-    ("unit", "emulation", "rows", "x_formats"),
-    [("dot", "emulated_vnni", (1, 2, 5, 6, 7, 19), INT8), ("amx", "emulated_amx", (16, 17, 70), (*INT8, "floating"))],
+    ("unit", "emulation", "rows", "x_formats", "definitions"),
+    [
+        ("dot", "emulated_vnni", (1, 2, 5, 6, 7, 19), INT8, ()),
+        ("tiled_codes", "emulated_amx", (16, 17, 70), INT8, ()),
+        ("amx", "emulated_amx", (16, 17, 70), ("floating",), ()),
+        ("tiled_codes", "emulated_amx", (16, 17, 70), INT8, ("-DLOWBIT_ROWS_TOGETHER=2", "-DLOWBIT_TILE_SUM=int32_t")),
+        ("amx", "emulated_amx", (16, 17, 70), ("floating",), ("-DLOWBIT_ROWS_TOGETHER=2", "-DLOWBIT_TILE_SUM=float")),
+    ],
+    ids=["dot", "tiled_codes-amx", "amx-amx", "tiled_codes-neon", "amx-neon"],
 )
 def test_an_emulated_unit_gives_what_the_scalar_row_gives(
-    tmp_path: Path, unit: str, emulation: str, rows: tuple[int, ...], x_formats: tuple[str, ...]
+    tmp_path: Path,
+    unit: str,
+    emulation: str,
+    rows: tuple[int, ...],
+    x_formats: tuple[str, ...],
+    definitions: tuple[str, ...],
 ) -> None:
-    definitions = [f'-DLOWBIT_UNIT="cpu/linear/{unit}.cpp"', f"-DLOWBIT_UNIT_ROWS=linear_{unit}_rows"]
+    definitions = [*definitions, f'-DLOWBIT_UNIT="cpu/linear/{unit}.cpp"', f"-DLOWBIT_UNIT_ROWS=linear_{unit}_rows"]
     definitions += [f"-DLOWBIT_UNIT_M={{{','.join(map(str, rows))}}}"]
     definitions += [f"-DLOWBIT_UNIT_X_FORMATS={{{','.join(f'XFormat::{name}' for name in x_formats)}}}"]
     sources = ["core/scratch.cpp", "cpu/linear/weight_order.cpp"]

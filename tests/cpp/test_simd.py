@@ -25,8 +25,11 @@ ISAS = re.findall(r"^ *lowbit_cpu_isa\((\w+) ", BUILD, re.MULTILINE)
 # Headers that stand in for those of instruction sets which few machines have, and the instruction set whose flags they
 # are compiled with: these products by the same instructions of AVX-512, the tile unit of amx in plain C++.
 STAND_INS = {"avx2_vnni": ("avx2_vnni_by_avx512", "avx512_vnni"), "amx": ("emulated_amx", "scalar")}
-# Where qemu emulates them, as tools/arm does: a processor that has the instruction set, and not the next better one.
-ARM_PROCESSORS = {"neon": "cortex-a53", "neon_dot": "neoverse-n1"}
+# Where qemu emulates them, as tools/arm does: a processor that has the instruction set, and not the next better one. qemu 7.2
+# has only one with smmla and bfmmla.
+ARM_PROCESSORS = {"neon": "cortex-a53", "neon_dot": "neoverse-n1", "neon_i8mm": "max", "neon_bf16": "max"}
+# What some instruction sets have, and a name of it, for the program's checks of it.
+PARTS = {"TILES": "TileUnit::zero", "BF16_PAIRS": "bf16_pairs", "LOOKUP32_U16": "lookup32_u16"}
 
 
 def flags_of(isa: str) -> list[str]:
@@ -52,7 +55,8 @@ def printed_by(isa: str, header: str, instructions: str, compiler: str | None = 
     # As the library, but for speed of compilation.
     flags = ["-std=c++20", "-O0", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-w"]
     flags += [f"-I{CSRC}", f"-DLOWBIT_ISA_NAME={isa}", f'-DLOWBIT_ISA_HEADER="{header}"', "-Dalways_inline=unused"]
-    flags += flags_of(instructions) + ["-DLOWBIT_HAS_TILES"] * ("TileUnit::zero" in vocabulary(isa))
+    names = {name.partition(" ")[0] for name in vocabulary(isa)}
+    flags += flags_of(instructions) + [f"-DLOWBIT_HAS_{what}" for what, name in PARTS.items() if name in names]
 
     def compile(folder: Path) -> None:
         subprocess.run([compiler, *flags, *["-static"] * bool(by), HERE / "simd/simd.cpp", "-o", folder / "simd"], check=True)
@@ -160,4 +164,4 @@ def test_the_vocabulary_is_read_from_the_headers() -> None:
         assert len(found) > 100
         assert {"add f32x16(f32x16, f32x16)", "sum float(f32x16)", "store_f16 void(uint16_t*, f32x16)"} <= found
         assert {"shift_left i32x16(i32x16)", "int4_shift int(int)", "Dot4::step", "Dot8::codes"} <= found
-        assert ("TileUnit::store" in found) == (isa in ("amx", "avx512_bf16"))
+        assert ("TileUnit::store" in found) == (isa in ("amx", "avx512_bf16", "neon_bf16", "neon_i8mm"))

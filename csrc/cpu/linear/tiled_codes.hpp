@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // The integer products of dot.hpp on the tile unit: 16 rows of int8 activations times 16 columns of codes. The packed
 // layout is that of a tile (16 columns x 4 k per row of 64 bytes), so int8 codes are read in place; int4 codes are
-// unpacked first, once for all rows of a pass. Sums are exact and the float operations those of dot.hpp: the bits of
-// every other instruction set.
+// unpacked first, once for all rows of a pass, and so are all codes where the unit has them joined (tiles.hpp). Sums
+// are exact and the float operations those of dot.hpp: the bits of every other instruction set.
 #pragma once
 
 #include "cpu/linear/tiled.hpp"
@@ -30,9 +30,11 @@ struct Int8Product {
   LOWBIT_INLINE const uint8_t* weights(int64_t panel, int64_t k, int64_t length, uint8_t* room) const {
     const WeightSpec& spec = weight.spec;
     PanelView view = view_panel(spec, weight.data, panel);
-    if (kFormat == Format::int8) return readable_tiles<kFormat>(spec, view, k / kTileK, ceil_div(length, kTileK), room);
+    if (kFormat == Format::int8 && TileUnit::kRowsTogether == 1)
+      return readable_tiles<kFormat>(spec, view, k / kTileK, ceil_div(length, kTileK), room);
     view.codes += k / kTileK * spec.tile_bytes();
     expand_panel<kFormat>(spec, view, length / kHalfK, reinterpret_cast<typename DotOf<kFormat>::Codes*>(room));
+    join_columns(room, length * kPanelColumns);
     return room;
   }
 
@@ -41,11 +43,14 @@ struct Int8Product {
   template <int kFirst, int kRowTiles, int kPanels, class Meanwhile>
   LOWBIT_INLINE void multiply(int64_t row_tile, int64_t begin, int64_t end, const uint8_t* const* weights,
                               int64_t block, Meanwhile&& meanwhile) const {
-    const int8_t* a = rows.codes + row_tile * kTileRows * rows.code_stride + begin;
+    constexpr int64_t kTogether = TileUnit::kRowsTogether;
+    const int8_t* a = rows.codes + row_tile * kTileRows * rows.code_stride + begin * kTogether;
     with_x_tiles(long_sums(), [&](auto x_tiles) __attribute__((always_inline)) {
       multiply_steps<Sum, kFirst, kRowTiles, kPanels>(
           ceil_div(end - begin, step),
-          [&](int r) { return x_tiles(TileRows{a + r * kTileRows * rows.code_stride, rows.code_stride, step}); },
+          [&](int r) {
+            return x_tiles(TileRows{a + r * kTileRows * rows.code_stride, rows.code_stride, step * kTogether});
+          },
           [&](int p) { return TileRows{weights[p] + (begin - block) * kPanelColumns, 64, step * kPanelColumns}; },
           meanwhile);
     });
@@ -64,7 +69,7 @@ struct Int8Product {
     template <bool kAsymmetric>
     LOWBIT_INLINE f32x16 add(const Sum* sums, int64_t i, const SumScale& of, f32x16 result) const {
       i32x16 total = load_i32(sums);
-      // int8 codes are multiplied unsigned; `start` subtracts the offset
+      // codes are multiplied plus an offset, which `start` subtracts
       if (DotOf<kFormat>::kOffset) total = cpu::LOWBIT_ISA_NAME::add(total, set1(rows[i].start));
       return add_sum<kFormat>(result, total, rows[i], of.scale, kAsymmetric ? &of.zero : nullptr);
     }
@@ -116,7 +121,9 @@ struct TiledCodeRows {
 
   int64_t pieces() const { return ceil_div(count, kPiece); }
   void prepare(const WeightSpec& spec, int64_t piece) const {
-    quantize_rows<DotOf<kFormat>>(x, spec, rows, piece_of(count, kPiece, piece));
+    const Span range = piece_of(count, kPiece, piece);
+    quantize_rows<DotOf<kFormat>>(x, spec, rows, range);
+    join_rows(rows.codes + range.begin * rows.code_stride, rows.code_stride, range.count(), spec.padded_k());
   }
 
   RowBlocks blocks(const WeightSpec&) const { return {count, kPass}; }

@@ -214,12 +214,14 @@ struct PartProduct {
   LOWBIT_INLINE const uint8_t* weights(int64_t panel, int64_t k, int64_t length, uint8_t* room) const {
     const WeightSpec& spec = weight.spec;
     const PanelView view = view_panel(spec, weight.data, panel);
-    if (spec.format == Format::bfloat16) return view.codes + k / kTileK * spec.tile_bytes();
+    if (spec.format == Format::bfloat16 && TileUnit::kRowsTogether == 1)
+      return view.codes + k / kTileK * spec.tile_bytes();
     with_format(spec.format, [&]<Format kFormat>() {
       if constexpr (!TileUnit::kSumsInRegisters && significant_bits(kFormat) + 11 <= 16)
         if (scaled) return cut_panel<read_as(kFormat), true>(spec, view, k, length, room);
       cut_panel<read_as(kFormat), false>(spec, view, k, length, room);
     });
+    join_columns(room, round_up(length, kTileK) * weight_bytes);
     return room;
   }
 
@@ -364,6 +366,9 @@ struct PartedRows {
     const Span range = piece_of(count, kTileRows, piece);
     for (int64_t row = range.begin; row < range.end; row++)
       cut_row(spec, widen_row(x, row, padded, buffer.as<float>()), parts, looks_up_parts(spec) && !scaled, rows, row);
+    const int64_t tiles = padded / kPartK * parts;  // of 16 rows
+    for (int64_t tile = range.begin / kTileRows * tiles, end = tile + tiles; tile < end; tile++)
+      join_rows(rows.tiles + tile * kPartTile, 64, range.count(), 64);
   }
 
   RowBlocks blocks(const WeightSpec&) const { return {count, kPass}; }

@@ -18,6 +18,7 @@ namespace {
 class TileUnit : public TileNumbers {
  public:
   static constexpr bool kSumsInRegisters = true;  // for consecutive tiles of one factor: add_steps
+  static constexpr int64_t kRowsTogether = 1;
   static constexpr int64_t kL1 = 32 << 10, kL2 = 1 << 20;  // of the processors that have it
 
   LOWBIT_INLINE explicit TileUnit(int64_t bytes) : pairs_(bytes / 4), before_(here) { here = this; }

@@ -15,7 +15,7 @@ LOWBIT_INLINE int8x8_t four_activations(const int8_t* a) {  // sdot has one of i
 struct Dot4 : NibbleCodes {
   using Acc = i32x16;
   using Step = int8_t;
-  static constexpr int kChains = 2;
+  static constexpr int kChains = 1;
   static constexpr int kOffset = 0, kInt16 = 0;
   LOWBIT_INLINE static int32x4_t add_products(int32x4_t sum, uint8x16_t codes, int8x8_t x) {
     return vdotq_lane_s32(sum, vreinterpretq_s8_u8(codes), x, 0);
@@ -33,8 +33,8 @@ struct Dot8 {
   struct Codes { int8x16_t q[4]; };
   using Acc = i32x16;
   using Step = int8_t;
-  static constexpr int kChains = 2;
-  static constexpr int kOffset = 0;
+  static constexpr int kChains = 1;
+  static constexpr int kOffset = 0, kInt16 = 0;
   LOWBIT_INLINE static Codes codes(u8x64 c) { return LOWBIT_EACH(from_128, c); }
   LOWBIT_INLINE static Acc start(i32x16 total) { return total; }
   LOWBIT_INLINE static Acc step(Acc acc, const Codes& c, const int8_t* a) {
@@ -47,7 +47,7 @@ struct Dot8 {
 
 struct Dot8SemiSparse {
   using Step = int8_t;
-  static constexpr int kOffset = 0;
+  static constexpr int kOffset = 0, kInt16 = 0;
   LOWBIT_INLINE static int32x4_t add_products(int32x4_t sum, uint8x16_t codes, int32x4_t places, int8x16_t x) {
     return vdotq_s32(sum, vreinterpretq_s8_u8(codes), vqtbl1q_s8(x, vreinterpretq_u8_s32(places)));
   }

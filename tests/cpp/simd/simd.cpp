@@ -23,7 +23,9 @@ int main() {
   check_codes(), check_dots(), check_semi_sparse_dot();
   check_math();
 #ifdef LOWBIT_HAS_TILES
+#ifdef SYS_arch_prctl
   syscall(SYS_arch_prctl, 0x1023, 18);  // Linux lets a program use AMX after it has asked, as core/isa.cpp does
+#endif
   check_tiles();
 #endif
   std::printf("%d failed\n", report.failed);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Checks of the tile unit (class TileUnit of amx, of avx512_bf16, and the emulated one) and of the functions that make
-// pairs of bfloat16 for it.
+// Checks of the tile unit (class TileUnit of amx, avx512_bf16 and Arm's sets, and the emulated one) and of the
+// functions that make pairs of bfloat16 for it.
 #pragma once
 
 #include "sixteen_bits.hpp"
@@ -35,6 +35,23 @@ struct Tiles {
   }
 };
 
+// Whether products of a unit are added to sums of this type.
+template <class Unit, class Sum>
+concept Adds = requires(Sum (&sums)[kTileRows * 16]) { Unit::template store<0>(sums); };
+
+// Factors as a unit reads them, in place: rows kStride apart, and whole tiles of weights.
+template <class Unit>
+void join(void* x, int64_t bytes, void* w, int64_t w_bytes) {
+  if constexpr (Unit::kRowsTogether == 2) {
+    for (int64_t row = 0; row < kTileRows; row += 2) {
+      char* const first = static_cast<char*>(x) + row * kStride;
+      const std::vector<char> copy(first, first + bytes);
+      Unit::join_rows(copy.data(), first + kStride, bytes, first);
+    }
+    Unit::join_columns(w, w_bytes);
+  }
+}
+
 float flushed(float x) { return std::fabs(x) < 0x1p-126f ? 0 : x; }
 
 // before + products, or what differs from it by more than sums in float32 may.
@@ -59,8 +76,10 @@ void expect_sums(const char* text, const Tiles& tiles, const Numbers& before, co
 constexpr int kX = TileUnit::kActivations, kW = TileUnit::kWeights;
 
 // One product onto sums that were loaded, one onto zeros, at tiles 1 and 2, stored in both ways.
-void multiply(int64_t bytes, const Tiles& tiles) {
-  TileUnit unit(bytes);
+template <class Unit>
+void multiply(int64_t bytes, Tiles tiles) {
+  join<Unit>(tiles.x_memory.data(), bytes, tiles.w_memory.data(), bytes * kColumns);
+  Unit unit(bytes);
   Random random(17);
   Numbers before(kTileRows * kColumns);
   for (float& x : before) x = std::normal_distribution<float>()(random);
@@ -68,16 +87,16 @@ void multiply(int64_t bytes, const Tiles& tiles) {
   const Numbers zeros(before.size());
   alignas(64) float sums[kTileRows * 16], strided[kTileRows][24];
   std::memset(strided, 0x5a, sizeof strided);
-  TileUnit::before_loads();
-  TileUnit::load<1>(before.data(), 64), TileUnit::zero<2>();
-  TileUnit::load<kX>(tiles.x_memory.data(), kStride), TileUnit::load<kW>(tiles.w_memory.data(), 64);
-  TileUnit::add_products<float, 1, kX, kW>(), TileUnit::add_products<float, 2, kX, kW>();
-  TileUnit::store<1>(sums);
+  Unit::before_loads();
+  Unit::template load<1>(before.data(), 64), Unit::template zero<2>();
+  Unit::template load<kX>(tiles.x_memory.data(), kStride), Unit::template load<kW>(tiles.w_memory.data(), 64);
+  Unit::template add_products<float, 1, kX, kW>(), Unit::template add_products<float, 2, kX, kW>();
+  Unit::template store<1>(sums);
   expect_sums("TileUnit::load", tiles, before, sums);
   expect_sums("TileUnit::add_products", tiles, before, sums);
-  TileUnit::store<2>(sums);
+  Unit::template store<2>(sums);
   expect_sums("TileUnit::zero", tiles, zeros, sums);
-  TileUnit::store<2>(&strided[0][0], sizeof strided[0]);
+  Unit::template store<2>(&strided[0][0], sizeof strided[0]);
   bool rows_alone = true;
   for (int64_t row = 0; row < kTileRows; row++) {
     rows_alone = rows_alone && std::memcmp(strided[row], sums + row * 16, 64) == 0;
@@ -87,38 +106,57 @@ void multiply(int64_t bytes, const Tiles& tiles) {
     std::printf("rows with a stride are not those of the tile, or more is written\n");
 }
 
-// int8 activations times unsigned codes, onto zeros: exact. Of units that have such products.
+// int8 activations times codes, which are unsigned but on Arm, onto zeros: exact.
 template <class Unit>
 void multiply_codes(int64_t bytes) {
+  using Code = std::conditional_t<Unit::kRowsTogether == 2, int8_t, uint8_t>;
   Random random(19);
   std::vector<int8_t> x(kTileRows * kStride);
-  std::vector<uint8_t> w(bytes * kColumns);
+  std::vector<Code> w(bytes * kColumns);
   for (int corner = 0; corner < 4; corner++) {
     for (int8_t& a : x) a = static_cast<int8_t>(corner == 0 ? -128 : corner == 1 ? 127 : random());
-    for (uint8_t& code : w) code = static_cast<uint8_t>(corner < 2 ? 255 : random());
+    for (Code& code : w) code = static_cast<Code>(corner < 2 ? 128 : random());
+    std::vector<int32_t> wanted(kTileRows * 16);
+    for (int64_t row = 0; row < kTileRows; row++)
+      for (int64_t column = 0; column < 16; column++)
+        for (int64_t i = 0; i < bytes; i++)
+          wanted[row * 16 + column] += x[row * kStride + i] * w[i / 4 * 64 + column * 4 + i % 4];
+    join<Unit>(x.data(), bytes, w.data(), bytes * kColumns);
     Unit unit(bytes);
     Unit::template zero<0>();
     Unit::before_loads();
     Unit::template load<kX>(x.data(), kStride), Unit::template load<kW>(w.data(), 64);
     Unit::template add_products<int32_t, 0, kX, kW>();
-    Unit::template zero<1>(), Unit::template load_passing<kX>(x.data(), kStride);
-    Unit::template add_products<int32_t, 1, kX, kW>();
-    alignas(64) int32_t sums[kTileRows * 16], passing[kTileRows * 16];
-    Unit::template store<0>(sums), Unit::template store<1>(passing);
-    std::vector<int32_t> wanted(kTileRows * 16), got(sums, sums + kTileRows * 16);
-    for (int64_t row = 0; row < kTileRows; row++)
-      for (int64_t column = 0; column < 16; column++)
-        for (int64_t i = 0; i < bytes; i++)
-          wanted[row * 16 + column] += x[row * kStride + i] * w[i / 4 * 64 + column * 4 + i % 4];
-    expect("TileUnit::add_products", wanted, got);
-    expect("TileUnit::load_passing", wanted, std::vector<int32_t>(passing, passing + kTileRows * 16));
+    alignas(64) int32_t sums[kTileRows * 16];
+    const auto expect_codes = [&](const char* text) {
+      expect(text, wanted, std::vector<int32_t>(sums, sums + kTileRows * 16));
+    };
+    Unit::template store<0>(sums), expect_codes("TileUnit::add_products");
+    Unit::template zero<1>(), Unit::template zero<2>();
+    if constexpr (Unit::kSumsInRegisters) {
+      const TileRows weights{w.data(), 64, 0};
+      Unit::template add_steps<1, 2>(TileRows{x.data(), kStride, 0}, [&](int) { return weights; }, 1);
+      Unit::template store<1>(sums), expect_codes("TileUnit::add_steps");
+      Unit::template load<3>(sums, 64);
+      Unit::template add_steps<3, 1>(TileRows{x.data(), kStride, 0}, [&](int) { return weights; }, 3);
+      Unit::template store<3>(sums);
+      for (int32_t& sum : wanted) sum *= 4;
+      expect_codes("TileUnit::add_steps");
+      int32_t strided[kTileRows][24];
+      Unit::template store<3>(&strided[0][0], sizeof strided[0]);
+      for (int64_t row = 0; row < kTileRows; row++) std::memcpy(sums + row * 16, strided[row], 64);
+      expect_codes("TileUnit::store");
+    } else {
+      Unit::template load_passing<kX>(x.data(), kStride);
+      Unit::template add_products<int32_t, 1, kX, kW>();
+      Unit::template store<1>(sums), expect_codes("TileUnit::load_passing");
+    }
   }
 }
 
 // Steps of two tiles, one behind the other, onto sums that stay in registers. Of units that have registers for them.
 template <class Unit>
 void multiply_steps() {
-  report.checks("TileUnit::add_steps");
   Random random(23);
   std::normal_distribution<float> normal;
   Tiles tiles(64, [&] { return normal(random); });
@@ -126,6 +164,13 @@ void multiply_steps() {
   for (int64_t row = 0; row < kTileRows; row++)
     for (int64_t i = 0; i < 64; i++)
       x[i / 32 * kTileRows * 32 + row * 32 + i % 32] = bfloat16_of(tiles.x[row * 64 + i]);
+  if constexpr (Unit::kRowsTogether == 2) {
+    for (uint16_t* row = x.data(); row < x.data() + x.size(); row += 64) {
+      const std::vector<uint16_t> first(row, row + 32);
+      Unit::join_rows(first.data(), row + 32, 64, row);
+    }
+    Unit::join_columns(tiles.w_memory.data(), 2048);
+  }
   Unit unit(64);
   alignas(64) float sums[kTileRows * 16];
   Unit::template zero<2>(), Unit::template zero<3>();
@@ -144,23 +189,26 @@ void check_tile_unit() {
     static int count = 0;
     std::snprintf(text[count], sizeof text[count], "TileUnit::%s", name), report.checks(text[count++]);
   }
-  if constexpr (!Unit::kSumsInRegisters) report.checks("TileUnit::load_passing");
+  report.checks(Unit::kSumsInRegisters ? "TileUnit::add_steps" : "TileUnit::load_passing");
+  if constexpr (Unit::kRowsTogether == 2) report.checks("TileUnit::join_rows"), report.checks("TileUnit::join_columns");
   Random random(29);
   for (const int64_t bytes : {32, 64}) {
-    const int64_t k = bytes / 2;
-    multiply(bytes, Tiles(k, [&] { return static_cast<float>(random() % 255) - 127; }));  // exact sums
-    multiply(bytes, Tiles(k, [&] { return std::normal_distribution<float>()(random); }));
-    for (const bool weights : {false, true})  // subnormal factors count as zero, of either side
-      multiply(bytes, Tiles(k, [&, n = 0]() mutable {
-                 return (n++ < kTileRows * k) == weights ? 0x1p127f : 0x1p-130f;
-               }));
-    multiply(bytes, Tiles(k, [&] { return random() % 97 ? 1.0f : INFINITY; }));
-    multiply(bytes, Tiles(k, [&] { return random() % 97 ? 1.0f : NAN; }));
-    if constexpr (!Unit::kSumsInRegisters) multiply_codes<Unit>(bytes);
+    if constexpr (Adds<Unit, float>) {
+      const int64_t k = bytes / 2;
+      const auto check = [&](auto value) { multiply<Unit>(bytes, Tiles(k, value)); };
+      check([&] { return static_cast<float>(random() % 255) - 127; });  // exact sums
+      check([&] { return std::normal_distribution<float>()(random); });
+      for (const bool weights : {false, true})  // subnormal factors count as zero, of either side
+        check([&, n = 0]() mutable { return (n++ < kTileRows * k) == weights ? 0x1p127f : 0x1p-130f; });
+      check([&] { return random() % 97 ? 1.0f : INFINITY; });
+      check([&] { return random() % 97 ? 1.0f : NAN; });
+    }
+    if constexpr (Adds<Unit, int32_t>) multiply_codes<Unit>(bytes);
   }
-  if constexpr (Unit::kSumsInRegisters) multiply_steps<Unit>();
+  if constexpr (Unit::kSumsInRegisters && Adds<Unit, float>) multiply_steps<Unit>();
 }
 
+#ifdef LOWBIT_HAS_BF16_PAIRS
 void check_pairs_of_bfloat16() {
   stores_sixteen_bits(FUNCTION(store_32_bf16, void(uint16_t*, f32x16, f32x16)), kBFloat16, true);
   using OfTwo = Function<void(uint16_t*, f32x16, f32x16)>;
@@ -169,6 +217,11 @@ void check_pairs_of_bfloat16() {
     for (int i = 0; i < 32; i++) p[i] = static_cast<uint16_t>(pairs[i % 16] >> i / 16 * 16);
   };
   stores_sixteen_bits(OfTwo{"bf16_pairs i32x16(f32x16, f32x16)", halves}, kBFloat16, true);
+}
+#endif
+
+#ifdef LOWBIT_HAS_LOOKUP32_U16
+void check_lookup_of_halves() {
   alignas(64) static const auto table = made<uint16_t, 32>([](int i) { return 1000 + 37 * i; });
   whole(Function<i32x16(i32x16)>{"lookup32_u16 i32x16(const uint16_t*, i32x16)",
                                  [](i32x16 i) { return lookup32_u16(table.data(), i); }},
@@ -180,6 +233,16 @@ void check_pairs_of_bfloat16() {
         });
 }
 
-void check_tiles() { check_tile_unit<TileUnit>(), check_pairs_of_bfloat16(); }
+#endif
+
+void check_tiles() {
+  check_tile_unit<TileUnit>();
+#ifdef LOWBIT_HAS_BF16_PAIRS
+  check_pairs_of_bfloat16();
+#endif
+#ifdef LOWBIT_HAS_LOOKUP32_U16
+  check_lookup_of_halves();
+#endif
+}
 
 }  // namespace
