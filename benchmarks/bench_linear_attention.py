@@ -14,11 +14,12 @@ of Qwen3-Next and Mamba-2).
 Tokens go on from a state. A single token has a fresh state in each call, of as many layers as exceed the caches.
 transformers has no decay per channel in these functions, so with --per-channel it is timed with one per head.
 
-With --backward: selective_scan and its gradients of all inputs, through autograd.
+With --backward: gated_delta_rule and selective_scan and their gradients of all inputs, through autograd.
 
-With --model: four layers of the shape of Qwen3.5-0.8B, Granite-4.0-H-1B, LFM2-1.2B or Mamba-1.4B with random weights and
-a head of 4096 words, a prompt of 512 tokens and the tokens after it, through transformers in bfloat16, with int4 weights
-before and after `lowbit.fuse`, and fused but module by module; and a token of `generate`.
+With --model: four layers of the shape of Qwen3.5-0.8B, Granite-4.0-H-1B, LFM2-1.2B, Mamba-1.4B, Mamba2-2.7B,
+Falcon-Mamba-7B, Jamba-3B or Kimi-Linear (with 16 experts) with random weights and a head of 4096 words, a prompt of 512
+tokens and the tokens after it, through transformers in bfloat16, with int4 weights before and after `lowbit.fuse`, and
+fused but module by module; and a token of `generate`.
 """
 
 from __future__ import annotations
@@ -30,10 +31,18 @@ import itertools
 import torch
 from harness import Call, describe, duration, header, interleave, options, rotate, table
 from transformers import (
+    FalconMambaConfig,
+    FalconMambaForCausalLM,
     GraniteMoeHybridConfig,
     GraniteMoeHybridForCausalLM,
+    JambaConfig,
+    JambaForCausalLM,
+    KimiLinearConfig,
+    KimiLinearForCausalLM,
     Lfm2Config,
     Lfm2ForCausalLM,
+    Mamba2Config,
+    Mamba2ForCausalLM,
     MambaConfig,
     MambaForCausalLM,
     Qwen3_5ForCausalLM,
@@ -49,6 +58,7 @@ from lowbit.models.fused_decoder import FusedDecoder
 from lowbit.models.fused_layer import FusedDecoderLayer
 
 ANSWER = 48  # tokens of `generate`
+MAMBA = ("mamba", "mamba2", "falcon_mamba")  # without attention
 STATES = 64 << 20  # bytes of states that calls of one token go through in turns
 
 
@@ -77,6 +87,23 @@ def calls_of(args: argparse.Namespace, tokens: int) -> dict[str, Call]:
         "lowbit": rotate([lambda state=state: lowbit.gated_delta_rule(**call, state=state, l2norm=True) for state in states]),
         "transformers": rotate([lambda state=state: function(**named, initial_state=state, **more) for state in states]),
     }  # fmt: skip
+
+
+def with_gradients_of(args: argparse.Namespace, tokens: int) -> dict[str, Call]:
+    """Forward and backward of a prompt, with the gradients of all inputs."""
+    call = {name: tensor.requires_grad_() for name, tensor in given(args, tokens).items()}
+    state, grad = torch.randn(1, args.heads, args.size, args.size, requires_grad=True), torch.randn_like(call["v"])
+    leaves = [*call.values(), state]
+    named = {"query": call["q"], "key": call["k"], "value": call["v"], "beta": call["beta"], "g": call["g"]}
+
+    def ours() -> object:
+        return torch.autograd.grad(lowbit.gated_delta_rule(**call, state=state, l2norm=True)[0], leaves, grad)
+
+    def reference() -> object:
+        y = theirs.torch_chunk_gated_delta_rule(**named, initial_state=state, use_qk_l2norm_in_kernel=True)[0]
+        return torch.autograd.grad(y, leaves, grad)
+
+    return {"lowbit": ours, "transformers": reference}
 
 
 def scans_of(args: argparse.Namespace, tokens: int) -> dict[str, Call]:
@@ -202,6 +229,22 @@ SHAPES = {
         layer_types=[*3 * ["conv"], "full_attention"],
     )),
     "mamba": (MambaForCausalLM, MambaConfig, dict(hidden_size=2048, state_size=16, time_step_rank=128)),
+    "mamba2": (Mamba2ForCausalLM, Mamba2Config, dict(
+        hidden_size=2560, num_heads=80, head_dim=64, state_size=128, n_groups=1,
+    )),
+    "falcon_mamba": (FalconMambaForCausalLM, FalconMambaConfig, dict(
+        hidden_size=4096, intermediate_size=8192, state_size=16, time_step_rank=256,
+    )),
+    "jamba": (JambaForCausalLM, JambaConfig, dict(
+        hidden_size=2560, intermediate_size=8192, num_attention_heads=20, num_key_value_heads=1, num_experts=1,
+        num_experts_per_tok=1, mamba_d_state=16, mamba_dt_rank=160, attn_layer_period=4, attn_layer_offset=2,
+    )),
+    "kimi_linear": (KimiLinearForCausalLM, KimiLinearConfig, dict(
+        pad_token_id=0, hidden_size=2304, intermediate_size=9216, num_attention_heads=32, num_key_value_heads=32,
+        kv_lora_rank=512, q_lora_rank=None, qk_rope_head_dim=64, qk_nope_head_dim=128, v_head_dim=128, linear_num_heads=32,
+        linear_head_dim=128, num_local_experts=16, n_shared_experts=1, num_experts_per_tok=8, moe_intermediate_size=1024,
+        n_group=1, topk_group=1, layer_types=[*3 * ["linear_attention"], "full_attention"],
+    )),
 }  # fmt: skip
 
 
@@ -210,7 +253,7 @@ def models(name: str) -> dict[str, torch.nn.Module]:
     plain = cls(config(**SIZES | sizes)).eval().to(torch.bfloat16)
     lowbit.quantize_(packed := copy.deepcopy(plain), lowbit.int8_dynamic_activation_int4_weight(group_size=32))
     lowbit.fuse(fused := copy.deepcopy(packed))
-    if name != "mamba":
+    if name not in MAMBA:
         fused.set_attn_implementation("lowbit")
     by_modules = copy.deepcopy(fused)
     for module in by_modules.modules():
@@ -227,7 +270,7 @@ def of_models(shape: str, rounds: int) -> str:
     tokens: dict[str, Call] = {}
     answers: dict[str, Call] = {}
     for name, model in models(shape).items():
-        argument = "cache_params" if shape == "mamba" else "past_key_values"
+        argument = "cache_params" if shape in MAMBA else "past_key_values"
         begun = {argument: getattr(model(ids, use_cache=True), argument)}
         prompts[name] = lambda model=model: model(ids, use_cache=True)
         tokens[name] = lambda model=model, begun=begun: model(ids[:, :1], **begun, use_cache=True)
@@ -244,11 +287,11 @@ def of_models(shape: str, rounds: int) -> str:
 
 def of_delta_rule(args: argparse.Namespace) -> str:
     lines = []
-    with torch.inference_mode():
+    with torch.inference_mode(not args.backward):
         for dtype, tokens in itertools.product(args.dtype, args.tokens):
-            times = interleave(
-                calls_of(argparse.Namespace(**vars(args) | {"dtype": dtype}), tokens), rounds=args.rounds
-            )
+            of_case = argparse.Namespace(**vars(args) | {"dtype": dtype})
+            calls = (with_gradients_of if args.backward else calls_of)(of_case, tokens)
+            times = interleave(calls, rounds=args.rounds)
             ours, reference = times["lowbit"].best_s, times["transformers"].best_s
             products = 6 * tokens * args.heads * args.size**2
             lines.append([dtype, str(tokens), duration(ours), f"{products / ours / 1e9:.0f}", duration(reference),
@@ -268,7 +311,7 @@ def main() -> None:
     parser.add_argument("--dtype", nargs="+", choices=["float32", "bfloat16"], default=["bfloat16", "float32"])
     parser.add_argument("--per-channel", action="store_true", help="a decay per channel of k, as Kimi-Linear has")
     parser.add_argument("--channels", type=int, default=4096, help="channels of selective_scan; Falcon-Mamba-7B: 8192")
-    parser.add_argument("--backward", action="store_true", help="selective_scan with its gradients")
+    parser.add_argument("--backward", action="store_true", help="with gradients: gated_delta_rule, selective_scan")
     parser.add_argument("--only", choices=["gated_delta_rule", *AROUND], help="one op instead of all")
     parser.add_argument("--model", choices=SHAPES, help="a model instead of the ops")
     args = options(parser, rounds=12, threads=2)
