@@ -37,7 +37,7 @@ GRANITE = dict(
 MAMBA2 = dict(mamba_n_heads=8, mamba_n_groups=2, mamba_d_state=24, mamba_d_head=16, mamba_chunk_size=8)
 NEMOTRON = dict(mamba_num_heads=8, mamba_head_dim=16, n_groups=2, ssm_state_size=24, chunk_size=8, head_dim=16)
 KIMI = dict(
-    kv_lora_rank=32, q_lora_rank=None, qk_rope_head_dim=16, qk_nope_head_dim=16, v_head_dim=16, n_routed_experts=4,
+    kv_lora_rank=32, q_lora_rank=None, qk_rope_head_dim=16, qk_nope_head_dim=16, v_head_dim=16, num_local_experts=4,
     n_shared_experts=1, num_experts_per_tok=2, moe_intermediate_size=32, num_key_value_heads=4, n_group=1, topk_group=1,
     linear_head_dim=16, layer_types=[*2 * ["linear_attention"], "full_attention", "linear_attention"],
 )  # fmt: skip
