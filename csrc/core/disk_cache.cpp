@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "core/disk_cache.hpp"
 
-#include <unistd.h>
-
 #include <cstdio>
 #include <cstdlib>
 #include <fstream>
 #include <sstream>
 #include <system_error>
+
+#include "core/os.hpp"
 
 namespace lowbit {
 namespace {
@@ -59,7 +59,7 @@ std::optional<std::string> read_cached(const std::string& path) {
 std::string write_cached(const std::string& path, const std::string& image) {
   std::error_code error;
   fs::create_directories(fs::path(path).parent_path(), error);
-  const std::string aside = concat(path, ".", getpid(), ".", static_cast<const void*>(&image));
+  const std::string aside = concat(path, ".", os::process_number(), ".", static_cast<const void*>(&image));
   {
     std::ofstream file(aside, std::ios::binary);
     file << head_of(image) << image;

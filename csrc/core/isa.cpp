@@ -8,17 +8,9 @@
 #if defined(__x86_64__)
 #include <cpuid.h>
 #endif
-#ifdef __linux__
-#include <sys/syscall.h>
-#include <unistd.h>
-#endif
-#if defined(__aarch64__) && defined(__linux__)
-#include <sys/auxv.h>
-#elif defined(__aarch64__) && defined(__APPLE__)
-#include <sys/sysctl.h>
-#endif
 
 #include "core/once.hpp"
+#include "core/os.hpp"
 
 namespace lowbit {
 namespace {
@@ -91,37 +83,11 @@ constexpr Isa kIsas[] = {
 #if defined(__aarch64__)
 uint32_t arm_bits() {
   uint32_t found = 0;
-#if defined(__linux__)
-  const unsigned long has = getauxval(AT_HWCAP), has_too = getauxval(AT_HWCAP2);
-  if (has & HWCAP_ASIMD) found |= kAsimd;
-  if (has & HWCAP_ASIMDDP) found |= kDotProd;
-  if (has_too & HWCAP2_I8MM) found |= kInt8Matrix;
-  if (has_too & HWCAP2_BF16) found |= kBf16Matrix;
-#elif defined(__APPLE__)
-  const auto has = [](const char* name) {
-    int value = 0;
-    size_t size = sizeof value;
-    return sysctlbyname(name, &value, &size, nullptr, 0) == 0 && value;
-  };
-  found |= kAsimd;  // all of Apple's 64-bit processors
-  if (has("hw.optional.arm.FEAT_DotProd")) found |= kDotProd;
-  if (has("hw.optional.arm.FEAT_I8MM")) found |= kInt8Matrix;
-  if (has("hw.optional.arm.FEAT_BF16")) found |= kBf16Matrix;
-#endif
+  if (os::has(os::ArmFeature::simd)) found |= kAsimd;
+  if (os::has(os::ArmFeature::dot_product)) found |= kDotProd;
+  if (os::has(os::ArmFeature::int8_matrix_product)) found |= kInt8Matrix;
+  if (os::has(os::ArmFeature::bfloat16)) found |= kBf16Matrix;
   return found;
-}
-#endif
-
-#if defined(__x86_64__)
-// Linux (5.16 and later) grants a process the 8 KiB of tile registers per thread on request, for good
-// and for its children.
-bool system_allows_tiles() {
-#if defined(__linux__)
-  constexpr int kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
-  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
-#else
-  return false;
-#endif
 }
 #endif
 
@@ -137,7 +103,7 @@ const Features& detected() {
     __get_cpuid_count(7, 0, &eax, &found.ebx7, &found.ecx7, &found.edx7);
     __get_cpuid_count(7, 1, &found.eax71, &high, &high, &high);
     if (found.ecx1 & kOsxsave) __asm__ volatile("xgetbv" : "=a"(found.xcr0), "=d"(high) : "c"(0));
-    if (found.contains(kAmx) && !system_allows_tiles()) found.edx7 = 0;
+    if (found.contains(kAmx) && !os::allows_tiles()) found.edx7 = 0;
 #elif defined(__aarch64__)
     found.arm = arm_bits();
 #endif

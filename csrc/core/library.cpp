@@ -1,12 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "core/library.hpp"
 
-#include <dlfcn.h>
-#include <link.h>
-
 #include <cstdlib>
 #include <filesystem>
 #include <sstream>
+
+#include "core/os.hpp"
 
 namespace lowbit {
 namespace {
@@ -24,8 +23,8 @@ std::vector<std::string> split(std::string_view text, char at) {
 }
 
 std::string path_of(void* handle, const std::string& opened_as) {
-  link_map* map = nullptr;
-  return dlinfo(handle, RTLD_DI_LINKMAP, &map) == 0 && map->l_name[0] ? map->l_name : opened_as;
+  const std::string path = os::path_of_library(handle);
+  return path.empty() ? opened_as : path;
 }
 
 // Opens the first file that loads; `missing` gets the reason for a file that exists and does not.
@@ -36,16 +35,16 @@ void open_in(const std::vector<std::string>& folders, const LibrarySearch& searc
       const std::string path = folder + "/" + name;
       if (library.handle || !fs::exists(path, ignored)) continue;
       if (search.open_companions) search.open_companions(folder, name);
-      library.handle = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
+      library.handle = os::open_library(path.c_str());
       if (library.handle) library.path = path_of(library.handle, path);
-      else if (const char* reason = dlerror()) library.missing += concat(path, " cannot be loaded: ", reason, "; ");
+      else library.missing += concat(path, " cannot be loaded: ", os::why_not_opened(), "; ");
     }
 }
 
-void open_by_name(int flags, const LibrarySearch& search, Library& library) {
+void open_by_name(void* (*open)(const char*), const LibrarySearch& search, Library& library) {
   for (const std::string& name : split(search.names, ' ')) {
     if (library.handle) return;
-    library.handle = dlopen(name.c_str(), RTLD_NOW | RTLD_LOCAL | flags);
+    library.handle = open(name.c_str());
     if (!library.handle) continue;
     library.path = path_of(library.handle, name);
     if (search.open_companions) search.open_companions(fs::path(library.path).parent_path().string(), name);
@@ -57,7 +56,7 @@ void open_by_name(int flags, const LibrarySearch& search, Library& library) {
 std::vector<std::string> folders_of(const char* variable, std::string_view below) {
   std::vector<std::string> folders;
   if (const char* value = std::getenv(variable))
-    for (const std::string& folder : split(value, ':')) folders.push_back(concat(folder, below));
+    for (const std::string& folder : split(value, os::kBetweenPaths)) folders.push_back(concat(folder, below));
   return folders;
 }
 
@@ -67,10 +66,10 @@ const std::vector<std::string>& site_packages() { return folders_of_packages; }
 Library open_library(const LibrarySearch& search) {
   Library library;
   open_in(search.own, search, library);
-  open_by_name(RTLD_NOLOAD, search, library);
+  open_by_name(os::loaded_library, search, library);
   open_in(search.packages, search, library);
   open_in(search.home, search, library);
-  open_by_name(0, search, library);
+  open_by_name([](const char* name) { return os::open_library(name); }, search, library);
   if (library.handle) {
     library.missing.clear();
     return library;
@@ -86,7 +85,7 @@ Library open_library(const LibrarySearch& search) {
 
 void* Library::symbol(const char* name) const {
   check(handle != nullptr, ErrorKind::runtime, missing);
-  void* const address = dlsym(handle, name);
+  void* const address = os::find_symbol(handle, name);
   check(address != nullptr, ErrorKind::runtime, path, " has no ", name, ": it is too old");
   return address;
 }

@@ -30,7 +30,7 @@ struct LibrarySearch {
 };
 Library open_library(const LibrarySearch& search);
 
-// The folders listed in an environment variable, separated by colons, each with `below` appended.
+// The folders listed in an environment variable, separated as the system separates paths, each with `below` appended.
 std::vector<std::string> folders_of(const char* variable, std::string_view below);
 
 // Sets the folders of Python packages, before the first library is opened.

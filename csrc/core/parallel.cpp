@@ -1,11 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "core/parallel.hpp"
 
-#include <dlfcn.h>
-#include <link.h>
-#include <pthread.h>
-#include <sched.h>
-
 #include <algorithm>
 #include <cmath>
 #include <condition_variable>
@@ -19,6 +14,7 @@
 #include "core/cpu_quota.hpp"
 #include "core/fork.hpp"
 #include "core/once.hpp"
+#include "core/os.hpp"
 #include "core/team.hpp"
 #include "core/thread_count.hpp"
 
@@ -48,27 +44,16 @@ struct TorchThreads {
 };
 
 TorchThreads look_up(bool& loaded) {
-  void* library = dlopen("libtorch_cpu.so", RTLD_NOLOAD | RTLD_NOW);
+  void* library = os::loaded_library(os::name_of_library("torch_cpu").c_str());
   loaded = library != nullptr;
-  void* scope = library ? library : RTLD_DEFAULT;
   TorchThreads torch;
-  torch.parallel_for = reinterpret_cast<decltype(torch.parallel_for)>(dlsym(scope, "torch_parallel_for"));
-  torch.get_num_threads = reinterpret_cast<decltype(torch.get_num_threads)>(dlsym(scope, "torch_get_num_threads"));
+  torch.parallel_for = reinterpret_cast<decltype(torch.parallel_for)>(os::find_symbol(library, "torch_parallel_for"));
+  torch.get_num_threads = reinterpret_cast<decltype(torch.get_num_threads)>(os::find_symbol(library, "torch_get_num_threads"));
   if (library) {
-    torch.openmp_threads = reinterpret_cast<int (*)()>(dlsym(library, "omp_get_max_threads"));
-    torch.set_openmp_threads = reinterpret_cast<void (*)(int)>(dlsym(library, "omp_set_num_threads"));
+    torch.openmp_threads = reinterpret_cast<int (*)()>(os::find_symbol(library, "omp_get_max_threads"));
+    torch.set_openmp_threads = reinterpret_cast<void (*)(int)>(os::find_symbol(library, "omp_set_num_threads"));
   }
   return torch;
-}
-
-// How many libraries this process has loaded so far, never 0. Takes 0.1 us; look_up takes 20 (Zen 5).
-unsigned long long libraries_loaded() {
-  unsigned long long count = 0;
-  auto first = [](dl_phdr_info* info, size_t, void* count) {
-    return *static_cast<unsigned long long*>(count) = info->dlpi_adds, 1;
-  };
-  dl_iterate_phdr(first, &count);
-  return count;
 }
 
 // A forked child has no OpenMP workers, and libgomp would wait forever for those that torch had started, so its regions
@@ -84,17 +69,17 @@ struct Teamless {
   ~Teamless() { teamless = false; }
 };
 [[gnu::constructor]] void watch_fork() {
-  pthread_atfork(nullptr, nullptr, [] { forked = true, pool = nullptr; });  // the child has no workers and starts over
+  os::in_forked_child([] { forked = true, pool = nullptr; });  // the child has no workers and starts over
 }
 
 // Null while torch is not loaded. lowbit may be used before torch is imported, so the look-up is repeated whenever a
 // library has been loaded.
 const TorchThreads* loaded_torch() {
   static std::atomic<const TorchThreads*> found{nullptr};
-  static std::atomic<unsigned long long> missing_at{0};
+  static std::atomic<uint64_t> missing_at{0};
   if (const TorchThreads* torch = found.load(std::memory_order_acquire)) return torch;
   // Read before the look-up: a library loaded meanwhile changes the count.
-  const unsigned long long count = libraries_loaded();
+  const uint64_t count = os::libraries_loaded();
   if (missing_at.load(std::memory_order_relaxed) == count) return nullptr;
   bool loaded;
   const TorchThreads torch = look_up(loaded);
@@ -154,7 +139,7 @@ class Pool {
  private:
   Pool() {
     if (const char* wanted = std::getenv("OMP_NUM_THREADS"); wanted && std::atoi(wanted) > 0) size_ = std::atoi(wanted);
-    else if (cpu_set_t set; sched_getaffinity(0, sizeof set, &set) == 0) size_ = CPU_COUNT(&set);
+    else size_ = os::cores();
     if (size_ < 1) size_ = 1;
   }
 

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "core/scratch.hpp"
 
-#include <cstdlib>
 #include <cstring>
 #include <new>
 #include <vector>
@@ -56,8 +55,10 @@ class Stack {
 
   void add_block(int64_t bytes) {
     blocks_.reserve(blocks_.size() + 1);
-    char* const data = static_cast<char*>(std::aligned_alloc(kPage, static_cast<std::size_t>(bytes)));
-    if (!data) throw std::bad_alloc();
+    // aligned_alloc is not everywhere
+    void* const memory = ::operator new(static_cast<std::size_t>(bytes), std::align_val_t{kPage}, std::nothrow);
+    if (!memory) throw std::bad_alloc();
+    char* const data = static_cast<char*>(memory);
     LOWBIT_FORBID(data, bytes);
     blocks_.push_back({data, bytes, 0});
   }
@@ -72,7 +73,7 @@ class Stack {
   void free_blocks() {
     for (const Block& block : blocks_) {
       LOWBIT_ALLOW(block.data, block.bytes);
-      std::free(block.data);
+      ::operator delete(block.data, std::align_val_t{kPage});
     }
     blocks_.clear();
   }

@@ -2,16 +2,13 @@
 // Parallel regions, and threads that serve many of them in a row (parallel.cpp).
 #pragma once
 
-#include <linux/futex.h>
-#include <sched.h>
-#include <sys/syscall.h>
-#include <unistd.h>
-
 #include <atomic>
 #include <cstdint>
 #include <exception>
+#include <thread>
 
 #include "core/crowded_cores.hpp"
+#include "core/os.hpp"
 
 namespace lowbit {
 namespace {
@@ -65,10 +62,10 @@ class Team {
       if (const int part = take()) {
         region_->run(part);
         finished_.fetch_add(1);
-        if (sleeps_.load()) wake(finished_);
+        if (sleeps_.load()) os::wake(finished_);
         patience = {};
       } else if (!patience.spin(kLooks)) {
-        sched_yield();
+        std::this_thread::yield();
       }
     }
   }
@@ -99,16 +96,10 @@ class Team {
   void sleep_until(int left) {
     const int64_t begin = ticks();
     sleeps_.store(true);
-    for (int finished; (finished = finished_.load()) < left;) sleep_while(finished_, finished);
+    for (int finished; (finished = finished_.load()) < left;) os::sleep_while(finished_, finished);
     sleeps_.store(false);
     CrowdedCores::instance().waited(ticks() - begin);
   }
-
-  // The futex of Linux, on which the standard's atomic wait() stands too; that one would need a newer libstdc++.
-  static void sleep_while(std::atomic<int>& word, int value) {
-    syscall(SYS_futex, &word, FUTEX_WAIT_PRIVATE, value, nullptr, nullptr, 0);
-  }
-  static void wake(std::atomic<int>& word) { syscall(SYS_futex, &word, FUTEX_WAKE_PRIVATE, 1, nullptr, nullptr, 0); }
 
   // Takes a part of the region; 0 if none is left. The region's number is in the same word, so that a thread that looks
   // at one region cannot take a part of the next.

@@ -1,11 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "cuda/backend.hpp"
 
-#include <dlfcn.h>
-
 #include <cstdlib>
 
 #include "core/once.hpp"
+#include "core/os.hpp"
 #include "cuda/runtime/driver.hpp"
 #include "cuda/runtime/libraries.hpp"
 
@@ -35,7 +34,7 @@ std::span<const Backend* const> backends() {
 bool is_emulated() {
   if (!std::getenv("LOWBIT_CUDA_PATH")) return false;
   const Library& driver = library(LibraryName::driver);
-  return driver.handle && dlsym(driver.handle, "lowbit_emulates_cuda");
+  return driver.handle && os::find_symbol(driver.handle, "lowbit_emulates_cuda");
 }
 
 }  // namespace lowbit::cuda

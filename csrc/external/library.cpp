@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-#include <dlfcn.h>
-
 #include "external/backends.hpp"
+
+#include "core/os.hpp"
 #include "external/calls.hpp"
 
 namespace lowbit::external {
@@ -33,9 +33,9 @@ Row checked(const std::string& path, const lowbit_row& row) {
 }  // namespace
 
 std::vector<Row> rows_of_library(const std::string& path) {
-  void* const library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
-  if (!library) throw Error(value, concat(path, ": cannot be loaded: ", dlerror()));
-  auto* const table_of = reinterpret_cast<const lowbit_rows* (*)()>(dlsym(library, "lowbit_backend_rows"));
+  void* const library = os::open_library(path.c_str());
+  if (!library) throw Error(value, concat(path, ": cannot be loaded: ", os::why_not_opened()));
+  auto* const table_of = reinterpret_cast<const lowbit_rows* (*)()>(os::find_symbol(library, "lowbit_backend_rows"));
   check(table_of, value, path, ": has no function lowbit_backend_rows");
   const lowbit_rows* const table = table_of();
   check(table, value, path, ": lowbit_backend_rows returned NULL");

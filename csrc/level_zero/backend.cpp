@@ -1,11 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "level_zero/backend.hpp"
 
-#include <dlfcn.h>
-
 #include <deque>
 
 #include "core/once.hpp"
+#include "core/os.hpp"
 #include "level_zero/runtime/driver.hpp"
 #include "level_zero/runtime/modules.hpp"
 
@@ -27,8 +26,8 @@ void run_and_wait(const Place& place, const std::function<void()>& row) {
 // c10::xpu::syncStreamsOnDevice: waits for torch's own queues of an xpu, which are SYCL's.
 using WaitForTorch = void (*)(int8_t device);
 WaitForTorch wait_for_torch() {
-  void* const library = dlopen("libc10_xpu.so", RTLD_LAZY | RTLD_NOLOAD);
-  return library ? reinterpret_cast<WaitForTorch>(dlsym(library, "_ZN3c103xpu19syncStreamsOnDeviceEa")) : nullptr;
+  void* const library = os::loaded_library(os::name_of_library("c10_xpu").c_str());
+  return library ? reinterpret_cast<WaitForTorch>(os::find_symbol(library, "_ZN3c103xpu19syncStreamsOnDeviceEa")) : nullptr;
 }
 
 const std::string& no_xpu = *new std::string("this torch is not built for xpu, or has no syncStreamsOnDevice");

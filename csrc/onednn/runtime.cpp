@@ -1,10 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "onednn/runtime.hpp"
 
-#include <dlfcn.h>
-
 #include "core/fork.hpp"
 #include "core/once.hpp"
+#include "core/os.hpp"
 #include "core/parallel.hpp"
 
 namespace lowbit::onednn {
@@ -42,15 +41,15 @@ std::string_view name_of_runtime(unsigned runtime) {
 }
 
 std::string path_of_symbol(void* symbol) {
-  Dl_info info;
-  return dladdr(symbol, &info) && info.dli_fname ? info.dli_fname : "an unknown library";
+  const std::string path = os::file_of(symbol);
+  return path.empty() ? "an unknown library" : path;
 }
 
 // A second OpenMP would have its own threads, which wait (and spin) on the cores where torch's work.
 OpenMP shared_openmp(const Library& found) {
   void* const its = found.symbol("omp_set_num_threads");
-  void* const torch = dlopen("libtorch_cpu.so", RTLD_NOLOAD | RTLD_NOW);
-  void* const of_torch = torch ? dlsym(torch, "omp_set_num_threads") : its;
+  void* const torch = os::loaded_library(os::name_of_library("torch_cpu").c_str());
+  void* const of_torch = torch ? os::find_symbol(torch, "omp_set_num_threads") : its;
   check(!of_torch || its == of_torch, ErrorKind::runtime, found.path, " runs on the OpenMP of ", path_of_symbol(its),
         ", and torch on that of ", path_of_symbol(of_torch), ": their threads would fight for the cores");
   return {.set_num_threads = reinterpret_cast<void (*)(int)>(its),

@@ -1,20 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "recorder/clock.hpp"
 
-#include <fcntl.h>
-#include <unistd.h>
-
 #include <atomic>
-#include <cstring>
-#include <ctime>
+#include <chrono>
+#include <fstream>
+#include <string>
 
 namespace lowbit::recorder {
 namespace {
 
 uint64_t monotonic_ns() {
-  timespec now;
-  clock_gettime(CLOCK_MONOTONIC, &now);
-  return static_cast<uint64_t>(now.tv_sec) * 1000000000u + static_cast<uint64_t>(now.tv_nsec);
+  const std::chrono::nanoseconds now = std::chrono::steady_clock::now().time_since_epoch();
+  return static_cast<uint64_t>(now.count());
 }
 
 #if defined(__x86_64__)
@@ -22,12 +19,9 @@ uint64_t monotonic_ns() {
 uint64_t cycles() { return __builtin_ia32_rdtsc(); }
 
 bool kernel_counts_cycles() {
-  char name[8] = {};
-  const int file = open("/sys/devices/system/clocksource/clocksource0/current_clocksource", O_RDONLY | O_CLOEXEC);
-  if (file < 0) return false;
-  const ssize_t got = read(file, name, sizeof name - 1);
-  close(file);
-  return got == 4 && std::memcmp(name, "tsc\n", 4) == 0;
+  std::ifstream file("/sys/devices/system/clocksource/clocksource0/current_clocksource");
+  std::string name;
+  return file >> name && name == "tsc";
 }
 
 #else

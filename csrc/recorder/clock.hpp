@@ -13,13 +13,13 @@ struct Moment {
 };
 
 struct Thread {
-  uint32_t number = 0;  // gettid; 0: not read yet
+  uint32_t number = 0;  // the system's; 0: not read yet
   int depth = 0;        // number of calls that the thread is inside of
   Moment anchor{};
 };
 LOWBIT_API Thread& this_thread();
 
-// CLOCK_MONOTONIC in nanoseconds, within a few microseconds. If the kernel's clock source is tsc, the clock counts
+// CLOCK_MONOTONIC (elsewhere the standard's steady clock) in nanoseconds, within a few microseconds. If the kernel's clock source is tsc, the clock counts
 // cycles and synchronizes with the kernel every half second: clock_gettime waits until all earlier work is done, which
 // would be most of what the recorder may add to a call.
 uint64_t now_ns(Thread& thread);

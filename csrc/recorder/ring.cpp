@@ -1,19 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "recorder/ring.hpp"
 
-#include <fcntl.h>
-#include <pthread.h>
-#include <sched.h>
-#include <sys/mman.h>
-#include <sys/syscall.h>
-#include <unistd.h>
-
 #include <algorithm>
-#include <cerrno>
+#include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <ctime>
+#include <new>
+#include <thread>
 #include <utility>
 
 #include "core/error.hpp"
@@ -28,7 +22,7 @@ namespace {
 
 std::atomic<Ring*> made{nullptr};
 std::atomic_flag making = ATOMIC_FLAG_INIT;
-int descriptor = -1;
+os::MappedFile& file = *new os::MappedFile;  // of `made`; never destroyed: it is removed at exit
 std::atomic<bool> forked{false};
 
 int environment_number(std::initializer_list<const char*> names, int otherwise) {
@@ -51,66 +45,48 @@ void copy_text(char* to, std::size_t room, std::string_view text) {
 }
 
 uint64_t wall_ns() {
-  timespec now;
-  clock_gettime(CLOCK_REALTIME, &now);
-  return static_cast<uint64_t>(now.tv_sec) * 1000000000u + static_cast<uint64_t>(now.tv_nsec);
+  const std::chrono::nanoseconds now = std::chrono::system_clock::now().time_since_epoch();
+  return static_cast<uint64_t>(now.count());
 }
 
 void write_header(Header& header, uint32_t records) {
   header.version = kVersion, header.header_bytes = kHeaderBytes, header.record_bytes = sizeof(Record),
   header.capacity = records;
-  header.pid = getpid();
+  header.pid = os::process_number();
   const bool own = !forked;  // a forked worker inherits the variables of its parent, but is no rank
   header.rank = own ? environment_number({"RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID"}, -1) : -1;
   header.world = own ? environment_number({"WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS"}, 0) : 0;
   header.wall_ns = wall_ns(), header.monotonic_ns = now_ns();
-  gethostname(header.host, sizeof header.host - 1);
+  copy_text(header.host, sizeof header.host - 1, os::host_name());
   copy_text(header.version_text, sizeof header.version_text, "lowbit flight recorder; python -m lowbit recorder DIR");
   copy_text(header.names, sizeof header.names, names_of_numbers());
-  if (const int file = open("/proc/self/cmdline", O_RDONLY | O_CLOEXEC); file >= 0) {
-    const ssize_t got = read(file, header.command_line, sizeof header.command_line - 1);
-    if (got < 0) header.command_line[0] = 0;
-    close(file);
-  }
+  copy_text(header.command_line, sizeof header.command_line - 1, os::command_line());
   std::atomic_thread_fence(std::memory_order_release);
   std::memcpy(header.magic, kMagic, sizeof kMagic);
 }
 
 std::size_t wanted_bytes() { return kHeaderBytes + std::size_t{capacity_for(settings().records)} * sizeof(Record); }
 
-// Creates and maps a file; null on failure, with file.reason.
-void* map_file(Opened& file) {
-  file = make_file(wanted_bytes());
-  if (file.descriptor < 0) return nullptr;
-  void* const memory =
-      mmap(nullptr, wanted_bytes(), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, file.descriptor, 0);
-  if (memory != MAP_FAILED) return memory;
-  file.reason = concat("cannot map ", file.path, ": ", std::strerror(errno));
-  unlink(file.path.c_str());
-  close(file.descriptor);
-  return nullptr;
-}
-
-Ring* ring_in(void* memory, const Opened& file) {
+Ring* ring_in(void* memory) {
   auto* const ring = new Ring;
   ring->header = new (memory) Header{};
   ring->records = reinterpret_cast<Record*>(static_cast<char*>(memory) + kHeaderBytes);
   ring->reason = file.reason;
-  if (file.reason.empty()) ring->path = file.path, descriptor = file.descriptor;
+  if (file.data) ring->path = file.path;
   write_header(*ring->header, capacity_for(settings().records));
   return ring;
 }
 
 // In memory if no file can be created; null if there is no memory either.
 Ring* make_ring() {
-  Opened file;
-  if (void* const memory = map_file(file)) return ring_in(memory, file);
+  file = make_file(wanted_bytes());
+  if (file.data) return ring_in(file.data);
   std::fprintf(stderr,
                "lowbit recorder: %s; records are kept in memory, where a crash takes them (LOWBIT_RECORD_DIR names "
                "another folder)\n",
                file.reason.c_str());
-  void* const memory = mmap(nullptr, wanted_bytes(), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  if (memory != MAP_FAILED) return ring_in(memory, file);
+  if (void* const memory = ::operator new(wanted_bytes(), std::align_val_t{kHeaderBytes}, std::nothrow))
+    return ring_in(std::memset(memory, 0, wanted_bytes()));
   wants.fetch_and(~kRing);
   return nullptr;
 }
@@ -119,7 +95,7 @@ Ring* make_ring() {
 class Making {
  public:
   Making() {
-    while (making.test_and_set(std::memory_order_acquire)) sched_yield();
+    while (making.test_and_set(std::memory_order_acquire)) std::this_thread::yield();
   }
   ~Making() { making.clear(std::memory_order_release); }
   Making(const Making&) = delete;
@@ -127,20 +103,20 @@ class Making {
 };
 
 void in_the_child() {
-  if (descriptor >= 0) close(descriptor);  // the parent keeps the lock
-  descriptor = -1, made = nullptr, forked = true, this_thread().number = 0;
+  os::close_in_child(file);
+  made = nullptr, forked = true, this_thread().number = 0;
   making.clear();
   forget_watcher(), forget_profiles();
 }
-[[gnu::constructor]] void watch_fork() { pthread_atfork(nullptr, nullptr, in_the_child); }
+[[gnu::constructor]] void watch_fork() { os::in_forked_child(in_the_child); }
 
 // If all calls are finished at exit, there is nothing to report.
 [[gnu::destructor]] void remove_at_exit() {
   const Ring* const ring = made.load();
-  if (!ring || ring->path.empty() || ring->header->pid != getpid()) return;
+  if (!ring || ring->path.empty() || ring->header->pid != os::process_number()) return;
   for (uint32_t i = 0; i < ring->header->capacity; i++)
     if (is_whole(ring->records[i].mark) && ring->records[i].state != State::finished) return;
-  unlink(ring->path.c_str());
+  os::remove_file(file);
 }
 
 }  // namespace
@@ -187,11 +163,10 @@ void start(std::optional<int64_t> records, const std::string& in) {
       return;
     }
     const Settings before = std::exchange(settings(), asked);
-    Opened file;
-    void* const memory = map_file(file);
-    if (!memory) settings() = before;
-    check(memory != nullptr, ErrorKind::runtime, "start: ", file.reason);
-    made.store(ring_in(memory, file), std::memory_order_release);
+    file = make_file(wanted_bytes());
+    if (!file.data) settings() = before;
+    check(file.data != nullptr, ErrorKind::runtime, "start: ", file.reason);
+    made.store(ring_in(file.data), std::memory_order_release);
     wants.fetch_or(kRing);
   }
   watch_new_ring();
@@ -199,7 +174,7 @@ void start(std::optional<int64_t> records, const std::string& in) {
 
 void fill(Record& record, const Entry& entry) {
   const auto& [op, row, place, call, thread, group_sequence] = entry;
-  if (thread.number == 0) thread.number = static_cast<uint32_t>(syscall(SYS_gettid));
+  if (thread.number == 0) thread.number = os::thread_number();
   record.end_ns = 0;
   record.thread = thread.number;
   record.device_type = static_cast<uint8_t>(place.device.type), record.device_index = place.device.index;
@@ -278,21 +253,8 @@ std::string write_dump(const Ring& ring, const std::string& path, std::string_vi
   auto& header = *reinterpret_cast<Header*>(head);
   header.taken_ns = now_ns();
   copy_text(header.reason, sizeof header.reason, reason);
-  const int file = open(path.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0600);
-  const auto is_written = [&](const char* from, std::size_t bytes) {
-    while (bytes > 0) {
-      const ssize_t wrote = write(file, from, bytes);
-      if (wrote < 0 && errno == EINTR) continue;
-      if (wrote <= 0) return false;
-      from += wrote, bytes -= static_cast<std::size_t>(wrote);
-    }
-    return true;
-  };
-  const bool whole = file >= 0 && is_written(head, sizeof head) &&
-                     is_written(reinterpret_cast<const char*>(ring.records), ring.bytes() - kHeaderBytes);
-  const int failed = errno;
-  if (file >= 0) close(file);
-  return whole ? "" : concat("cannot write ", path, ": ", std::strerror(failed));
+  return os::write_file(path, {{head, sizeof head},
+                               {reinterpret_cast<const char*>(ring.records), ring.bytes() - kHeaderBytes}});
 }
 
 }  // namespace lowbit::recorder

@@ -1,19 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "recorder/watcher.hpp"
 
-#include <pthread.h>
-#include <semaphore.h>
-
-#include <cerrno>
-#include <csignal>
 #include <cstdio>
 #include <cstring>
-#include <ctime>
 #include <mutex>
 #include <new>
-#include <thread>
 
 #include "core/error.hpp"
+#include "core/os.hpp"
 #include "recorder/ring.hpp"
 #include "recorder/settings.hpp"
 
@@ -24,18 +18,11 @@ std::mutex mutex;  // held while the thread is started
 std::atomic<int64_t> timeout_ns{0};  // 0: no timeout
 std::atomic<bool> wanted{false}, running{false}, signalled{false};
 bool installed = false;
-sem_t wake;
-struct sigaction before {};
+std::atomic<os::Semaphore*> wake{nullptr};  // of this process's thread, never destroyed
 
-// sem_post is one of the few functions that a signal handler may call.
-void on_signal(int number, siginfo_t* info, void* context) {
+void on_signal() {
   signalled = true;
-  sem_post(&wake);
-  if (before.sa_flags & SA_SIGINFO) {
-    if (before.sa_sigaction) before.sa_sigaction(number, info, context);
-  } else if (before.sa_handler != SIG_DFL && before.sa_handler != SIG_IGN) {
-    before.sa_handler(number);
-  }
+  wake.load()->post();
 }
 
 void dump(const Ring& ring, const std::string& reason) {
@@ -70,11 +57,7 @@ void watch_on() {
   uint64_t told = 0;
   while (running) {
     const int64_t timeout = timeout_ns, period = timeout > 0 && timeout < 4000000000 ? timeout / 4 + 1 : 1000000000;
-    timespec until;
-    clock_gettime(CLOCK_REALTIME, &until);
-    until.tv_nsec += static_cast<long>(period);
-    until.tv_sec += until.tv_nsec / 1000000000, until.tv_nsec %= 1000000000;
-    while (sem_timedwait(&wake, &until) != 0 && errno == EINTR) continue;
+    wake.load()->wait(period);
     if (running) look(told);
   }
 }
@@ -84,18 +67,10 @@ void start_thread(double seconds) {
   const std::lock_guard lock(mutex);
   timeout_ns = static_cast<int64_t>(seconds * 1e9), wanted = true;
   if (running) return;
-  sem_init(&wake, 0, 0);
-  running = true;
-  sigset_t all, kept;
-  sigfillset(&all);
-  pthread_sigmask(SIG_SETMASK, &all, &kept);  // the program's signals go to its own threads
-  std::thread(watch_on).detach();
-  pthread_sigmask(SIG_SETMASK, &kept, nullptr);
-  if (installed) return;
+  wake = new os::Semaphore, running = true;
+  os::start_thread_without_signals(watch_on);
+  if (!installed) os::on_user_signal(on_signal);
   installed = true;
-  struct sigaction ours {};
-  ours.sa_sigaction = on_signal, ours.sa_flags = SA_SIGINFO | SA_RESTART | SA_ONSTACK;
-  sigaction(SIGUSR1, &ours, &before);
 }
 
 }  // namespace

@@ -1,12 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "sim/memory.hpp"
 
-#include <sys/mman.h>
-
 #include <algorithm>
 #include <array>
 #include <atomic>
-#include <cerrno>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -15,6 +12,7 @@
 #include <mutex>
 #include <string_view>
 
+#include "core/os.hpp"
 #include "sim/faults.hpp"
 #include "sim/stray_access.hpp"
 
@@ -44,17 +42,17 @@ struct Device {
   int open = 0;
   MemoryUsage usage;
 
-  void protect(std::size_t from, std::size_t to, int protection) {
+  void set_access(std::size_t from, std::size_t to, bool allowed) {
     if (from == to) return;
-    check(mprotect(base + from, to - from, protection) == 0, ErrorKind::runtime,
-          "lowbit_sim: mprotect failed: ", std::strerror(errno));
+    check((allowed ? os::allow_access : os::forbid_access)(base + from, to - from), ErrorKind::runtime,
+          "lowbit_sim: the system does not change access to memory: ", os::last_error());
   }
 
   void write_guard(std::size_t offset, std::size_t bytes) {
     const std::size_t from = offset / kPage * kPage, to = round_up(offset + with_guard(bytes), kPage);
-    if (!open) protect(from, to, PROT_READ | PROT_WRITE);
+    if (!open) set_access(from, to, true);
     std::memset(base + offset + bytes, kGuard, with_guard(bytes) - bytes);
-    if (!open) protect(from, to, PROT_NONE);
+    if (!open) set_access(from, to, false);
   }
 
   // Ends the process on damage: the bytes that were overwritten are unknown.
@@ -80,7 +78,7 @@ struct Device {
     if (bytes > static_cast<std::size_t>(usage.capacity) - end) return SIZE_MAX;
     const std::size_t needed = round_up(end + bytes, kPage);
     if (needed > touched) {
-      if (open) protect(touched, needed, PROT_READ | PROT_WRITE);
+      if (open) set_access(touched, needed, true);
       touched = needed;
     }
     end += bytes;
@@ -91,7 +89,7 @@ struct Device {
   void give_back(std::size_t offset, std::size_t bytes) {
     if (bytes >= kLarge) {
       const std::size_t from = round_up(offset, kPage), to = (offset + bytes) / kPage * kPage;
-      madvise(base + from, to - from, MADV_DONTNEED);
+      os::discard(base + from, to - from);
     }
     auto after = holes.lower_bound(offset);
     if (after != holes.end() && after->first == offset + bytes) bytes += after->second, after = holes.erase(after);
@@ -136,9 +134,8 @@ void start(int wanted, std::size_t bytes) {
   claim_private_use(kOurs);
   capacity = round_up(bytes, kPage);
   const std::size_t all = capacity * static_cast<std::size_t>(wanted);
-  void* const memory = mmap(nullptr, all, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  check(memory != MAP_FAILED, ErrorKind::runtime, "lowbit_sim: no address space for ", all,
-        " bytes: ", std::strerror(errno));
+  void* const memory = os::reserve_memory(all);
+  check(memory != nullptr, ErrorKind::runtime, "lowbit_sim: no address space for ", all, " bytes: ", os::last_error());
   lowest = static_cast<char*>(memory);
   for (int i = 0; i < wanted; i++) {
     Device& device = devices()[static_cast<std::size_t>(i)];
@@ -210,7 +207,7 @@ void open(int index, void* stream) {
   Device& device = device_at(index);
   if (depth == 0) launch(index, reinterpret_cast<intptr_t>(stream));
   const std::lock_guard lock(device.mutex);
-  if (device.open == 0) device.protect(0, device.touched, PROT_READ | PROT_WRITE);
+  if (device.open == 0) device.set_access(0, device.touched, true);
   device.open++;
   depth++;
 }
@@ -220,7 +217,7 @@ void close(int index) {
   depth--;
   const std::lock_guard lock(device.mutex);
   if (device.open == 1 && has_guards()) device.check_guards();
-  if (--device.open == 0 && device.touched) mprotect(device.base, device.touched, PROT_NONE);
+  if (--device.open == 0 && device.touched) os::forbid_access(device.base, device.touched);
 }
 
 Open::Open(int device, void* stream) : device_(device) {

@@ -1,12 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "torch/boxed.hpp"
 
-#include <dlfcn.h>
-
 #include <array>
 #include <atomic>
 
 #include "core/once.hpp"
+#include "core/os.hpp"
 #include "core/private_use.hpp"
 
 // torch's Python layer converts any std::exception to a RuntimeError (before 2.15 std::invalid_argument to a
@@ -28,8 +27,8 @@ class PythonException final : public pybind11::builtin_exception {
   PythonException(const char* type, const char* what) : builtin_exception(what), type_(type) {}
   void set_error() const override {
     using SetString = void (*)(void* type, const char* text);
-    const auto set_string = reinterpret_cast<SetString>(dlsym(RTLD_DEFAULT, "PyErr_SetString"));
-    auto* const type = static_cast<void**>(dlsym(RTLD_DEFAULT, type_));
+    const auto set_string = reinterpret_cast<SetString>(os::find_symbol(nullptr, "PyErr_SetString"));
+    auto* const type = static_cast<void**>(os::find_symbol(nullptr, type_));
     if (set_string && type) set_string(*type, what());
   }
 
@@ -69,10 +68,10 @@ Device device_of(TensorHandle tensor, std::string_view op, std::string_view name
 using RawStream = Status (*)(int32_t device_index, void** stream);
 RawStream raw_stream_of(DeviceType type) {
   const std::string name(kDeviceTypes[static_cast<int>(type)].torch_name);
-  void* const library = dlopen(concat("libtorch_", name, ".so").c_str(), RTLD_LAZY | RTLD_NOLOAD);
+  void* const library = os::loaded_library(os::name_of_library(concat("torch_", name)).c_str());
   if (!library) return nullptr;
   const std::string symbol = concat("aoti_torch_get_current_", name, "_stream");
-  const auto function = reinterpret_cast<RawStream>(dlsym(library, symbol.c_str()));
+  const auto function = reinterpret_cast<RawStream>(os::find_symbol(library, symbol.c_str()));
   check(function != nullptr, ErrorKind::runtime, "this torch has no ", symbol);
   return function;
 }

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "torch/symbols.hpp"
 
-#include <dlfcn.h>
-
 #include <atomic>
 #include <mutex>
+
+#include "core/os.hpp"
 
 namespace lowbit::torch {
 namespace {
@@ -12,24 +12,13 @@ namespace {
 Symbols table;
 std::atomic<bool> found{false};
 
-// torch's Python package loads its libraries with local symbols, so RTLD_DEFAULT finds them only in a C++ program that
-// links to torch.
-void* torch_library() {
-#ifdef __APPLE__
-  void* library = dlopen("@rpath/libtorch_cpu.dylib", RTLD_LAZY | RTLD_NOLOAD);
-#else
-  void* library = dlopen("libtorch_cpu.so", RTLD_LAZY | RTLD_NOLOAD);
-#endif
-  return library ? library : RTLD_DEFAULT;
-}
-
 struct Loader {
-  void* library;
+  void* library;  // null in a C++ program that links to torch: the names that all libraries see
   std::string missing;
 
   template <class Function>
   void optional(Function& function, const char* name) {
-    function = reinterpret_cast<Function>(dlsym(library, name));
+    function = reinterpret_cast<Function>(os::find_symbol(library, name));
   }
   template <class Function>
   void required(Function& function, const char* name) {
@@ -44,8 +33,8 @@ struct Loader {
 };
 
 bool load(Symbols& s, std::string* reason) {
-  Loader loader{torch_library(), ""};
-  if (!dlsym(loader.library, "aoti_torch_delete_tensor_object")) {
+  Loader loader{os::loaded_library(os::name_of_library("torch_cpu").c_str()), ""};
+  if (!os::find_symbol(loader.library, "aoti_torch_delete_tensor_object")) {
     *reason = "torch is not loaded (no libtorch_cpu in this process)";
     return false;
   }
@@ -65,7 +54,7 @@ bool load(Symbols& s, std::string* reason) {
   loader.required(s.new_tensor_handle, "aoti_torch_new_tensor_handle");
   loader.required(s.delete_tensor, "aoti_torch_delete_tensor_object");
   loader.required(s.grad_mode_is_enabled, "aoti_torch_grad_mode_is_enabled");
-  // c10::TensorImpl::requires_grad of libc10, which dlsym searches too.
+  // c10::TensorImpl::requires_grad of libc10, which is searched too.
   loader.optional(s.requires_grad, "_ZNK3c1010TensorImpl13requires_gradEv");
   loader.required(s.copy, "aoti_torch_copy_");
   loader.optional(s.new_stable_ivalue, "torch_new_stable_ivalue");

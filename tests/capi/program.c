@@ -6,8 +6,10 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#ifndef _WIN32
 #include <sys/wait.h>
 #include <unistd.h>
+#endif
 
 #include <lowbit/backend.h>
 #include <lowbit/lowbit.h>
@@ -60,6 +62,9 @@ static void in_two_threads(void) {
   CHECK(strcmp(lowbit_last_error(), "") == 0);
 }
 
+#ifdef _WIN32 /* which has no fork */
+static void in_a_child(void) {}
+#else
 static void in_a_child(void) {
   int status = -1;
   const pid_t child = fork();
@@ -72,6 +77,7 @@ static void in_a_child(void) {
   }
   CHECK(waitpid(child, &status, 0) == child && status == 0);
 }
+#endif
 
 static void attend(void) {
   float *q = numbers + M * K + N * K, *k = q + HEADS * L * E, *v = k + KV_HEADS * S * E, *rows[] = {k, v};

@@ -17,7 +17,7 @@ C_HEADERS = [PUBLIC / name for name in ("types.h", "lowbit.h", "backend.h")]
 UNITS = {
     "public headers, C": (["-x", "c", "-std=c11"], C_HEADERS),
     "public headers, C++": (["-x", "c++", "-std=c++20"], sorted(PUBLIC.glob("*.h"))),
-    "csrc/core": (["-x", "c++", "-std=c++20"], sorted(CSRC.glob("core/*.cpp"))),
+    "csrc/core": (["-x", "c++", "-std=c++20"], [*sorted(CSRC.glob("core/*.cpp")), *(CSRC / f"core/os/{name}.cpp" for name in ("posix", "linux"))]),
     "csrc/external": (["-x", "c++", "-std=c++20"], sorted(CSRC.glob("external/*.cpp"))),
     "a unit of kernels": (["-x", "c++", "-std=c++20", *SCALAR], [CSRC / "cpu/linear/dot.cpp"]),
 }

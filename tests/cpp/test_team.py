@@ -19,7 +19,8 @@ def test_a_team_runs_every_part_once_and_hands_on_what_fails(tmp_path: Path) -> 
     if compiler is None or setarch is None:
         pytest.skip("no g++ on this machine: the emulation is C++ and is compiled by this test")
     program = tmp_path / "team"
-    sources = [HERE / "team.cpp", ROOT / "csrc/core/cpu_quota.cpp", ROOT / "csrc/core/error.cpp"]
+    core = ("cpu_quota", "error", "os/posix", "os/linux")
+    sources = [HERE / "team.cpp", *(ROOT / f"csrc/core/{name}.cpp" for name in core)]
     flags = ["-std=c++20", "-O1", "-g", "-fsanitize=thread", "-Wno-tsan", f"-I{ROOT / 'csrc'}", "-ldl", "-pthread"]
     subprocess.run([compiler, *sources, *flags, "-o", program], check=True)
     # Without random addresses: this gcc's runtime does not know all places that a new kernel may take.

@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "cuda/cudnn/library.hpp"
 
-#include <dlfcn.h>
-
 #include <map>
 #include <mutex>
 #include <vector>

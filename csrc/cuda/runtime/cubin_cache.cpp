@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "cuda/runtime/cubin_cache.hpp"
 
-#include <dlfcn.h>
-
 #include "core/disk_cache.hpp"
+#include "core/os.hpp"
 #include "cuda/runtime/nvrtc.hpp"
 
 namespace lowbit::cuda {
@@ -22,9 +21,9 @@ std::string cached_plan_path(const std::string& plan, const std::string& device)
 }
 
 std::optional<std::string> read_packed(const std::string& path) {
-  Dl_info found{};
-  if (!dladdr(reinterpret_cast<const void*>(&read_packed), &found) || !found.dli_fname) return std::nullopt;
-  return read_cached((fs::path(found.dli_fname).parent_path() / "cubins" / fs::path(path).filename()).string());
+  const std::string library = os::file_of(reinterpret_cast<const void*>(&read_packed));
+  if (library.empty()) return std::nullopt;
+  return read_cached((fs::path(library).parent_path() / "cubins" / fs::path(path).filename()).string());
 }
 
 }  // namespace lowbit::cuda

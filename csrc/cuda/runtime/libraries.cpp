@@ -1,13 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "cuda/runtime/libraries.hpp"
 
-#include <dlfcn.h>
-
 #include <algorithm>
 #include <array>
 #include <filesystem>
 
 #include "core/once.hpp"
+#include "core/os.hpp"
 
 namespace lowbit::cuda {
 namespace {
@@ -31,7 +30,7 @@ void open_companions(const std::string& folder, std::string_view soname) {
   std::error_code ignored;
   for (fs::directory_iterator i(folder, ignored), end; i != end; i.increment(ignored))
     if (i->path().filename().string().starts_with("libnvrtc-builtins.so"))
-      dlopen(i->path().c_str(), RTLD_NOW | RTLD_GLOBAL);
+      os::open_library(i->path().string().c_str(), true);
 }
 
 Library open(std::string_view sonames, std::string_view source) {
@@ -43,7 +42,7 @@ Library open(std::string_view sonames, std::string_view source) {
 // The major version of CUDA that the driver supports; 0 without a driver.
 int driver_major() {
   const Library& driver = library(LibraryName::driver);
-  void* const address = driver.handle ? dlsym(driver.handle, "cuDriverGetVersion") : nullptr;
+  void* const address = driver.handle ? os::find_symbol(driver.handle, "cuDriverGetVersion") : nullptr;
   int number = 0;
   return address && reinterpret_cast<int (*)(int*)>(address)(&number) == 0 ? number / 1000 : 0;
 }

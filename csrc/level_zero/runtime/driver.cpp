@@ -1,13 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "level_zero/runtime/driver.hpp"
 
-#include <pthread.h>
-
 #include <algorithm>
 #include <array>
 #include <cstdio>
 
 #include "core/once.hpp"
+#include "core/os.hpp"
 
 namespace lowbit::level_zero {
 namespace {
@@ -39,7 +38,7 @@ Api open_api() {
   check(failed != kUninitialized, ErrorKind::runtime, found.path, " found no driver of a GPU (zeInit: ",
         meaning(failed), "); Intel's is in the package intel-level-zero-gpu or intel-opencl-icd");
   ensure(failed, "zeInit");
-  pthread_atfork(nullptr, nullptr, [] { opened_by_parent = true; });
+  os::in_forked_child([] { opened_by_parent = true; });
   return opened;
 }
 

@@ -19,7 +19,9 @@
 /* Counted up when something is added. A program works with libraries of its own version and later ones. */
 #define LOWBIT_API_VERSION 1
 
-#if defined(_WIN32)
+#if defined(_WIN32) && defined(lowbit_EXPORTS) /* the library itself, whose linker exports all names */
+#define LOWBIT_EXPORT
+#elif defined(_WIN32)
 #define LOWBIT_EXPORT __declspec(dllimport)
 #else
 #define LOWBIT_EXPORT __attribute__((visibility("default")))
