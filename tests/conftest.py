@@ -15,6 +15,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
+import warm  # noqa: E402
 from gated_mlp import GatedMLP  # noqa: E402
 from row_fixture import fixture_of  # noqa: E402
 from torch import nn  # noqa: E402
@@ -95,11 +96,19 @@ def python() -> Callable[..., str]:
     """Run code in a fresh interpreter, with extra environment variables; returns its stdout, fails if it fails."""
 
     def run(code: str, *arguments: str, **environment: str) -> str:
-        merged = os.environ | environment
-        done = subprocess.run(
-            [sys.executable, "-c", code, *arguments], env=merged, capture_output=True, text=True, timeout=600, check=False
-        )
-        assert done.returncode == 0, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
-        return done.stdout
+        command = [sys.executable, "-c", code, *arguments]
+        done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, timeout=600, check=False)
+        return said_by(done)
 
     return run
+
+
+@pytest.fixture
+def python_after_torch() -> Callable[..., str]:
+    """The same in a process that has imported torch already, which is faster (tests/warm.py)."""
+    return lambda code, *arguments, **environment: said_by(warm.run("-c", code, *arguments, **environment))
+
+
+def said_by(done: subprocess.CompletedProcess[str]) -> str:
+    assert done.returncode == 0, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
+    return done.stdout

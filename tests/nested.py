@@ -19,14 +19,13 @@ import json
 import os
 import re
 import shlex
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import pytest
+import warm
 from skips import NESTED, reason_of, reasons_of
 
 TELL = "LOWBIT_TEST_TELL"
@@ -93,9 +92,9 @@ def nested(request: pytest.FixtureRequest, tmp_path: Path, record_property: Call
     def run(*arguments: str | Path, share: int | None = None, timeout: float = 900, **environment: str) -> Run:
         told = tmp_path / "told.json"
         of_run = ["--share", str(share or request.config.option.share)]
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--tb=short", *of_run, *NARROWED, *map(str, arguments)]
-        merged = os.environ | environment | {TELL: str(told)}
-        done = subprocess.run(command, env=merged, capture_output=True, text=True, timeout=timeout, check=False)
+        without = (f"-pno:{plugin}" for plugin in ("cacheprovider", "xdist", "hypothesispytest"))  # the last takes a second to begin
+        command = ["-m", "pytest", "-q", *without, "--tb=short", *of_run, *NARROWED, *map(str, arguments)]
+        done = warm.run(*command, timeout=timeout, **environment, **{TELL: str(told)})
         found = json.loads(told.read_text()) if told.exists() else {"skipped": {}, "functions": {}}
         skipped.update(found["skipped"])
         return Run(done.returncode, done.stdout, done.stderr, **found)

@@ -99,10 +99,10 @@ def test_without_a_barrier_or_a_wait_the_checks_fail(number: int, emulated: dict
     ],
 )
 def test_a_machine_that_cannot_says_why(
-    environment: dict[str, str], words: str, emulated: dict[str, str], python: Callable[..., str]
+    environment: dict[str, str], words: str, emulated: dict[str, str], python_after_torch: Callable[..., str]
 ) -> None:
     code = "from lowbit import _C; print(_C.cuda.unavailable(0)); print([row['reason'] for row in _C.kernels('optim_step') if row['device'] == 'cuda'])"
-    told = python(code, **emulated, **environment)
+    told = python_after_torch(code, **emulated, **environment)
     assert told.count(words) >= 2
 
 
@@ -117,7 +117,7 @@ def test_a_machine_that_cannot_says_why(
     ids=str,
 )
 def test_products_begin_before_other_kernels_have_ended_where_they_can(
-    environment: dict[str, str], early: bool, emulated: dict[str, str], python: Callable[..., str], tmp_path: Path
+    environment: dict[str, str], early: bool, emulated: dict[str, str], python_after_torch: Callable[..., str], tmp_path: Path
 ) -> None:
     code = """
 import torch
@@ -131,14 +131,14 @@ with lowbit.force_kernel("linear_int8_cuda_sim"):
     torch.ops.lowbit.linear(data.x.to("lowbit_sim:1"), data.packed.to("lowbit_sim:1"), *case.op_args)
 """
     log = tmp_path / "log"
-    python(code, **emulated, **environment, LOWBIT_EMULATED_LOG=str(log))
+    python_after_torch(code, **emulated, **environment, LOWBIT_EMULATED_LOG=str(log))
     launches = [line.split()[1:] for line in log.read_text().splitlines() if line.startswith("launch")]
     assert [(name, rest[-1] == "early") for name, *rest in launches] == [("activations", early), ("linear", early)]
 
 
 @pytest.mark.parametrize(("gpu", "target"), [("sm_130a", "compute_120"), ("sm_103a", "compute_90"), ("sm_86", "compute_80")])
 def test_a_gpu_that_nvrtc_does_not_know_gets_ptx_of_the_nearest_before_it(
-    gpu: str, target: str, emulated: dict[str, str], python: Callable[..., str], tmp_path: Path
+    gpu: str, target: str, emulated: dict[str, str], python_after_torch: Callable[..., str], tmp_path: Path
 ) -> None:
     code = """
 import sys, torch
@@ -152,12 +152,12 @@ import os; os.dup2(1, 2)
 _C.encode_state(torch.ones(8).to("lowbit_sim:1"), _C.STATE_FORMATS["float8"], True, 64, codes, scale)
 print(codes.cpu().tolist())
 """
-    told = python(code, **emulated | {"LOWBIT_CACHE_DIR": str(tmp_path), "LOWBIT_EMULATED_CAPABILITY": gpu.strip("sm_a")})
+    told = python_after_torch(code, **emulated | {"LOWBIT_CACHE_DIR": str(tmp_path), "LOWBIT_EMULATED_CAPABILITY": gpu.strip("sm_a")})
     assert f"for {gpu} (as {target}, the nearest that NVRTC knows) in " in told
     assert len(set(told.splitlines()[-1].strip("[]").split(", "))) == 1 and "[0," not in told
 
 
-def test_what_nvrtc_opens_by_name_is_opened_too_where_another_has_opened_nvrtc(python: Callable[..., str], tmp_path: Path) -> None:
+def test_what_nvrtc_opens_by_name_is_opened_too_where_another_has_opened_nvrtc(python_after_torch: Callable[..., str], tmp_path: Path) -> None:
     for name, source in {
         "libnvrtc.so.13": "int nvrtcVersion(int* major, int* minor) { return *major = 13, *minor = 0, 0; }",
         "libnvrtc-builtins.so.13.0": '#include <unistd.h>\n__attribute__((constructor)) void say() { write(1, "opened\\n", 7); }',
@@ -170,13 +170,13 @@ ctypes.CDLL({str(tmp_path / "libnvrtc.so.13")!r})
 from lowbit import _C
 print(_C.cuda.libraries())
 """
-    told = python(code, LOWBIT_CUDA_PATH="")
+    told = python_after_torch(code, LOWBIT_CUDA_PATH="")
     assert "opened" in told.splitlines() and str(tmp_path / "libnvrtc.so.13") in told
 
 
 @pytest.mark.parametrize(("driver", "taken"), [("12080", "12"), ("13000", "13")])
 def test_a_driver_of_cuda_12_gets_libraries_of_cuda_12(
-    driver: str, taken: str, emulated: dict[str, str], python: Callable[..., str], tmp_path: Path
+    driver: str, taken: str, emulated: dict[str, str], python_after_torch: Callable[..., str], tmp_path: Path
 ) -> None:
     """It loads no code that a newer NVRTC made. The folders are in an order in which the other one comes first."""
     there = Path(emulated["LOWBIT_CUDA_PATH"])
@@ -186,11 +186,11 @@ def test_a_driver_of_cuda_12_gets_libraries_of_cuda_12(
     folders = f"{tmp_path / '13'}:{tmp_path / '12'}" if taken == "12" else f"{tmp_path / '12'}:{tmp_path / '13'}"
     (tmp_path / "12" / "libcuda.so.1").symlink_to(there / "libcuda.so.1")
     code = "from lowbit import _C; print(_C.cuda.libraries())"
-    told = python(code, **emulated | {"LOWBIT_CUDA_PATH": folders, "LOWBIT_EMULATED_VERSION": driver})
+    told = python_after_torch(code, **emulated | {"LOWBIT_CUDA_PATH": folders, "LOWBIT_EMULATED_VERSION": driver})
     assert f"{tmp_path}/{taken}/libnvrtc.so.{taken}" in told
 
 
-def test_an_nvrtc_that_is_too_old_is_refused(emulated: dict[str, str], python: Callable[..., str], tmp_path: Path) -> None:
+def test_an_nvrtc_that_is_too_old_is_refused(emulated: dict[str, str], python_after_torch: Callable[..., str], tmp_path: Path) -> None:
     code = """
 import torch
 from lowbit import _C
@@ -203,23 +203,23 @@ try:
 except RuntimeError as error:
     print(error)
 """
-    told = python(code, **emulated | {"LOWBIT_CACHE_DIR": str(tmp_path), "LOWBIT_EMULATED_NVRTC": "12.1"})
+    told = python_after_torch(code, **emulated | {"LOWBIT_CACHE_DIR": str(tmp_path), "LOWBIT_EMULATED_NVRTC": "12.1"})
     assert ": NVRTC is 12.1 (" in told and told.strip().endswith("), wanted 12.6 or later")
 
 
-def test_a_machine_without_a_driver_says_where_it_looked(python: Callable[..., str], tmp_path: Path) -> None:
-    told = python("from lowbit import _C; print(_C.cuda.unavailable(0))", LOWBIT_CUDA_PATH=str(tmp_path), CUDA_HOME="/nowhere")
+def test_a_machine_without_a_driver_says_where_it_looked(python_after_torch: Callable[..., str], tmp_path: Path) -> None:
+    told = python_after_torch("from lowbit import _C; print(_C.cuda.unavailable(0))", LOWBIT_CUDA_PATH=str(tmp_path), CUDA_HOME="/nowhere")
     if not told.strip():
         pytest.skip("this machine has a driver of NVIDIA")
     assert f"libcuda.so.1 was not found in {tmp_path}, " in told and "/nowhere/lib64" in told
 
 
 def test_where_no_folder_is_known_it_says_that_the_system_looked(
-    python: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+    python_after_torch: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("LOWBIT_CUDA_PATH", "CUDA_HOME", "CUDA_PATH"):
         monkeypatch.delenv(name, raising=False)
-    told = python(NO_PACKAGES + "print(_C.cuda.unavailable(0))")
+    told = python_after_torch(NO_PACKAGES + "print(_C.cuda.unavailable(0))")
     if not told.strip():
         pytest.skip("this machine has a driver of NVIDIA")
     assert "libcuda.so.1 was not found where the system looks" in told
@@ -245,25 +245,25 @@ encode("encode_state_float8_scalar_sim")
 """
 
 
-def test_a_machine_without_nvrtc_says_what_to_install_and_the_cpu_goes_on(emulated: dict[str, str], python: Callable[..., str], tmp_path: Path) -> None:
+def test_a_machine_without_nvrtc_says_what_to_install_and_the_cpu_goes_on(emulated: dict[str, str], python_after_torch: Callable[..., str], tmp_path: Path) -> None:
     (tmp_path / "libcuda.so.1").symlink_to(Path(emulated["LOWBIT_CUDA_PATH"], "libcuda.so.1"))
     alone = {"LOWBIT_CUDA_PATH": str(tmp_path), "CUDA_HOME": "/nowhere", "LOWBIT_CACHE_DIR": str(tmp_path)}
-    failed, right = python(NO_PACKAGES + CODE_OF_A_CALL, **emulated | alone).splitlines()
+    failed, right = python_after_torch(NO_PACKAGES + CODE_OF_A_CALL, **emulated | alone).splitlines()
     assert failed.startswith("RuntimeError") and "libnvrtc" in failed and f"not found in {tmp_path}, " in failed and "pip install nvidia-cuda-nvrtc" in failed
     assert right == str([0x7E] * 8)
 
 
-def test_a_lost_device_is_named_with_the_kernel_that_found_it(emulated: dict[str, str], python: Callable[..., str]) -> None:
+def test_a_lost_device_is_named_with_the_kernel_that_found_it(emulated: dict[str, str], python_after_torch: Callable[..., str]) -> None:
     lost = {"LOWBIT_EMULATED_FAIL": "cuStreamSynchronize:46", "LOWBIT_SYNC": "1"}
-    failed, right = python(CODE_OF_A_CALL, **emulated | lost).splitlines()[-2:]
+    failed, right = python_after_torch(CODE_OF_A_CALL, **emulated | lost).splitlines()[-2:]
     assert failed.startswith("RuntimeError lowbit_sim:1: encode_state of conversion of signed float8, blocks of 64, 1 CTAs of 256 threads failed: ")
     assert "CUDA_ERROR_DEVICE_UNAVAILABLE (46)" in failed and right == str([0x7E] * 8)
 
 
-def test_nvrtc_is_given_the_headers_that_a_compiler_would_open(emulated: dict[str, str], python: Callable[..., str], tmp_path: Path) -> None:
+def test_nvrtc_is_given_the_headers_that_a_compiler_would_open(emulated: dict[str, str], python_after_torch: Callable[..., str], tmp_path: Path) -> None:
     """csrc/cuda/CMakeLists.txt follows the includes, those of the C++ library too."""
     csrc, log = ROOT / "csrc", tmp_path / "log"
-    python(CODE_OF_A_CALL, **emulated | {"LOWBIT_CACHE_DIR": str(tmp_path), "LOWBIT_EMULATED_LOG": str(log)})
+    python_after_torch(CODE_OF_A_CALL, **emulated | {"LOWBIT_CACHE_DIR": str(tmp_path), "LOWBIT_EMULATED_LOG": str(log)})
     given = {line.removeprefix("header ") for line in log.read_text().splitlines() if line.startswith("header ")}
     sources = sorted(path for room in ("cuda", "gpu") for path in csrc.glob(f"{room}/*/*.cuh"))
     made = subprocess.run(["g++", "-std=c++20", "-MM", f"-I{csrc}", "-x", "c++", *sources], capture_output=True, text=True, check=True)

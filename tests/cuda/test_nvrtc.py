@@ -58,8 +58,8 @@ BY_WARPGROUPS = (
 )
 
 
-def prebuilt(python: Callable[..., str], architecture: str, *names: str, folder: Path, every_linear: bool = False) -> list[dict[str, str]]:
-    made = python(CODE, architecture, str(int(every_linear)), *names, LOWBIT_CACHE_DIR=str(folder))
+def prebuilt(python_after_torch: Callable[..., str], architecture: str, *names: str, folder: Path, every_linear: bool = False) -> list[dict[str, str]]:
+    made = python_after_torch(CODE, architecture, str(int(every_linear)), *names, LOWBIT_CACHE_DIR=str(folder))
     return json.loads(made.splitlines()[-1])
 
 
@@ -94,8 +94,8 @@ print(json.dumps(made))
 
 @pytest.mark.parametrize("architecture, e, mods", [("sm_80", 128, True), ("sm_86", 64, False), ("sm_89", 64, False), ("sm_90a", 128, False), ("sm_90a", 128, True),
                                                     ("sm_100a", 64, False), ("sm_120a", 64, True)])  # fmt: skip
-def test_attention_does_not_spill(architecture: str, e: int, mods: bool, python: Callable[..., str], tmp_path: Path, **environment: str) -> None:
-    made = json.loads(python(OF_ATTENTION, architecture, str(e), str(int(mods)), LOWBIT_CACHE_DIR=str(tmp_path), **environment).splitlines()[-1])
+def test_attention_does_not_spill(architecture: str, e: int, mods: bool, python_after_torch: Callable[..., str], tmp_path: Path, **environment: str) -> None:
+    made = json.loads(python_after_torch(OF_ATTENTION, architecture, str(e), str(int(mods)), LOWBIT_CACHE_DIR=str(tmp_path), **environment).splitlines()[-1])
     # Forward, backward, with a score_mod what it captures; for Hopper both and prompts by warpgroups, but no backward of a score_mod that gathers.
     assert len(made) == (3 if mods else 2) + (0 if architecture != "sm_90a" else 2 if mods else 3)
     for row in made:
@@ -106,15 +106,15 @@ def test_attention_does_not_spill(architecture: str, e: int, mods: bool, python:
 
 @pytest.mark.skipif("LOWBIT_TEST_NVRTC" not in os.environ, reason="no second NVRTC (tools/test_env)")
 @pytest.mark.parametrize("mods", [False, True])
-def test_attention_does_not_spill_by_the_nvrtc_of_torch_2_11(mods: bool, python: Callable[..., str], tmp_path: Path) -> None:
+def test_attention_does_not_spill_by_the_nvrtc_of_torch_2_11(mods: bool, python_after_torch: Callable[..., str], tmp_path: Path) -> None:
     """It hoists loads that the newest leaves where they are: 64 to 100 bytes of head dim 128 spilled."""
-    test_attention_does_not_spill("sm_90a", 128, mods, python, tmp_path, LOWBIT_CUDA_PATH=os.environ["LOWBIT_TEST_NVRTC"])
+    test_attention_does_not_spill("sm_90a", 128, mods, python_after_torch, tmp_path, LOWBIT_CUDA_PATH=os.environ["LOWBIT_TEST_NVRTC"])
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_a_step_and_a_product_compile_for_every_generation(architecture: str, python: Callable[..., str], tmp_path: Path) -> None:
+def test_a_step_and_a_product_compile_for_every_generation(architecture: str, python_after_torch: Callable[..., str], tmp_path: Path) -> None:
     names = "optim_step of adamw with 2 moments in dynamic8", "linear of int4, 1 scales a tile, activations in place, 1 row"
-    made = prebuilt(python, architecture, *names, folder=tmp_path)
+    made = prebuilt(python_after_torch, architecture, *names, folder=tmp_path)
     dtypes = [f", blocks of 256, parameters in {dtype}, gradients in {dtype}" for dtype in ("float32", "bfloat16")]
     assert [row["name"] for row in made] == [*(names[0] + dtype for dtype in dtypes), names[1]]
     for row in made:
@@ -123,23 +123,23 @@ def test_a_step_and_a_product_compile_for_every_generation(architecture: str, py
 
 
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_120a"])
-def test_decode_does_not_spill(architecture: str, python: Callable[..., str], tmp_path: Path) -> None:
-    made = prebuilt(python, architecture, "decode of int4", folder=tmp_path)
+def test_decode_does_not_spill(architecture: str, python_after_torch: Callable[..., str], tmp_path: Path) -> None:
+    made = prebuilt(python_after_torch, architecture, "decode of int4", folder=tmp_path)
     assert len(made) == 2  # 8 rows and 16
     for row in made:
         check(row)
 
 
-def test_decode_with_mods_does_not_spill(python: Callable[..., str], tmp_path: Path) -> None:
-    made = json.loads(python(OF_ATTENTION, "sm_90a", "128", "1", "decode", LOWBIT_CACHE_DIR=str(tmp_path)).splitlines()[-1])
+def test_decode_with_mods_does_not_spill(python_after_torch: Callable[..., str], tmp_path: Path) -> None:
+    made = json.loads(python_after_torch(OF_ATTENTION, "sm_90a", "128", "1", "decode", LOWBIT_CACHE_DIR=str(tmp_path)).splitlines()[-1])
     assert [row["name"].endswith(" rows, a score_mod, a mask_mod") for row in made] == [True, True]
     for row in made:
         check(row)
 
 
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90a"])
-def test_the_heaviest_products_do_not_spill(architecture: str, python: Callable[..., str], tmp_path: Path) -> None:
-    made = prebuilt(python, architecture, *HEAVIEST, folder=tmp_path, every_linear=True)
+def test_the_heaviest_products_do_not_spill(architecture: str, python_after_torch: Callable[..., str], tmp_path: Path) -> None:
+    made = prebuilt(python_after_torch, architecture, *HEAVIEST, folder=tmp_path, every_linear=True)
     assert [row["name"] for row in made] == list(HEAVIEST)
     for row in made:
         check(row)
@@ -149,9 +149,9 @@ NVDISASM = next((path for folder in sys.path for path in Path(folder).glob("nvid
 
 
 @pytest.mark.skipif(NVDISASM is None, reason="no nvdisasm on this machine (pip install nvidia-cuda-nvdisasm)")
-def test_no_register_is_written_while_a_product_of_warpgroups_reads_it(python: Callable[..., str], tmp_path: Path) -> None:
+def test_no_register_is_written_while_a_product_of_warpgroups_reads_it(python_after_torch: Callable[..., str], tmp_path: Path) -> None:
     """ptxas (13.0, 13.5) gives registers of a first factor away too early if a load has filled them, which PTX does not show."""
-    made = prebuilt(python, "sm_90a", *BY_WARPGROUPS, folder=tmp_path, every_linear=True)
+    made = prebuilt(python_after_torch, "sm_90a", *BY_WARPGROUPS, folder=tmp_path, every_linear=True)
     assert [row["name"] for row in made] == list(BY_WARPGROUPS)
     for row in made:
         check(row), check_warpgroups(row)
@@ -257,8 +257,8 @@ PARTS["others"] = "".join(sorted(set(string.ascii_letters + string.digits).diffe
 
 
 @pytest.mark.parametrize("part", PARTS)
-def test_everything_compiles_for_hopper(part: str, python: Callable[..., str], tmp_path: Path) -> None:
-    made = prebuilt(python, "sm_90a", *PARTS[part], folder=tmp_path)
+def test_everything_compiles_for_hopper(part: str, python_after_torch: Callable[..., str], tmp_path: Path) -> None:
+    made = prebuilt(python_after_torch, "sm_90a", *PARTS[part], folder=tmp_path)
     assert len(made) >= 15 and len({row["path"] for row in made}) == len(made)
     for row in made:
         check(row)
@@ -266,12 +266,12 @@ def test_everything_compiles_for_hopper(part: str, python: Callable[..., str], t
             check_warpgroups(row)
 
 
-def test_an_architecture_of_the_future_gets_ptx(python: Callable[..., str], tmp_path: Path) -> None:
-    (made,) = prebuilt(python, "sm_900a", "conversion of signed float8", folder=tmp_path)
+def test_an_architecture_of_the_future_gets_ptx(python_after_torch: Callable[..., str], tmp_path: Path) -> None:
+    (made,) = prebuilt(python_after_torch, "sm_900a", "conversion of signed float8", folder=tmp_path)
     text = Path(made["path"]).read_bytes()
     assert Path(made["path"]).name.startswith("sm_900a") and re.search(rb"\.target sm_1[2-9]\d", text) and b"encode_state" in text
 
 
-def test_an_architecture_that_is_none_is_refused_by_name(python: Callable[..., str], tmp_path: Path) -> None:
+def test_an_architecture_that_is_none_is_refused_by_name(python_after_torch: Callable[..., str], tmp_path: Path) -> None:
     code = "from lowbit import _C\ntry: _C.cuda.prebuild('sm_1')\nexcept RuntimeError as error: print(error)"
-    assert re.search(r"NVRTC 1\d\.\d+ \(.*\) made no code for sm_1, error", python(code, LOWBIT_CACHE_DIR=str(tmp_path)))
+    assert re.search(r"NVRTC 1\d\.\d+ \(.*\) made no code for sm_1, error", python_after_torch(code, LOWBIT_CACHE_DIR=str(tmp_path)))

@@ -27,8 +27,8 @@ with torch.no_grad():
 """
 
 
-def test_a_module_that_the_driver_refuses_is_named_with_its_log(zsim: dict[str, str], tmp_path: Path, python: Callable[..., str]) -> None:
-    said = python(LAYER, **(zsim | {"ZSIM_FAIL": "build", "LOWBIT_CACHE_DIR": str(tmp_path)})).strip().splitlines()
+def test_a_module_that_the_driver_refuses_is_named_with_its_log(zsim: dict[str, str], tmp_path: Path, python_after_torch: Callable[..., str]) -> None:
+    said = python_after_torch(LAYER, **(zsim | {"ZSIM_FAIL": "build", "LOWBIT_CACHE_DIR": str(tmp_path)})).strip().splitlines()
     assert said[0] == (
         "zsim: building linear_activations (the driver: zsim was told to fail) failed: "
         "the driver could not build the module (0x70000004)"
@@ -38,15 +38,15 @@ def test_a_module_that_the_driver_refuses_is_named_with_its_log(zsim: dict[str, 
 
 @pytest.mark.parametrize("spoil", [lambda image: image[: len(image) // 2], lambda image: image[:-9] + bytes([image[-9] ^ 1]) + image[-8:]])
 def test_a_kept_module_that_is_not_whole_is_built_anew(
-    spoil: Callable[[bytes], bytes], zsim: dict[str, str], tmp_path: Path, python: Callable[..., str]
+    spoil: Callable[[bytes], bytes], zsim: dict[str, str], tmp_path: Path, python_after_torch: Callable[..., str]
 ) -> None:
     there = zsim | {"LOWBIT_CACHE_DIR": str(tmp_path)}
-    assert python(LAYER, **there).split() == ["True", "True"]
+    assert python_after_torch(LAYER, **there).split() == ["True", "True"]
     kept = {path: path.read_bytes() for path in (tmp_path / "level_zero").glob("*.native")}
     assert len(kept) == 2
     for path, image in kept.items():
         path.write_bytes(spoil(image))
-    assert python(LAYER, **there).split() == ["True", "True"]
+    assert python_after_torch(LAYER, **there).split() == ["True", "True"]
     assert {path: path.read_bytes() for path in (tmp_path / "level_zero").glob("*.native")} == kept
 
 
@@ -54,17 +54,17 @@ def test_a_kept_module_that_is_not_whole_is_built_anew(
     "spilled, spilled_of_large, taken", [(0, 0, ""), (100, 0, " with large registers"), (100, 100, "")]
 )
 def test_a_kernel_that_spills_registers_is_taken_from_a_build_with_more(
-    spilled: int, spilled_of_large: int, taken: str, zsim: dict[str, str], tmp_path: Path, python: Callable[..., str]
+    spilled: int, spilled_of_large: int, taken: str, zsim: dict[str, str], tmp_path: Path, python_after_torch: Callable[..., str]
 ) -> None:
     there = zsim | {"LOWBIT_CACHE_DIR": str(tmp_path), "ZSIM_SPILLS": f"linear_1 {spilled} {spilled_of_large}"}
     for _ in range(2):  # built, and from the cache
-        said = python(LAYER, **there).splitlines()
+        said = python_after_torch(LAYER, **there).splitlines()
         assert [line for line in said if "linear_1" in line] == [f"zsim: linear_1{taken}"] and "True" in said
         assert any(line.startswith("zsim:") and "linear_1" not in line and "large" not in line for line in said)
         assert len(list((tmp_path / "level_zero").glob("*.native"))) == (3 if spilled else 2)
 
 
-def test_a_forked_child_is_told_that_the_gpu_is_its_parents(zsim: dict[str, str], python: Callable[..., str]) -> None:
+def test_a_forked_child_is_told_that_the_gpu_is_its_parents(zsim: dict[str, str], python_after_torch: Callable[..., str]) -> None:
     code = """
 import os, torch, lowbit
 from lowbit.devices import level_zero
@@ -98,4 +98,4 @@ print(x.sum().item())
         "lowbit_ze:0: this process was forked from one that had opened Level Zero, which does not survive that; "
         "start it by multiprocessing's method 'spawn', or before a GPU is used"
     )
-    assert python(code, **zsim).splitlines() == ["3.0", refused, "3.0", "5.0"]
+    assert python_after_torch(code, **zsim).splitlines() == ["3.0", refused, "3.0", "5.0"]

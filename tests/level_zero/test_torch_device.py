@@ -27,7 +27,7 @@ def test_checks(check: Check, zsim: dict[str, str], passes: Callable[..., Run]) 
 
 
 @pytest.mark.parametrize("first, second", [("simulated", "level_zero"), ("level_zero", "simulated")])
-def test_one_of_our_devices_in_a_process(first: str, second: str, zsim: dict[str, str], python: Callable[..., str]) -> None:
+def test_one_of_our_devices_in_a_process(first: str, second: str, zsim: dict[str, str], python_after_torch: Callable[..., str]) -> None:
     names = {"simulated": "lowbit_sim", "level_zero": "lowbit_ze"}
     code = f"""
 import torch
@@ -41,14 +41,14 @@ except RuntimeError as error:
 x = torch.arange(3.0, device="{names[first]}") + 1
 print(x.tolist(), {first}.enabled(), {second}.enabled(), _C.kernels("linear") is not None)
 """
-    told = python(code, **zsim).splitlines()
+    told = python_after_torch(code, **zsim).splitlines()
     assert told == [
         f"{second}.enable: torch has one place for a device of this kind in a process, and '{names[first]}' has taken it",
         "[1.0, 2.0, 3.0] True False True",
     ]
 
 
-def test_a_machine_without_a_gpu_says_why_and_stays_as_it_was(python: Callable[..., str]) -> None:
+def test_a_machine_without_a_gpu_says_why_and_stays_as_it_was(python_after_torch: Callable[..., str]) -> None:
     code = """
 import torch, lowbit
 from lowbit.devices import level_zero, simulated
@@ -61,7 +61,7 @@ print(torch._C._get_privateuse1_backend_name(), level_zero.enabled())
 simulated.enable()
 print(torch.ones(2, device="lowbit_sim").sum().item())
 """
-    error, fact, state, total = python(code, ZE_ENABLE_ALT_DRIVERS="/no/driver.so", LOWBIT_LEVEL_ZERO_PATH="").splitlines()
+    error, fact, state, total = python_after_torch(code, ZE_ENABLE_ALT_DRIVERS="/no/driver.so", LOWBIT_LEVEL_ZERO_PATH="").splitlines()
     assert "no driver of a GPU" in error or "libze_loader" in error
     assert fact == f"not available: {error}"
     assert (state, total) == ("privateuseone False", "2.0")
@@ -72,7 +72,7 @@ def test_import_and_autoload_open_nothing(zsim: dict[str, str], python: Callable
     assert python(code, **zsim).split() == ["False", "privateuseone"]
 
 
-def test_no_memory_is_torchs_error_and_passes(zsim: dict[str, str], python: Callable[..., str]) -> None:
+def test_no_memory_is_torchs_error_and_passes(zsim: dict[str, str], python_after_torch: Callable[..., str]) -> None:
     code = """
 import ctypes, os, torch
 from lowbit.devices import level_zero
@@ -89,10 +89,10 @@ driver.zsim_fail(b"", 0)
 print((x + 1).tolist())
 """
     words = "lowbit_ze:0: out of memory: tried to allocate 4000 bytes; 12 of 17179869184 bytes are in use"
-    assert python(code, **zsim).splitlines() == [words, words, "[2.0, 2.0, 2.0]"]
+    assert python_after_torch(code, **zsim).splitlines() == [words, words, "[2.0, 2.0, 2.0]"]
 
 
-def test_a_lost_device_is_an_error_of_all_that_touches_it(zsim: dict[str, str], python: Callable[..., str]) -> None:
+def test_a_lost_device_is_an_error_of_all_that_touches_it(zsim: dict[str, str], python_after_torch: Callable[..., str]) -> None:
     code = """
 import ctypes, os, torch, lowbit
 from lowbit.devices import level_zero
@@ -108,10 +108,10 @@ with torch.no_grad():
             print("the device is lost" in str(error))
 print((torch.ones(2) + 1).tolist())
 """
-    assert python(code, **zsim).splitlines() == ["True"] * 4 + ["[2.0, 2.0]"]
+    assert python_after_torch(code, **zsim).splitlines() == ["True"] * 4 + ["[2.0, 2.0]"]
 
 
-def test_rows_for_torchs_own_xpu_need_such_a_torch(zsim: dict[str, str], python: Callable[..., str]) -> None:
+def test_rows_for_torchs_own_xpu_need_such_a_torch(zsim: dict[str, str], python_after_torch: Callable[..., str]) -> None:
     code = """
 from lowbit import _C
 rows = {row["name"]: row for row in _C.kernels("linear") if row["backend"].startswith("level_zero")}
@@ -119,7 +119,7 @@ ours = {name for name, row in rows.items() if row["device"] == "lowbit_ze" and r
 theirs = {name for name, row in rows.items() if row["device"] == "xpu"}
 print(len(ours) > 0 and theirs == {name + "_xpu" for name in ours}, {rows[name]["reason"] for name in theirs})
 """
-    assert python(code, **zsim) == "True {'this torch is not built for xpu, or has no syncStreamsOnDevice'}\n"
+    assert python_after_torch(code, **zsim) == "True {'this torch is not built for xpu, or has no syncStreamsOnDevice'}\n"
 
 
 def test_rows_for_torchs_own_xpu_wait_for_its_queues(xpu_program: Callable[..., str]) -> None:
@@ -152,7 +152,7 @@ def test_the_example_of_gpus_runs_here(zsim: dict[str, str]) -> None:
     [("", "16", "dpas_"), ("", "8", "dpas_"), ("0x0bd5", "0", ""), ("0x0bd5", None, "dpas_"), ("", None, "")],
 )
 def test_what_a_driver_says_of_dpas_counts_and_the_pci_id_where_it_says_nothing(
-    pci_id: str, told: str | None, row: str, zsim: dict[str, str], python: Callable[..., str]
+    pci_id: str, told: str | None, row: str, zsim: dict[str, str], python_after_torch: Callable[..., str]
 ) -> None:
     code = """
 import torch, lowbit
@@ -164,4 +164,4 @@ layer.to("lowbit_ze")
 print(lowbit.explain(layer)[0].row)
 """
     said = {"ZSIM_DPAS": told} if told else {}
-    assert python(code, **zsim, ZSIM_DEVICE=pci_id or "0", **said).split() == [f"linear_int4_{row}level_zero"]
+    assert python_after_torch(code, **zsim, ZSIM_DEVICE=pci_id or "0", **said).split() == [f"linear_int4_{row}level_zero"]
