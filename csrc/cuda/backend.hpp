@@ -23,6 +23,7 @@ void add_prompt_rows(Backend& backend);  // first of those of decode
 void add_decode_rows(Backend& backend);
 void add_cache_rows(Backend& backend);
 void add_linear_rows(Backend& backend);
+void add_experts_rows(Backend& backend);
 void add_linear_rows_of_warpgroups(Backend& backend);  // first of those of linear; those for many rows second
 void add_linear_rows_of_many(Backend& backend);
 void add_optim_rows(Backend& backend);

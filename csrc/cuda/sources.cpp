@@ -3,6 +3,8 @@
 
 #include <algorithm>
 
+#include "cuda/experts/sources.hpp"
+
 namespace lowbit::cuda {
 
 std::string kernel_text(std::string_view name, std::string_view threads, std::string_view Args,
@@ -53,6 +55,7 @@ std::vector<Source> common_sources(const std::string& architecture) {
   };
   add_linear(Format::int4, 1, 1), add_linear(Format::int8, 1, 0), add_linear(Format::nf4, 1, 1);
   add_linear(Format::fp8_e4m3, 1, 0), add_linear(Format::int8, 0, 0), add_linear(Format::int4, 0, 2);
+  add_experts_sources(all, {Format::int4, 1, 1, false, 1, true}), add_experts_sources(all, {Format::int4, 0, 2, false, 8});
   for (const Format format : {Format::int8, Format::nf4, Format::fp8_e4m3}) all.push_back(pack_source(format, false));
   all.push_back(pack_source(Format::int8, true)), all.push_back(all_finite_source());
   add_attention_sources(all, architecture), add_decode_sources(all);

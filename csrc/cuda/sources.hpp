@@ -16,7 +16,8 @@ namespace lowbit::cuda {
 
 // The kinds of sources: the first number of a SourceKey.
 enum class SourceKind : int64_t { step, convert, activations, linear, dequantize, decoded, attention, decode,
-                                  kv_convert, code_tiles, splits, pack, all_finite, wgmma };
+                                  kv_convert, code_tiles, splits, pack, all_finite, wgmma,
+                                  expert_pairs, experts, expert_ends };
 
 // A kernel `name` of `threads` threads that calls `body` with its argument, a struct `Args` (both in lowbit::cuda).
 std::string kernel_text(std::string_view name, std::string_view threads, std::string_view Args, std::string_view body);
@@ -78,6 +79,7 @@ struct LinearKind {
 };
 Source activations_source(const LinearKind& kind);
 Source linear_source(const LinearKind& kind);
+std::string arguments_of(const LinearKind& kind);  // those of the template of a product of few rows
 Source splits_source(const LinearKind& kind);  // independent of groups, rows and parts
 Source code_tiles_source(const LinearKind& kind);  // 64 rows
 Source wgmma_source(const LinearKind& kind);       // 32, 64, 128 or 256 rows

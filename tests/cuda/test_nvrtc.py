@@ -45,6 +45,10 @@ HEAVIEST = (
     "linear by tiles of int8 with zero points, 2 scales a tile, int8 activations, 64 rows",
     "linear by tiles of int7, 1 scales a tile, int8 activations, 64 rows",
     "linear by tiles of int4, 0 scales a tile, int8 activations, 64 rows",
+    "products of experts, linear of float32, 0 scales a tile, activations in 3 parts, 16 rows",
+    "products of experts, linear of int7 with zero points, 2 scales a tile, activations in 3 parts, 16 rows",
+    "products of experts, linear of int4 with zero points, 2 scales a tile, int8 activations, 16 rows",
+    "results of experts of float32",
 )
 
 
@@ -224,7 +228,7 @@ def test_the_search_finds_writes_to_factors() -> None:
     assert not writes_to_factors(loop.format("LDS.64 R90, [R8]", wait)) and not writes_to_factors(loop.format("LDS.64 R92, [R8]", ""))
 
 
-BEGINS_EARLY = re.compile(r"(int8 )?activations |linear (of (?!many rows)|in splits of |by warpgroups of )")
+BEGINS_EARLY = re.compile(r"(int8 )?activations |linear (of (?!many rows)|in splits of |by warpgroups of )|(pairs|products|results) of experts")
 
 
 def before_it_waits(sass: str) -> set[str]:

@@ -301,6 +301,15 @@ struct Product {
     __syncthreads();
     return results;
   }
+
+  // Result `at` of the CTA's rows x columns.
+  LOWBIT_INLINE static Result whole(const Results& results, int at) {
+    constexpr int kColumns = kPanels * kPanelColumns;
+    Result sum = 0;  // for int32 with wrap-around, which start undoes
+    for (const auto& of_warp : results) sum += of_warp[at / kColumns][at % kColumns];
+    if constexpr (kUnit != 1.0f) sum *= kUnit;
+    return sum;
+  }
 };
 
 template <Format kFormat, int kXParts, int kTileGroups, bool kAsymmetric, int kRows, bool kInPlace>
@@ -328,9 +337,7 @@ LOWBIT_INLINE void linear(const ProductCall& given) {
   for (int at = static_cast<int>(threadIdx.x); at < kRows * kColumns; at += kLinearThreads) {
     const int64_t row = first_row + at / kColumns, n = first_panel * kPanelColumns + at % kColumns;
     if (row >= call.m || n >= call.spec.n) continue;
-    typename P::Result whole = 0;  // for int32 with wrap-around, which start undoes
-    for (const auto& of_warp : results) whole += of_warp[at / kColumns][at % kColumns];
-    if constexpr (P::kUnit != 1.0f) whole *= P::kUnit;
+    const typename P::Result whole = P::whole(results, at);
     if (given.splits == 1) store_whole<kFormat, P::kCodes, kTileGroups>(call, row, n, whole);
     else static_cast<typename P::Result*>(given.partial)[(split * call.m + row) * call.spec.n + n] = whole;
   }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "cuda/sources.hpp"
+#include "cuda/experts/sources.hpp"
 
 #include "gpu/refuses_format.hpp"
 
@@ -34,10 +34,12 @@ Source activations_source(const LinearKind& kind) {
                                                 text_of(alone), ">")))};
 }
 
+std::string arguments_of(const LinearKind& kind) {
+  return concat(text_of(kind.format), ", ", kind.x_parts, ", ", kind.tile_groups, ", ", text_of(kind.asymmetric), ", ",
+                kind.rows, ", ", text_of(kind.in_place));
+}
+
 Source linear_source(const LinearKind& kind) {
-  const std::string specialised = concat("linear<", text_of(kind.format), ", ", kind.x_parts, ", ", kind.tile_groups,
-                                         ", ", text_of(kind.asymmetric), ", ", kind.rows, ", ",
-                                         text_of(kind.in_place), ">");
   return {concat("linear of ", name_of(kind.format), kind.asymmetric ? " with zero points" : "", ", ",
                  kind.tile_groups, " scales a tile, ",
                  kind.in_place  ? "activations in place"
@@ -45,7 +47,7 @@ Source linear_source(const LinearKind& kind) {
                                 : "int8 activations",
                  ", ", kind.rows, kind.rows == 1 ? " row" : " rows"),
           concat("#include \"cuda/linear/product.cuh\"\n",
-                 kernel_text("linear", "kLinearThreads", "ProductCall", specialised))};
+                 kernel_text("linear", "kLinearThreads", "ProductCall", concat("linear<", arguments_of(kind), ">")))};
 }
 
 Source splits_source(const LinearKind& kind) {
@@ -100,6 +102,7 @@ std::vector<Source> linear_sources(const std::string& architecture) {
   std::vector<Source> all;
   const auto add = [&](LinearKind kind) {
     add_once(all, activations_source(kind)), add_once(all, splits_source(kind));
+    add_experts_sources(all, kind);
     for (; kind.rows <= kind.max_rows(); kind.rows *= 2) {
       all.push_back(linear_source(kind));
       if (kind.x_parts != 1 || !can_be_in_place(kind.format)) continue;
