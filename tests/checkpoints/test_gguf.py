@@ -228,6 +228,25 @@ def test_minimums_of_any_blocks(type):
     assert torch.equal(pack_blocks(written.view(n, blocks, size), BLOCK_TYPES[type]), packed)
 
 
+@pytest.mark.parametrize("config", [lowbit.int4_weight_only(32), lowbit.int8_weight_only(32)])
+def test_scales_below_the_normal_numbers_of_float16_are_rounded(config):
+    """Rows of a head whose words were never trained are that small; 11 bits of their scales are stored here."""
+    sizes = torch.logspace(-9, 0, 64)[:, None]
+    weight = torch.randn(64, 64, generator=torch.Generator().manual_seed(0)) * sizes
+    layer = torch.nn.Sequential(torch.nn.Linear(64, 64))
+    with torch.no_grad():
+        layer[0].weight.copy_(weight)
+    lowbit.quantize_(layer, config)
+    stored = StoredWeight(layer[0].spec, 64, 64, _C.LAYOUT)
+    written, type = saving._blocks(layer[0].weight.data, stored)
+    read = pack_blocks(written.view(64, 2, -1), BLOCK_TYPES[type])
+    ours, theirs = (CodedWeight.unpack(packed, stored) for packed in (layer[0].weight.data, read))
+    small = ours.scale < 2.0**-14
+    assert small.any() and not small.all() and torch.equal(ours.codes, theirs.codes)
+    assert torch.equal(ours.scale[~small], theirs.scale[~small])
+    assert 0 < (ours.scale - theirs.scale).abs().max() <= 2.0**-25
+
+
 def test_zero_points_that_no_minimum_stands_for_are_refused():
     codes = torch.zeros(16, 32, dtype=torch.uint8)
     spec = BLOCK_TYPES["Q4_1"].spec("float")

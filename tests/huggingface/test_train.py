@@ -19,6 +19,7 @@ from trl_runs import tokenizer  # noqa: E402
 
 import lowbit  # noqa: E402
 from lowbit.__main__ import main  # noqa: E402
+from lowbit.checkpoints.gguf.file import GgufFile  # noqa: E402
 from lowbit.huggingface import train as module  # noqa: E402
 
 TEMPLATE = "{% for turn in messages %}{{ turn['role'] }} {{ turn['content'] }} {% endfor %}"
@@ -92,6 +93,21 @@ def test_a_gguf_file_is_trained_resumed_merged_and_written(tmp_path: Path, capsy
     assert (after - beside).norm() < 0.3 * (before - beside).norm(), "bfloat16 keeps what the adapters do"
 
 
+@pytest.mark.parametrize(("format", "type"), [("int4_weight_only", "Q4_0"), ("int8_weight_only", "Q8_0")])
+def test_a_merged_file_is_packed_in_the_format_asked_for(format: str, type: str, tmp_path: Path) -> None:
+    file = write(tmp_path / "a.gguf", "llama", "Q4_0", embedding="Q8_0", words=True)
+    given = (file, data(tmp_path), "--out", tmp_path / "out", "--steps", 2)
+    assert run(*given, "--gguf", tmp_path / "b.gguf", "--gguf-config", f"{format}(group_size=32)") == 0
+    assert GgufFile.open(tmp_path / "b.gguf").tensors["blk.0.attn_q.weight"].type == type
+    ids = torch.tensor([[1, 2, 3, 4]])
+    with torch.no_grad():
+        base = lowbit.load_gguf(file, activations="float", fuse=False)[0]
+        lowbit.dequantize_(base)
+        wanted = peft.PeftModel.from_pretrained(base, str(tmp_path / "out")).merge_and_unload()(ids).logits
+        after = lowbit.load_gguf(tmp_path / "b.gguf", activations="float")[0](ids).logits
+    assert (after - wanted).norm() < (0.5 if type == "Q4_0" else 0.05) * wanted.norm()
+
+
 @pytest.mark.parametrize(
     "lines, said",
     [
@@ -124,7 +140,8 @@ def test_what_else_is_wrong_is_named(folder: Path, tmp_path: Path, capsys: Any, 
         "must have a chat template for records with messages": (file, data(tmp_path, "messages")),
         "rank must be positive, got 0": (file, texts, "--rank", 0),
         "evaluation_share must be 0 or more and below 1, got 1.0": (file, texts, "--evaluation-share", 1),
-        "config: 'int9' must begin with": (file, texts, "--gguf-config", "int9"),
+        "config: 'int9' must begin with": (file, texts, "--gguf", tmp_path / "b.gguf", "--gguf-config", "int9"),
+        "gguf_config is for the file of gguf": (file, texts, "--gguf-config", "int8_weight_only(group_size=32)"),
         "config must not be given with a GGUF file": (file, texts, "--config", "int8_weight_only()"),
         "--resume goes on from the last checkpoint": (file, texts, "--resume"),
         "--gguf needs --like": (folder, texts, "--gguf", tmp_path / "b.gguf"),

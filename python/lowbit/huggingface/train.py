@@ -149,6 +149,8 @@ def _check(options: TrainOptions, like: str | None) -> None:
         raise ValueError(f"train: evaluation_share must be 0 or more and below 1, got {options.evaluation_share}")
     for config in (options.config, options.gguf_config):
         config_of(config or DEFAULT_CONFIG)
+    if options.gguf_config is not None and options.gguf is None:
+        raise ValueError(f"train: gguf_config is for the file of gguf, got {options.gguf_config} without one")
     if options.gguf and like is None:
         raise ValueError("train: --gguf needs --like, a GGUF file of the same architecture, where MODEL is none")
     for name, place in (("merge", options.merge), ("gguf", options.gguf)):

@@ -35,9 +35,10 @@ def save(model: nn.Module, path: str | Path, like: str | Path) -> None:
     """Write the weights of ``model`` to a GGUF file.
 
     Symmetric int4, int5 and int8 in groups of 32 become Q4_0, Q5_0 and Q8_0, MXFP4 weights become MXFP4, and floats
-    F32, F16 or BF16. All of these are exact. Asymmetric int4 and int5 become Q4_1 and Q5_1: their minimum is zero point
-    times scale, rounded to float16, and `load_gguf` reads the same codes, scales and zero points back. The file does
-    not store whether activations are rounded.
+    F32, F16 or BF16. All of these are exact, but for scales below 2^-14: float16 has fewer bits there, and they are
+    rounded, by at most 2^-25. Asymmetric int4 and int5 become Q4_1 and Q5_1: their minimum is zero point times scale,
+    rounded to float16, and `load_gguf` reads the same codes, scales and zero points back. The file does not store
+    whether activations are rounded.
 
     Args:
         model: a transformers model.
@@ -213,7 +214,11 @@ def _blocks(packed: Tensor, stored: StoredWeight) -> tuple[Tensor, str]:
         raise ValueError(f"k must be a multiple of {_BLOCK}, got k={stored.k}")
     weight = CodedWeight.unpack(packed, stored)
     codes = weight.codes.view(stored.n, -1, _BLOCK)
-    scale = _exponents(weight) if type == "MXFP4" else _halves(weight)
+    if type == "MXFP4":
+        scale = _exponents(weight)
+    else:
+        halves = _halves(weight)
+        scale = halves[:, :, None].view(torch.uint8)
     if type == "Q8_0":
         return torch.cat([scale, codes ^ 128], dim=2).flatten(1), type
     low, high = (codes & 15).view(stored.n, -1, 2, 16).unbind(2)
@@ -222,21 +227,21 @@ def _blocks(packed: Tensor, stored: StoredWeight) -> tuple[Tensor, str]:
         bits = (codes >> 4).view(stored.n, -1, 4, 8) << torch.arange(8, dtype=torch.uint8)
         parts.insert(1, bits.sum(3, dtype=torch.uint8))
     if spec.asymmetric:
-        parts.insert(1, _minimums(weight))
+        parts.insert(1, _minimums(halves.float(), weight.zero))
     return torch.cat(parts, dim=2).flatten(1), type
 
 
 def _halves(weight: CodedWeight) -> Tensor:
+    """Return the scales as float16. Of groups whose scale is subnormal there, the quantizer's has more bits."""
     halves = weight.scale.half()
-    if not torch.equal(halves.float(), weight.scale):
+    if not ((halves == weight.scale) | (weight.scale.abs() < 2.0**-14)).all():
         raise ValueError("scales must be float16 numbers, got others")
-    return halves[:, :, None].view(torch.uint8)
+    return halves
 
 
-def _minimums(weight: CodedWeight) -> Tensor:
+def _minimums(scale: Tensor, zero: Tensor) -> Tensor:
     """Return float16 minimums that are read back as the same zero points: the rounded products, or a neighbour of
     each."""
-    scale, zero = weight.scale, weight.zero
     nearest = (-scale * zero.float()).half()
     found, chosen = zero == 0, torch.where(zero == 0, 0, nearest)
     for step in (0, 1, -1):
