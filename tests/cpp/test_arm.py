@@ -38,7 +38,8 @@ def compiled_for_arm(program: Path) -> list[str]:
     compiler, qemu = shutil.which("aarch64-linux-gnu-g++-12"), shutil.which("qemu-aarch64-static")
     if compiler is None or qemu is None:
         pytest.skip("no aarch64-linux-gnu-g++-12 or no qemu-aarch64-static on this machine: tools/test_env")
-    sources = [ROOT / "tests/cpp/isa.cpp", ROOT / "csrc/core/isa.cpp", ROOT / "csrc/core/error.cpp"]
+    core = [ROOT / f"csrc/core/{name}.cpp" for name in ("isa", "error", "os/posix", "os/linux")]
+    sources = [ROOT / "tests/cpp/isa.cpp", *core]
     subprocess.run([compiler, "-std=c++20", "-O0", f"-I{ROOT / 'csrc'}", "-static", *sources, "-o", program], check=True)
     return [qemu, str(program)]
 
