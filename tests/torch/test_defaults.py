@@ -306,7 +306,7 @@ CALLS: dict[str, Callable[[Path], Any]] = {
         lowbit.float8_dynamic_activation_float8_weight(), lowbit.int8_dynamic_activation_int8_weight(), lowbit.float_weight(torch.bfloat16),
     )},
     "calibrate": calibrate, "save and load": save_and_load, "layers": layers, "gradients": gradients, "gated MLPs": gated_mlps,
-    **{f"optim.{name}": optimize(name) for name in lowbit.optim.__all__}, "state of torch's AdamW": load_state_of_torch,
+    **{f"optim.{name}": optimize(name) for name in lowbit.optim.__all__ if name not in ("ChainedOptimizer", "split_for_muon")}, "state of torch's AdamW": load_state_of_torch,
     "scaled_dot_product_attention": attend, **{f"flex_attention {name}": flex(name) for name in score_mods()},
     **{f"block mask {name}": block_mask(name) for name in mask_mods()}, "flex options": flex_options,
     **{f"cache {format}": kv_cache(format) for format in ("int8", "int4")},

@@ -34,7 +34,7 @@ _TENSOR = "QuantLinear, a module: the packed weight is a plain uint8 tensor"
 
 _OPTIMIZERS = (
     "AdamW8bit", "AdamW4bit", "AdamWFp8", "Adam8bit", "Adam4bit", "AdamFp8", "Lion8bit", "SGD8bit", "Muon", "Muon8bit",
-    "CPUOffloadOptimizer",
+    "CPUOffloadOptimizer", "ChainedOptimizer", "split_for_muon",
 )  # fmt: skip
 
 INSTEAD = {
