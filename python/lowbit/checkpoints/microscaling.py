@@ -8,11 +8,10 @@ import torch
 from torch import Tensor
 
 from lowbit.formats.spec import LinearSpec
-from lowbit.quant.codes import CodedWeight, pack_mxfp4
+from lowbit.quant.codes import MXFP4_RANGE, CodedWeight, mxfp4_scales_fit, pack_mxfp4
 from lowbit.quant.quant_linear import QuantLinear
 
 _GROUP, _NV_GROUP = 32, 16
-_RANGE = 24  # the smallest positive float16 is 2 ** -24: a group scale is a float16 fraction of its row's largest
 
 
 def from_mxfp4(blocks: Tensor, scales: Tensor, bias: Tensor | None = None) -> QuantLinear:
@@ -38,10 +37,9 @@ def from_mxfp4(blocks: Tensor, scales: Tensor, bias: Tensor | None = None) -> Qu
             f"from_mxfp4: blocks and scales must be uint8 [n, k / 2] and [n, k / 32], "
             f"got {blocks.dtype} {list(blocks.shape)} and {scales.dtype} {list(scales.shape)}"
         )
-    most, least = scales.amax(1).int(), scales.amin(1).int()
-    if (most == 255).any() or (least < most.clamp(min=_RANGE + 1) - _RANGE).any():
+    if not mxfp4_scales_fit(scales):
         raise ValueError(
-            "from_mxfp4: scales of a row must be within 2 ** 24 of its largest, 2 ** -126 or more, and no nan (255)"
+            f"from_mxfp4: scales of a row must be within 2 ** {MXFP4_RANGE} of its largest, 2 ** -126 or more, and no nan (255)"
         )
     packed = pack_mxfp4(pairs.unflatten(1, (-1, _GROUP // 2)), scales)
     return QuantLinear.from_packed(packed, n, k, LinearSpec("fp4_e2m1", _GROUP), bias)

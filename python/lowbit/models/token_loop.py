@@ -17,10 +17,10 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from lowbit import _C
+from lowbit.models.fused_layer import cache_of
 from lowbit.models.token_run import TokenRun, has_attention
 
-_CACHES = ("past_key_values", "cache_params")
-_SERVED = {"attention_mask", "logits_to_keep", *_CACHES, "position_ids", "use_cache"}
+_SERVED = {"attention_mask", "logits_to_keep", "past_key_values", "cache_params", "position_ids", "use_cache"}
 """The arguments of the model that the program supports."""
 _BY_NUMBERS = {EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria}
 _KNOWN = ("lowbit", "transformers")
@@ -39,17 +39,12 @@ def serves(config: Any, ids: Tensor, synced: bool, arguments: dict[str, Any]) ->
     given = {name for name, value in arguments.items() if value is not None}
     return (
         not synced and ids.is_cpu and ids.shape[0] > 0 and given <= _SERVED
-        and arguments.get("use_cache") is True and type(_cache_of(arguments)) is DynamicCache
+        and arguments.get("use_cache") is True and type(cache_of(arguments)) is DynamicCache
         and (arguments.get("position_ids") is None or _is_table(arguments["position_ids"]))
         and (arguments.get("attention_mask") is None or _is_table(arguments["attention_mask"]))
         and not (config.output_attentions or config.output_hidden_states or config.compile_config)
         and not config.is_assistant
     )  # fmt: skip
-
-
-def _cache_of(arguments: dict[str, Any]) -> Any:
-    """Return the cache among the arguments of the model."""
-    return next((arguments[name] for name in _CACHES if arguments.get(name) is not None), None)
 
 
 def _is_table(given: Any) -> bool:
@@ -106,12 +101,13 @@ class Generation:
             sequences=sequences.ids(),
             scores=self._scores,
             logits=self._raw,
-            past_key_values=_cache_of(self._arguments),
+            past_key_values=cache_of(self._arguments),
         )
 
     def _begin_run(self) -> None:
         """Begin a run of tokens if the mask covers exactly the tokens in the cache and the next one."""
-        cache, mask, positions = _cache_of(self._arguments), *map(self._arguments.get, ("attention_mask", "position_ids"))
+        cache = cache_of(self._arguments)
+        mask, positions = map(self._arguments.get, ("attention_mask", "position_ids"))
         if not has_attention(self._model):  # what a token is for the states does not depend on those before it
             mask, positions = None, torch.zeros(1, 1, dtype=torch.long, device="cpu")
         if positions is not None and (mask is None or mask.shape[1] == cache.get_seq_length() + 1):

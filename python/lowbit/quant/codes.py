@@ -112,6 +112,17 @@ def pack_stream(
     return repack_weight(rows, stored.in_layout("row-major"), stored.layout)
 
 
+MXFP4_RANGE = 24
+"""The smallest positive float16 is 2 ** -24: a group scale is a float16 fraction of its row's largest."""
+
+
+def mxfp4_scales_fit(scales: Tensor) -> bool:
+    """Whether scales of MXFP4, uint8 ``[..., groups]``, have no 255 (nan) and are within 2 ** `MXFP4_RANGE` of the
+    largest of their row, 2 ** -126 or more."""
+    least, most = scales.amin(-1).int(), scales.amax(-1).int()
+    return not ((most == 255).any() or (least < most.clamp(min=MXFP4_RANGE + 1) - MXFP4_RANGE).any())
+
+
 def pack_mxfp4(
     codes: Tensor, scales: Tensor, layout: str = _C.LAYOUT, *, halves: bool = False, rows: Tensor | None = None
 ) -> Tensor:

@@ -11,10 +11,9 @@ from torch import Tensor
 from lowbit import _C
 from lowbit.checkpoints.methods.method import LayerCodes, LayerTensors, Method
 from lowbit.formats.spec import StoredWeight
-from lowbit.quant.codes import pack_mxfp4, pack_stream
+from lowbit.quant.codes import MXFP4_RANGE, mxfp4_scales_fit, pack_mxfp4, pack_stream
 
 _NV, _MX = 16, 32
-_RANGE = 24  # powers of two between the largest and the smallest scale of a row that float16 holds
 
 
 def nvfp4_codes(method: Method, layer: LayerTensors, codes: str, scales: str, whole: Tensor) -> LayerCodes:
@@ -45,11 +44,9 @@ def powers(layer: LayerTensors, part: str, shape: tuple[int, ...]) -> Tensor:
         ValueError: as `LayerTensors.read`, or a row has scales that are further apart than float16 holds.
     """
     power = layer.read(part, shape, torch.uint8, torch.float8_e8m0fnu).view(torch.uint8)
-    least, most = power.amin(-1).int(), power.amax(-1).int()
-    if (most == 255).any() or (least < most.clamp(min=_RANGE + 1) - _RANGE).any():
-        raise layer.error(
-            part, f"within {_RANGE} of the largest of its row, and no 255 (nan)", f"{int(least.min())}..{int(most.max())}"
-        )
+    if not mxfp4_scales_fit(power):
+        told = f"within {MXFP4_RANGE} of the largest of its row, and no 255 (nan)"
+        raise layer.error(part, told, f"{int(power.min())}..{int(power.max())}")
     return power
 
 
