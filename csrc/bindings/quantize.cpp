@@ -40,6 +40,28 @@ void pack_mxfp4_into(py::handle codes, py::handle scales, bool halves, py::handl
   pack_mxfp4({.codes = *from, .scales = *of, .halves = halves}, *to);
 }
 
+void pack_gguf_into(py::handle blocks, int64_t type, py::handle places, py::handle out) {
+  const TensorArgument from(blocks, "pack_gguf: blocks"), order = optional(places, "pack_gguf: places"),
+      to = output(out, "pack_gguf: out");
+  const py::gil_scoped_release nogil;
+  pack_gguf(*from, type, *order, *to);
+}
+
+py::dict facts_of_gguf_types() {
+  py::dict facts;
+  for (std::size_t i = 0; i < std::size(kGgufTypeNames); i++) {
+    const WeightSpec spec = gguf_spec(static_cast<GgufType>(i), 0, 0);
+    py::dict fact;
+    fact["number"] = i, fact["format"] = kFormatNames[static_cast<int>(spec.format)];
+    fact["group_size"] = spec.group_size, fact["asymmetric"] = spec.asymmetric;
+    with_gguf_type(static_cast<GgufType>(i), [&]<class Type>() {
+      fact["weights"] = Type::weights, fact["products"] = Type::products;
+    });
+    facts[py::str(kGgufTypeNames[i])] = fact;
+  }
+  return facts;
+}
+
 bool is_all_finite(py::handle tensor) {
   const TensorArgument argument(tensor, "all_finite: tensor");
   const py::gil_scoped_release nogil;
@@ -75,6 +97,7 @@ void register_quantize(py::module_& m) {
   using py::arg;
   m.attr("FORMATS") = numbered(kFormatNames);
   m.attr("FORMAT_FACTS") = facts_of_formats();
+  m.attr("GGUF_TYPES") = facts_of_gguf_types();
   m.attr("MAPPINGS") = numbered(kMappingNames);
   m.attr("SCALE_CHOICES") = numbered(kScaleChoiceNames);
   m.attr("LAYOUTS") = numbered(kLayoutNames);
@@ -111,6 +134,17 @@ Args:
 
 Raises:
     ValueError: a scale is 255 (nan), or a shape differs.)");
+  m.def("pack_gguf", pack_gguf_into, arg("blocks"), arg("type"), arg("places"), arg("out"),
+        R"(Write blocks of GGUF as a packed weight [n, k] in the format of their type.
+
+Args:
+    blocks: uint8 ``[n, k / weights of a block, bytes of a block]``; rows and blocks may lie apart.
+    type: the ``number`` of the type in ``GGUF_TYPES``.
+    places: int32 ``[groups]``: the group of the weight that each group of a row becomes; None for the same.
+    out: uint8 in the shape of the packed weight in the layout of the kernels, contiguous: written.
+
+Raises:
+    ValueError: a scale or a minimum is inf or nan, the scales of a row differ by more than 2^24, or a shape differs.)");
   m.def("all_finite", is_all_finite, arg("tensor"),
         "Return True if a float32, bfloat16 or float16 tensor has no inf and no nan.");
 }

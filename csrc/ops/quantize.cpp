@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "ops/quantize.hpp"
 
+#include <utility>
+#include <vector>
+
 #include "ops/checks.hpp"
 #include "ops/linear.hpp"
 #include "ops/place.hpp"
@@ -78,6 +81,43 @@ void pack_mxfp4(Mxfp4Blocks blocks, const TensorView& out) {
   check(!nan, value, op, ": every scale must be finite, got 255 (nan)");
 }
 
+WeightSpec gguf_spec(GgufType type, int64_t n, int64_t k) {
+  return with_gguf_type(type, [&]<class Type>() {
+    return WeightSpec{.format = Type::format, .n = n, .k = k, .group_size = Type::group, .asymmetric = Type::minimums};
+  });
+}
+
+void pack_gguf(const TensorView& blocks, int64_t type_, const TensorView& places, const TensorView& out) {
+  constexpr std::string_view op = "pack_gguf";
+  const Place place = place_of(op, {{"blocks", blocks}, {"places", places}, {"out", out}});
+  const auto type_of = static_cast<GgufType>(check_number(op, "type", type_, std::size(kGgufTypeNames)));
+  const auto [bytes, weights] = with_gguf_type(type_of, [&]<class Type>() {
+    return std::pair<int64_t, int64_t>(Type::bytes, Type::weights);
+  });
+  check(blocks.dtype == DType::uint8, type, op, ": blocks must be uint8, got ", name_of(blocks.dtype));
+  check(blocks.rank == 3 && blocks.size(2) == bytes && blocks.stride[2] == 1, value, op,
+        ": blocks must have shape [n, k / ", weights, ", ", bytes, "] with ", bytes, " neighbouring bytes for ",
+        kGgufTypeNames[type_], ", got ", shape_text(blocks));
+  const WeightSpec spec = gguf_spec(type_of, blocks.size(0), weights * blocks.size(1));
+  check_weight(op, out, spec);
+  if (places) {
+    check_tensor(op, "places", places, DType::int32, {spec.groups()});
+    std::vector<bool> taken(static_cast<std::size_t>(spec.groups()));
+    for (int64_t g = 0; g < spec.groups(); g++) {
+      const int32_t at = places.as<const int32_t>()[g];
+      check(at >= 0 && at < spec.groups() && !taken[static_cast<std::size_t>(at)], value, op,
+            ": places must be the numbers 0..", spec.groups() - 1, " in another order, got ", at, " at ", g);
+      taken[static_cast<std::size_t>(at)] = true;
+    }
+  }
+  GgufFault fault = GgufFault::none;
+  const GgufBlocks from{.type = type_of, .blocks = blocks, .places = places, .fault = &fault};
+  run(RepackArgs{.place = place, .spec = spec, .packed = {}, .out = out, .gguf = from});
+  check(fault != GgufFault::scale, value, op, ": every scale must be finite, got inf or nan");
+  check(fault != GgufFault::minimum, value, op, ": every minimum must be finite, got inf or nan");
+  check(fault != GgufFault::range, value, op, ": the scales of a row must lie within 2^24 of its largest");
+}
+
 DequantizeArgs dequantize_args(const TensorView& weight, const WeightSpec& spec, DType dtype) {
   check_weight("dequantize", weight, spec);
   check(is_activation(dtype), type, "dequantize: the result must be float32, bfloat16 or float16, got ",
@@ -129,7 +169,7 @@ Call describe(const QuantizeArgs& args) {
 }
 
 Call describe(const RepackArgs& args) {
-  const TensorView& from = args.blocks ? args.blocks.codes : args.packed;
+  const TensorView& from = args.gguf ? args.gguf.blocks : args.blocks ? args.blocks.codes : args.packed;
   return Call{.read = bytes_of(from) + bytes_of(args.blocks.scales), .written = bytes_of(args.out)}.with(from, args.out);
 }
 

@@ -6,6 +6,7 @@
 #include <string_view>
 
 #include "core/tensor_view.hpp"
+#include "formats/gguf_blocks.hpp"
 #include "formats/layout.hpp"
 #include "formats/scales.hpp"
 #include "ops/kernel.hpp"
@@ -52,6 +53,20 @@ struct Mxfp4Blocks {
   explicit operator bool() const { return static_cast<bool>(codes); }
 };
 
+// What is wrong with blocks of GGUF: a scale or a minimum that is inf or nan, or scales of a row that differ by more
+// than 2^24.
+enum class GgufFault : int { none, scale, minimum, range };
+
+// A weight as a GGUF file stores it (formats/gguf_blocks.hpp).
+struct GgufBlocks {
+  GgufType type = GgufType::Q4_0;
+  TensorView blocks{};  // uint8 [n, k / weights of a block, bytes of a block]; rows and blocks may lie apart
+  TensorView places{};  // int32 [groups], the group of the weight that each group of a row becomes; or none: the same
+  GgufFault* fault = nullptr;  // written: that of a row, if there is any
+
+  explicit operator bool() const { return static_cast<bool>(blocks); }
+};
+
 // A packed weight from one layout (formats/layout.hpp) to another, or from blocks to the layout of the kernels.
 struct RepackArgs {
   Place place{};
@@ -61,6 +76,7 @@ struct RepackArgs {
   TensorView out;     // likewise: written
   Sections from{}, to{};  // sections of the layouts, set by repack()
   Mxfp4Blocks blocks{};   // in place of `packed`
+  GgufBlocks gguf{};      // likewise
 };
 
 // A whole weight as float32 [n, k], or the rows named by `indices`: out[i, :] = w[indices[i], :], from any layout,
@@ -91,6 +107,8 @@ LOWBIT_API Sections sections(Layout layout, const WeightSpec& spec);
 LOWBIT_API void repack(RepackArgs args);
 // Packs fp4_e2m1 in groups of 32. A block is exact if its scale is within 2^39 of the largest of its row, and 0 else.
 LOWBIT_API void pack_mxfp4(Mxfp4Blocks blocks, const TensorView& out);
+LOWBIT_API void pack_gguf(const TensorView& blocks, int64_t type, const TensorView& places, const TensorView& out);
+LOWBIT_API WeightSpec gguf_spec(GgufType type, int64_t n, int64_t k);
 // Checks all arguments but `out`.
 LOWBIT_API DequantizeArgs dequantize_args(const TensorView& weight, const WeightSpec& spec, DType dtype);
 // Checks the arguments of a look-up; the look-up itself raises an error for an index outside 0..n-1.

@@ -59,6 +59,7 @@ LAYOUT_VERSION: int
 FORMATS: dict[str, int]
 FORMAT_FACTS: dict[str, _FormatFacts]
 X_FORMATS: dict[str, int]
+GGUF_TYPES: dict[str, dict[str, Any]]
 ACTIVATIONS: dict[str, int]
 SCORINGS: dict[str, int]
 MAPPINGS: dict[str, int]
@@ -100,6 +101,7 @@ def quantize(weight: _Tensor, packed: _Tensor, format: int, group_size: int, asy
 def repack(packed: _Tensor, layout: int, out: _Tensor, out_layout: int, n: int, k: int, format: int, group_size: int,
            asymmetric: bool) -> None: ...  # fmt: skip
 def pack_mxfp4(codes: _Tensor, scales: _Tensor, halves: bool, out: _Tensor) -> None: ...
+def pack_gguf(blocks: _Tensor, type: int, places: _Tensor | None, out: _Tensor) -> None: ...
 def all_finite(tensor: _Tensor) -> bool: ...
 
 class OptimStep:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GGUF files: each type of block against the gguf package's own decoding, whole models against transformers' reading of
-the same file, and damaged files. Metadata are in test_gguf_metadata.py."""
+"""GGUF files: whole models against transformers' reading of the same file, and damaged files. Blocks alone are in
+test_gguf_blocks.py, metadata in test_gguf_metadata.py."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from gguf_files import CONFIGS, HALVES, distance, gguf, logits, random_blocks, transformers, write
+from gguf_files import CONFIGS, distance, gguf, logits, transformers, write
 
 import lowbit
 from lowbit import _C
@@ -24,77 +24,6 @@ from lowbit.formats.spec import StoredWeight
 from lowbit.huggingface.quantize_gguf import quantize_to_file
 from lowbit.quant.codes import CodedWeight
 from lowbit.quant.load import load
-
-
-def decoded(type: str, blocks, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The weight as the gguf package reads it, and as the packed weight does."""
-    wanted = torch.from_numpy(gguf.dequantize(blocks, gguf.GGMLQuantizationType[type]).copy())
-    size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[type]][1]
-    packed = pack_blocks(torch.from_numpy(blocks).view(len(blocks), -1, size), BLOCK_TYPES[type])
-    ours = torch.ops.lowbit.dequantize(packed, *BLOCK_TYPES[type].spec("float").weight_args(len(blocks), k))
-    return wanted, ours
-
-
-def minimums(type: str, blocks, k: int) -> torch.Tensor:
-    """The number that is added to each weight of a type with minimums, ``[n, k]``; 0 for the others."""
-    size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[type]][1]
-    read = BLOCK_TYPES[type].read(torch.from_numpy(blocks).view(len(blocks), -1, size))
-    if read.minimum is None:
-        return torch.zeros(len(blocks), k)
-    return read.minimum.flatten(1).repeat_interleave(BLOCK_TYPES[type].group_size, dim=1)
-
-
-def bound_of(type: str) -> float:
-    """As docs/gguf.md has it, of |w - minimum| + |minimum|."""
-    return 1.001 * 2.0 ** (-10 if BLOCK_TYPES[type].asymmetric and BLOCK_TYPES[type].scales == "product" else -11)
-
-
-def test_every_type_that_is_read_has_its_case():
-    assert BLOCK_TYPES.keys() == HALVES.keys()
-
-
-@pytest.mark.parametrize("spread", [0.0, 1.0, 2.5])
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("type", BLOCK_TYPES)
-def test_blocks_mean_what_the_gguf_package_says(type, seed, spread):
-    k = 512 if seed % 2 else 768
-    blocks = random_blocks(type, 19, k, seed, spread)
-    wanted, ours = decoded(type, blocks, k)
-    if not BLOCK_TYPES[type].asymmetric and BLOCK_TYPES[type].scales != "product":
-        assert torch.equal(ours, wanted)
-        return
-    least = minimums(type, blocks, k)
-    # The last: a float16 beside the largest of its row, and float32 around the middle code.
-    bound = bound_of(type) * ((wanted - least).abs() + least.abs()) + wanted.abs().amax(1, keepdim=True) * 2.0**-16
-    assert ((ours - wanted).abs() <= bound).all()
-    assert not torch.equal(ours, wanted)  # else the table of docs/gguf.md could say "exact"
-
-
-@pytest.mark.parametrize("type", ["Q4_1", "Q5_1", "Q2_K", "Q4_K", "Q5_K"])
-def test_a_group_that_is_its_minimum_alone(type):
-    """A scale of 0, and one so small that the zero point would be no float16."""
-    k = 256
-    blocks = random_blocks(type, 4, k)
-    first = HALVES[type][0]
-    for row, scale in enumerate((0.0, 6e-8, -6e-8, 1e-6)):
-        blocks[row].reshape(-1, len(blocks[row]) // (k // gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[type]][0]))[
-            :, first : first + 2
-        ] = torch.tensor([scale], dtype=torch.float16).view(torch.uint8).numpy()
-    wanted, ours = decoded(type, blocks, k)
-    least = minimums(type, blocks, k)
-    assert ((ours - wanted).abs() <= bound_of(type) * ((wanted - least).abs() + least.abs()) + 2.0**-40).all()
-
-
-@pytest.mark.parametrize("type", [type for type, halves in HALVES.items() if halves])
-def test_a_scale_that_is_not_finite_is_refused(type):
-    blocks = random_blocks(type, 2, 256)
-    at = HALVES[type][0]
-    blocks[1, at : at + 2] = torch.tensor([torch.inf], dtype=torch.float16).view(torch.uint8).numpy()
-    with pytest.raises(ValueError, match="must be finite"):
-        decoded(type, blocks, 256)
-
-
-# ---- models --------------------------------------------------------------------------------------------------------
 
 
 def on_meta(file: GgufFile) -> torch.nn.Module:
@@ -209,23 +138,6 @@ def test_a_saved_model_with_minimums_is_read_as_the_same_codes(type, tmp_path):
     assert GgufFile.open(tmp_path / "saved.gguf").tensors["blk.0.attn_q.weight"].type == type
     again = read(tmp_path / "saved.gguf").state_dict()
     assert all(torch.equal(again[name], value) for name, value in model.state_dict().items() if "weight" in name)
-
-
-@pytest.mark.parametrize("type", ["Q4_1", "Q5_1"])
-def test_minimums_of_any_blocks(type):
-    """Fuzzed: tiny and large scales, minimums of 0, and some that are too far from their scale to have a zero point."""
-    n, blocks, size = 64, 32, gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[type]][1]
-    generator = torch.Generator().manual_seed(0)
-    raw = torch.randint(0, 256, (n, blocks, size), dtype=torch.uint8, generator=generator)
-    sizes = torch.rand(2, n, blocks, generator=generator) * torch.tensor([14.0, 16.0])[:, None, None]
-    scale, minimum = (torch.randn(2, n, blocks, generator=generator) * torch.exp2(3 - sizes)).half()
-    minimum[torch.rand(n, blocks, generator=generator) < 0.1] = 0
-    raw[..., :2], raw[..., 2:4] = (part[..., None].view(torch.uint8) for part in (scale, minimum))
-    packed = pack_blocks(raw, BLOCK_TYPES[type])
-    stored = StoredWeight(BLOCK_TYPES[type].spec("float"), n, blocks * 32, _C.LAYOUT)
-    written, its_type = saving._blocks(packed, stored)
-    assert its_type == type
-    assert torch.equal(pack_blocks(written.view(n, blocks, size), BLOCK_TYPES[type]), packed)
 
 
 @pytest.mark.parametrize("config", [lowbit.int4_weight_only(32), lowbit.int8_weight_only(32)])

@@ -32,7 +32,7 @@ sys.exit(code)
 
 
 def test_every_row_of_every_op_has_a_core_test(python: Callable[..., str]) -> None:
-    files = [str(path) for room in ("ops", "score", "reference", "onednn") for path in (TESTS / room).glob("test_*.py") if "mark.core" in path.read_text()]
+    files = [str(path) for room in ("ops", "score", "reference", "onednn", "checkpoints") for path in (TESTS / room).glob("test_*.py") if "mark.core" in path.read_text()]
     covered = set(json.loads(python(CODE, *files).splitlines()[-1]))
     rows = {str(row["name"]) for op in _C.OPS for row in testing.rows(op) if row["available"]}
     assert len(rows) > len(_C.OPS) and not rows - covered, sorted(rows - covered)

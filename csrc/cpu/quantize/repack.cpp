@@ -100,7 +100,9 @@ void run_repack(const RepackArgs& args) {
   });
 }
 
-constexpr Kernel<RepackArgs> kRows[] = {{LOWBIT_ROW("repack"), never_refuses<RepackArgs>, run_repack}};
+std::string_view refuses_gguf(const RepackArgs& args) { return args.gguf ? "reads no blocks of GGUF" : ""; }
+
+constexpr Kernel<RepackArgs> kRows[] = {{LOWBIT_ROW("repack"), refuses_gguf, run_repack}};
 
 }  // namespace
 
