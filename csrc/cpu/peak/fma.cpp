@@ -12,8 +12,10 @@ constexpr int kSums = kFloatRows * kFloatPanels < 16 ? kFloatRows * kFloatPanels
 
 int64_t run_fma(int64_t rounds) {
   const f32x16 factor = set1(0.5f), addend = set1(static_cast<float>(rounds));
+  alignas(64) float lanes[16 * kSums];  // all different: where a vector is two registers, equal ones would be one
+  for (int i = 0; i < 16 * kSums; i++) lanes[i] = static_cast<float>(rounds + i);
   f32x16 sums[kSums];
-  unroll<kSums>([&](auto i) __attribute__((always_inline)) { sums[i] = set1(static_cast<float>(i)); });
+  unroll<kSums>([&](auto i) __attribute__((always_inline)) { sums[i] = load(lanes + 16 * i); });
   for (int64_t round = 0; round < rounds; round++)
     unroll<kSums>([&](auto i) __attribute__((always_inline)) { sums[i] = fma(sums[i], factor, addend); });
   float total = 0;
