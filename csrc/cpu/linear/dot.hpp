@@ -215,9 +215,10 @@ void dot_tile(const PackedWeight& weight, const Int8Rows<typename DotOf<kFormat>
             add_sum<kFormat>(result[r][p], total[r][p], sums[r][s], w_scale, panels[p].zero ? &w_zero : nullptr);
     }
   }
-  for (int r = 0; r < kRows; r++)
-    for (int p = 0; p < kPanels; p++)
-      if (p < count) finish(weight, sink, row + r, panel + p, result[r][p], rows.offset_to(row + r));
+  float offsets[kRows];
+  for (int r = 0; rows.offset && r < kRows; r++) offsets[r] = rows.offset[rows.at(row + r)];
+  for (int p = 0; p < count; p++)
+    finish_tile(weight, sink, row, kRows, panel + p, result[0] + p, kPanels, rows.offset ? offsets : nullptr);
 }
 
 // The family of micro-kernels for int8 codes. Blocks of rows stay in L2 while the panels stream past:

@@ -128,7 +128,7 @@ void stream_panel(const PackedWeight& weight, const PanelView& view, const Order
         result[r] = fma(fma(w_zero, set1(group_sums[r][g]), sums.total(r)), w_scale, result[r]);
     }
   }
-  for (int r = 0; r < kRows; r++) finish(weight, sink, row + r, panel, result[r], nullptr);
+  finish_tile(weight, sink, row, kRows, panel, result, 1, nullptr);
 }
 
 // Bytes for unpacking codes in planes, once for all rows; 0 if a panel is read as stored.
@@ -248,9 +248,9 @@ struct BlockedRows {
         multiply_block(block, k, static_cast<int>(smaller(kFloatPanels, width - panel)), b, c + panel * 16,
                        width * 16);
       }
-    for (int64_t row = 0; row < rows; row++)
-      for (int64_t panel = 0; panel < width; panel++)
-        finish(weight, sink, block.begin + row, panels.begin + panel, load(c + (row * width + panel) * 16), nullptr);
+    for (int64_t panel = 0; panel < width; panel++)
+      finish_rows(weight, sink.from(block.begin), rows, panels.begin + panel, c + panel * 16, width * 16, nullptr,
+                  nullptr);
   }
 
  private:
