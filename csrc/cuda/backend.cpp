@@ -24,7 +24,7 @@ std::span<const Backend* const> backends() {
     auto* backend = new Backend{  // two threads may create one each; the one that is not kept leaks, once
         .name = "cuda", .device = DeviceType::cuda, .unavailable = unavailable, .guard = run_in_context};
     add_cudnn_rows(*backend), add_prompt_rows(*backend), add_decode_rows(*backend);
-    add_attention_rows(*backend), add_cache_rows(*backend);
+    add_attention_rows(*backend), add_planned_cudnn_rows(*backend), add_cache_rows(*backend);
     add_linear_rows_of_warpgroups(*backend), add_linear_rows_of_many(*backend), add_linear_rows(*backend);
     add_experts_rows(*backend);
     add_optim_rows(*backend), add_pack_rows(*backend), add_quantize_rows(*backend);

@@ -18,6 +18,7 @@ std::span<const Backend* const> backends();
 bool is_emulated();
 
 void add_cudnn_rows(Backend& backend);  // first of those of attention
+void add_planned_cudnn_rows(Backend& backend);  // last of those of attention and decode
 void add_attention_rows(Backend& backend);
 void add_prompt_rows(Backend& backend);  // first of those of decode
 void add_decode_rows(Backend& backend);

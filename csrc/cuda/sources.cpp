@@ -58,6 +58,7 @@ std::vector<Source> common_sources(const std::string& architecture) {
   add_experts_sources(all, {Format::int4, 1, 1, false, 1, true}), add_experts_sources(all, {Format::int4, 0, 2, false, 8});
   for (const Format format : {Format::int8, Format::nf4, Format::fp8_e4m3}) all.push_back(pack_source(format, false));
   all.push_back(pack_source(Format::int8, true)), all.push_back(all_finite_source());
+  all.push_back(hidden_rows_source());
   add_attention_sources(all, architecture), add_decode_sources(all);
   return all;
 }

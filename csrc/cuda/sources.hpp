@@ -17,7 +17,7 @@ namespace lowbit::cuda {
 // The kinds of sources: the first number of a SourceKey.
 enum class SourceKind : int64_t { step, convert, activations, linear, dequantize, decoded, attention, decode,
                                   kv_convert, code_tiles, splits, pack, all_finite, wgmma,
-                                  expert_pairs, experts, expert_ends };
+                                  expert_pairs, experts, expert_ends, hidden_rows };
 
 // A kernel `name` of `threads` threads that calls `body` with its argument, a struct `Args` (both in lowbit::cuda).
 std::string kernel_text(std::string_view name, std::string_view threads, std::string_view Args, std::string_view body);
@@ -86,6 +86,7 @@ Source wgmma_source(const LinearKind& kind);       // 32, 64, 128 or 256 rows
 Source dequantize_source(Format format, Layout layout = kKernelLayout);
 Source pack_source(Format format, bool searches);  // one for all integer formats
 Source all_finite_source();
+Source hidden_rows_source();
 Source decoded_source(Format format, bool codes);
 
 void add_once(std::vector<Source>& all, Source source);  // unless one with its name exists

@@ -171,7 +171,7 @@ def row_of(case: DecodeCase) -> str:
     return ROW[case.cache].replace("decode_", "decode_prompt_") if case.prompt else ROW[case.cache]
 
 
-def run(case: DecodeCase, data: DecodeData, device: str, suffix: str = "") -> tuple[Tensor, Tensor]:
+def run(case: DecodeCase, data: DecodeData, device: str, suffix: str = "", row: str | None = None) -> tuple[Tensor, Tensor]:
     """The op on a device by the row for CUDA: out and lse on the CPU."""
     call = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in data.call.items()}
     for name in ("score_mod", "mask_mod"):
@@ -179,7 +179,7 @@ def run(case: DecodeCase, data: DecodeData, device: str, suffix: str = "") -> tu
             bound = call.pop(name)
             call |= {name: bound.code, name.replace("_mod", "_captured"): [t.to(device) for t in bound.captured]}
     out, lse = torch.full(data.out.shape, 7.0, dtype=case.dtype).to(device), torch.full(data.lse.shape, 7.0).to(device)
-    with forced(row_of(case) + suffix):
+    with forced((row or row_of(case)) + suffix):
         internals.decode(data.q.to(device), call.pop("k"), call.pop("v"), out, call.pop("scale"), lse=lse, **call)
     return out.cpu(), lse.cpu()
 

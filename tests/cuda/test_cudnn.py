@@ -10,11 +10,13 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from cudnn_calls import CALLS, NAMES, Call, ask, make
 from tests import internals
 
 import lowbit
@@ -50,9 +52,16 @@ def description(capability: int) -> str:
 
 PLANS = """
 import json, sys
+import torch
+from cudnn_calls import CALLS, ask, make
 from tests import internals
 for line in sys.stdin.read().splitlines():
-    made = internals.attention_plan(*json.loads(line))
+    device, capability, *call = json.loads(line)
+    if len(call) == 1:
+        call, = (known for known in CALLS if known.name == call[0])
+        made = ask(call, make(call), device=device, compute_capability=capability)
+    else:
+        made = internals.attention_plan(device, capability, *call)
     made["image"] = len(made["image"])
     print(json.dumps(made))
 """
@@ -94,6 +103,52 @@ def test_plans_are_made_within_the_cap_and_read_back(capability: int, plans: Cal
 
 
 @needs_cudnn
+@pytest.mark.parametrize("capability", [80, 90, 100, 120])
+def test_masks_few_queries_and_windows_are_planned_and_take_every_tensor_of_the_call(capability: int, plans: Callable[..., list[dict[str, Any]]]) -> None:
+    """Planned, not run."""
+    for call, made in zip(CALLS, plans(*((capability, call.name) for call in CALLS)), strict=True):
+        assert made["refused"] == "" and made["again"] == "", (call, made["refused"], made["again"])
+        assert 0 <= made["workspace"] == made["workspace_again"] <= made["max_workspace"], call
+        given = {NAMES[number] for number, address in enumerate(made["addresses"]) if address}
+        assert {NAMES[number] for number in made["tensors"]} == given == set(make(call)), call
+        assert made["tensors"] == made["tensors_again"] == sorted(made["tensors"]), call
+
+
+@pytest.mark.parametrize("call", CALLS, ids=str)
+def test_a_plan_gets_all_of_a_call(call: Call) -> None:
+    tensors = make(call)
+    got = ask(call, tensors)
+    batch, heads, kv_heads, queries, keys, e, ev = call.sizes
+    end = call.position + queries if call.causal and call.op == "decode" else keys
+    first = max(0, call.position + 1 - call.window) if call.window else 0
+    assert got["sizes"] == [batch, heads, kv_heads, queries, end - first, e, ev] and got["scale"] == 0.5
+    starts = {"k": tensors["k"][:, :, first:], "v": tensors["v"][:, :, first:], "mask": tensors["mask"][..., first:] if call.mask else None}
+    wanted = {name: (starts.get(name) if name in starts else tensors.get(name)) for name in NAMES}
+    assert got["addresses"] == [0 if tensor is None else tensor.data_ptr() for tensor in wanted.values()]
+    for strides, name in zip(got["strides"], NAMES, strict=False):
+        if name in tensors:
+            shape, given = tensors[name].shape, tensors[name].stride()
+            assert all(got_one == one for got_one, one, size in zip(strides, given, shape, strict=False) if size > 1), name
+    assert got["has_lse"] == call.lse and got["ends_together"] == (call.op == "decode")
+    assert got["causal"] == (call.causal and (call.op != "decode" or queries > 1))
+    assert got["window"] == (call.window if queries > 1 else 0)
+    if call.mask:
+        assert got["bias_size"] == [*call.mask[:3], 1 if call.mask[3] == 1 else end - first]
+        stretched = torch.empty(call.mask, dtype=call.mask_dtype)
+        assert all(a == b for a, b, size in zip(got["bias_stride"], stretched.stride(), call.mask, strict=True) if size > 1)
+
+
+def test_a_cache_that_is_longer_than_its_window_needs_one_plan() -> None:
+    call = next(call for call in CALLS if call.name == "a chunk, a window")
+    shapes = []
+    for position in (2048, 2560):
+        got = ask(replace(call, position=position), make(call))
+        got.pop("addresses")
+        shapes.append(got)
+    assert shapes[0] == shapes[1]
+
+
+@needs_cudnn
 def test_what_cudnn_refuses_is_said_in_its_words(plans: Callable[..., list[dict[str, object]]]) -> None:
     odd = (1, 4, 4, 100, 100, 100, 100)
     calls = ((90, WIDE, "bfloat16", True, True), (90, TWO_WIDTHS, "bfloat16", True, True), (89, WIDE, "bfloat16", True, False), (89, WIDE, "bfloat16", True, True), (90, odd, "float16", False, False))
@@ -112,10 +167,12 @@ def test_info_says_whether_there_are_rows_of_cudnn() -> None:
     assert lowbit.info()["cuda attention by cuDNN"] == (MISSING or "yes")
 
 
-def test_rows_of_cudnn_are_listed_first_and_are_not_those_of_the_cpu() -> None:
+def test_rows_of_cudnn_that_ran_are_listed_first_the_others_last_and_none_are_those_of_the_cpu() -> None:
     for op in ("attention_forward", "attention_backward"):
         cuda = [row["name"] for row in _C.kernels(op) if row["device"] == "cuda"]
         assert cuda[0] == f"{op}_cudnn"
+    for op, row in (("attention_forward", "attention_forward_bias_cudnn"), ("decode", "decode_cudnn")):  # planned, never run: last
+        assert [row["name"] for row in _C.kernels(op) if row["device"] == "cuda"][-1] == row
     q = torch.randn(1, 2, 64, 16)
     with lowbit.force_kernel("attention_forward_cudnn"), pytest.raises(NotImplementedError, match="attention_forward_cudnn: runs on cuda, and the call is on cpu"):
         lowbit.scaled_dot_product_attention(q, q, q)

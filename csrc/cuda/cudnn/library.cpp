@@ -32,7 +32,7 @@ const Cudnn& cudnn() {
   });
 }
 
-void ensure(int status, Device device, std::string_view what) {
+void ensure_cudnn(int status, Device device, std::string_view what) {
   check(status == 0, ErrorKind::runtime, name_of(device), ": ", what, " failed: ", cudnn().error_text(status), " (",
         status, ")");
 }
@@ -83,8 +83,8 @@ std::size_t cudnn_version() {
 }
 
 HandleFor::HandleFor(const Place& place) : device_(place.device), handle_(take(place.device)) {
-  if (!handle_) ensure(cudnn().create(&handle_), device_, "cudnnCreate");
-  ensure(cudnn().set_stream(handle_, place.stream), device_, "cudnnSetStream");
+  if (!handle_) ensure_cudnn(cudnn().create(&handle_), device_, "cudnnCreate");
+  ensure_cudnn(cudnn().set_stream(handle_, place.stream), device_, "cudnnSetStream");
 }
 
 HandleFor::~HandleFor() {

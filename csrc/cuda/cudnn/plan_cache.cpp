@@ -29,9 +29,14 @@ struct Plans {
 std::string text_of(const AttentionShape& shape) {
   std::string text = concat(shape.batch, " ", shape.heads, " ", shape.kv_heads, " ", shape.q_length, " ",
                             shape.kv_length, " ", shape.e, " ", shape.ev, " ", name_of(shape.dtype), " ",
-                            std::bit_cast<uint32_t>(shape.scale), " ", shape.causal, " ", shape.backward);
-  for (const auto& strides : shape.stride)
-    for (const int64_t stride : strides) text += concat(" ", stride);
+                            std::bit_cast<uint32_t>(shape.scale), " ", shape.causal, " ", shape.backward, " ",
+                            shape.has_lse, " ", shape.ends_together, " ", shape.window, " ",
+                            name_of(shape.bias_dtype));
+  const auto add = [&](const auto& numbers) {
+    for (const int64_t number : numbers) text += concat(" ", number);
+  };
+  for (const auto& strides : shape.stride) add(strides);
+  add(shape.bias_size), add(shape.bias_stride);
   return text;
 }
 
@@ -48,7 +53,8 @@ Plan make_and_keep(const AttentionShape& shape, const CudnnDevice& device, const
   return plan;
 }
 
-Plan read_or_make(const AttentionShape& shape, const Place& place) {
+// A cuDNN that has no handle for the device refuses too: our own rows need none.
+Plan read_or_make(const AttentionShape& shape, const Place& place) try {
   const InContext here(place.device);
   const HandleFor handle(place);
   const CudnnDevice device{.handle = handle.get()};
@@ -58,6 +64,8 @@ Plan read_or_make(const AttentionShape& shape, const Place& place) {
   if (const auto image = read_cached(path))  // from another build of cuDNN, or damaged: made again
     if (Plan plan = read_plan(*image, device); plan.graph) return plan;
   return make_and_keep(shape, device, path);
+} catch (const Error& error) {
+  return {.graph = nullptr, .refused = error.what()};
 }
 
 }  // namespace

@@ -13,6 +13,6 @@ bool has_cudnn_frontend() { return false; }
 Plan make_plan(const AttentionShape&, const CudnnDevice&) { return {.graph = nullptr, .refused = kReason}; }
 std::string image_of(const Plan&) { return ""; }
 Plan read_plan(const std::string&, const CudnnDevice&) { return {.graph = nullptr, .refused = kReason}; }
-void run_plan(const Plan&, CudnnHandle, std::span<void*>, void*) { throw Error(ErrorKind::runtime, kReason); }
+void run_plan(const Plan&, CudnnHandle, const AttentionTensors&, void*) { throw Error(ErrorKind::runtime, kReason); }
 
 }  // namespace lowbit::cuda

@@ -17,19 +17,16 @@ namespace fe = cudnn_frontend;
 using Graph = fe::graph::Graph;
 using Tensor = std::shared_ptr<fe::graph::Tensor_attributes>;
 
-constexpr int64_t kStatistics = AttentionShape::kTensors;
-
-// Pointers are passed in the order of these numbers: run_plan.
-int64_t uid(int64_t tensor) {
-  return tensor <= AttentionShape::out ? tensor + 1 : tensor == kStatistics ? AttentionShape::out + 2 : tensor + 2;
-}
+int64_t uid(AttentionShape::Tensor tensor) { return tensor + 1; }  // 0 is cuDNN's for none
 
 void ensure(fe::error_t status) {
   if (status.is_bad()) throw Error(ErrorKind::runtime, status.get_message());
 }
 
 fe::DataType_t type_of(DType dtype) {
-  return dtype == DType::float16 ? fe::DataType_t::HALF : fe::DataType_t::BFLOAT16;
+  return dtype == DType::float32   ? fe::DataType_t::FLOAT
+         : dtype == DType::float16 ? fe::DataType_t::HALF
+                                   : fe::DataType_t::BFLOAT16;
 }
 
 // For a graph without a handle; called before nodes are added, which would otherwise query the CUDA runtime.
@@ -53,48 +50,49 @@ class GraphOf {
   std::shared_ptr<Graph> take() { return graph_; }
 
  private:
+  fe::DataType_t type(AttentionShape::Tensor which) const {
+    using enum AttentionShape::Tensor;
+    return which == lse ? fe::DataType_t::FLOAT : type_of(which == bias ? shape_.bias_dtype : shape_.dtype);
+  }
   fe::graph::Tensor_attributes attributes(AttentionShape::Tensor which) const {
-    const std::array<int64_t, 4> size = shape_.sizes(which);
-    const std::array<int64_t, 3>& stride = shape_.stride[which];
+    const std::array<int64_t, 4> size = shape_.sizes(which), stride = shape_.strides(which);
     return fe::graph::Tensor_attributes()
         .set_uid(uid(which))
+        .set_data_type(type(which))
         .set_dim({size.begin(), size.end()})
-        .set_stride({stride[0], stride[1], stride[2], 1});
+        .set_stride({stride.begin(), stride.end()});
   }
   Tensor input(AttentionShape::Tensor which) { return graph_->tensor(attributes(which)); }
   void output(const Tensor& tensor, AttentionShape::Tensor which) {
     const fe::graph::Tensor_attributes wanted = attributes(which);
-    tensor->set_output(true).set_uid(uid(which)).set_dim(wanted.get_dim()).set_stride(wanted.get_stride());
+    tensor->set_output(true).set_uid(uid(which)).set_data_type(type(which));
+    tensor->set_dim(wanted.get_dim()).set_stride(wanted.get_stride());
   }
   template <class Attributes>
-  void describe_lse(Attributes& lse) const {
-    const int64_t heads = shape_.heads, length = shape_.q_length;
-    lse.set_uid(uid(kStatistics)).set_data_type(fe::DataType_t::FLOAT).set_dim({shape_.batch, heads, length, 1});
-    lse.set_stride({heads * length, length, 1, 1});
-  }
-  template <class Attributes>
-  void describe_scores(Attributes& scores) const {
+  void describe_scores(Attributes& scores) {
     scores.set_attn_scale(shape_.scale);
-    if (!shape_.causal) return;
-    scores.set_diagonal_alignment(fe::DiagonalAlignment_t::TOP_LEFT).set_diagonal_band_right_bound(0);
+    if (shape_.bias_dtype != DType::other) scores.set_bias(input(AttentionShape::bias));
+    if (shape_.causal || shape_.window)
+      scores.set_diagonal_alignment(shape_.ends_together ? fe::DiagonalAlignment_t::BOTTOM_RIGHT
+                                                         : fe::DiagonalAlignment_t::TOP_LEFT);
+    if (shape_.causal) scores.set_diagonal_band_right_bound(0);
+    if (shape_.window) scores.set_diagonal_band_left_bound(shape_.window);
   }
 
   void forward() {
     using enum AttentionShape::Tensor;
-    auto scores = fe::graph::SDPA_attributes().set_name("attention_forward").set_generate_stats(true);
+    auto scores = fe::graph::SDPA_attributes().set_name("attention_forward").set_generate_stats(shape_.has_lse);
     describe_scores(scores);
     auto [result, statistics] = graph_->sdpa(input(q), input(k), input(v), scores);
     output(result, out);
-    describe_lse(statistics->set_output(true));
+    if (shape_.has_lse) output(statistics, lse);
   }
   void backward() {
     using enum AttentionShape::Tensor;
     auto scores = fe::graph::SDPA_backward_attributes().set_name("attention_backward");
     describe_scores(scores);
-    fe::graph::Tensor_attributes statistics;
-    describe_lse(statistics);
-    auto [of_q, of_k, of_v] = graph_->sdpa_backward(input(q), input(k), input(v), input(out), input(grad_out),
-                                                    graph_->tensor(statistics), scores);
+    auto [of_q, of_k, of_v] =
+        graph_->sdpa_backward(input(q), input(k), input(v), input(out), input(grad_out), input(lse), scores);
     output(of_q, grad_q), output(of_k, grad_k), output(of_v, grad_v);
   }
 
@@ -109,6 +107,10 @@ cudnnHandle_t native(CudnnHandle handle) { return reinterpret_cast<cudnnHandle_t
 Plan finished(std::shared_ptr<Graph> graph) {
   Plan plan;
   ensure(graph->get_workspace_size(plan.workspace));
+  for (const int64_t number : graph->get_variant_pack_uids_sorted()) {
+    check(number > 0 && number <= AttentionShape::kTensors, ErrorKind::runtime, "it has a tensor of its own, ", number);
+    plan.tensors.push_back(static_cast<AttentionShape::Tensor>(number - 1));
+  }
   plan.graph = std::move(graph);
   return plan;
 }
@@ -138,9 +140,6 @@ Plan make_plan(const AttentionShape& shape, const CudnnDevice& device) {
     graph->deselect_workspace_greater_than(max_workspace(shape));
     ensure(graph->check_support());
     ensure(graph->build_plans());
-    const std::vector<int64_t> given = graph->get_variant_pack_uids_sorted();
-    for (std::size_t i = 0; i < given.size(); i++)
-      check(given[i] == static_cast<int64_t>(i) + 1, ErrorKind::runtime, "its tensors are numbered in another way");
     return finished(std::move(graph));
   });
 }
@@ -161,9 +160,11 @@ Plan read_plan(const std::string& image, const CudnnDevice& device) {
   });
 }
 
-void run_plan(const Plan& plan, CudnnHandle handle, std::span<void*> tensors, void* workspace) {
+void run_plan(const Plan& plan, CudnnHandle handle, const AttentionTensors& tensors, void* workspace) {
+  AttentionTensors given{};
+  for (std::size_t i = 0; i < plan.tensors.size(); i++) given[i] = tensors[plan.tensors[i]];
   ensure(static_cast<const Graph*>(plan.graph.get())
-             ->execute(native(handle), tensors.data(), static_cast<int>(tensors.size()), workspace));
+             ->execute(native(handle), given.data(), static_cast<int>(plan.tensors.size()), workspace));
 }
 
 }  // namespace lowbit::cuda
