@@ -251,7 +251,7 @@ EMULATED nvrtcCompileProgram(void* handle, int count, const char* const* options
   const std::string at = folder.string();
   const std::string made = environment("LOWBIT_CUDA_PATH");
   const std::string command = LOWBIT_KERNEL_COMPILER " -include " + made + "/cuda_on_host.hpp -I" + at + " " + at +
-                              "/kernels.cpp " + made + "/*.o -o " + at + "/kernels.so > " + at + "/log 2>&1";
+                              "/kernels.cpp " + made + "/*.o " + made + "/libcuda.so.1 -o " + at + "/kernels.so > " + at + "/log 2>&1";
   const int failed = std::system(command.c_str());
   program->log = read(folder / "log"), program->image = failed ? "" : read(folder / "kernels.so");
   if (!failed) fs::rename(folder / "kernels.so", kept);
