@@ -15,8 +15,8 @@ struct CudnnCall {
 
 LOWBIT_API CudnnCall cudnn_call(const AttentionForwardArgs& args);
 LOWBIT_API CudnnCall cudnn_call(const AttentionBackwardArgs& args);
-// Requires queries that are not behind the last key. Keys that no query sees are left out, so that a cache that is longer
-// than its window needs one plan.
+// Requires queries that are not behind the last key. Keys that no query sees are left out, so that a cache that is
+// longer than its window needs one plan.
 LOWBIT_API CudnnCall cudnn_call(const DecodeArgs& args);
 
 // Launched after a plan with a bias (hidden_rows.hpp).

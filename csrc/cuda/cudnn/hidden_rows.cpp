@@ -15,10 +15,12 @@ Source hidden_rows_source() {
 void clear_hidden_rows(const CudnnCall& of, const Place& place) {
   const AttentionShape& shape = of.shape;
   const auto& [batch, head, row] = shape.stride[AttentionShape::out];
-  HiddenRowsCall call{.out = {of.tensors[AttentionShape::out], batch, head, row}, .bias = of.tensors[AttentionShape::bias],
+  HiddenRowsCall call{.out = {of.tensors[AttentionShape::out], batch, head, row},
+                      .bias = of.tensors[AttentionShape::bias],
                       .lse = static_cast<float*>(of.tensors[AttentionShape::lse]), .bias_stride = {},
-                      .rows = shape.batch * shape.heads * shape.q_length, .heads = shape.heads, .length = shape.q_length,
-                      .columns = shape.ev, .keys = shape.kv_length, .after = shape.kv_length, .window = shape.window,
+                      .rows = shape.batch * shape.heads * shape.q_length, .heads = shape.heads,
+                      .length = shape.q_length, .columns = shape.ev, .keys = shape.kv_length,
+                      .after = shape.kv_length, .window = shape.window,
                       .dtype = shape.dtype, .bias_dtype = shape.bias_dtype};
   if (shape.causal) call.after = shape.ends_together ? shape.kv_length - shape.q_length : 0;
   for (int d = 0; d < 4; d++) call.bias_stride[d] = shape.bias_size[d] == 1 ? 0 : shape.bias_stride[d];

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows of scores that a float mask hides whole: their result has to be 0 and their lse -inf, and what cuDNN writes there is
-// not known.
+// Rows of scores that a float mask hides whole: their result has to be 0 and their lse -inf, and what cuDNN writes there
+// is not known.
 #pragma once
 
 #include "gpu/attention/call.hpp"

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// cuDNN's rows of attention, bfloat16 and float16. Those that come before our own have no mask but causality. Those with a
-// float mask, few queries or a window have been planned, and never ran on a GPU: they come last, and serve what our own refuse
-// and who forces them. Calls in which cuDNN would break a promise of the ops are refused: dropout (the op defines the random
-// numbers), programs, gradients with a float mask (probabilities of a row of large scores need more digits of its lse).
+// cuDNN's rows of attention, bfloat16 and float16. Those that come before our own have no mask but causality. Those with
+// a float mask, few queries or a window have been planned, and never ran on a GPU: they come last, and serve what our
+// own refuse and who forces them. Calls in which cuDNN would break a promise of the ops are refused: dropout (the op
+// defines the random numbers), programs, gradients with a float mask (probabilities of a row of large scores need more
+// digits of its lse).
 #include "cuda/backend.hpp"
 #include "cuda/cudnn/call.hpp"
 #include "cuda/cudnn/library.hpp"
@@ -21,17 +22,15 @@ bool is_aligned(const TensorView& view) {  // loads are of 16 bytes
   return reinterpret_cast<uintptr_t>(view.data) % 16 == 0;
 }
 
-constexpr std::string_view kNotOf16Bits = "not bfloat16 or float16", kUnaligned = "strides that are not multiples of 16 "
-    "bytes, or an address that is not";
-
 // Anything but a mask.
 template <class Args>
 std::string_view refuses_scores(const Args& args) {
   if (args.score_mod) return "a score_mod";
-  if (args.q.dtype != DType::bfloat16 && args.q.dtype != DType::float16) return kNotOf16Bits;
+  if (args.q.dtype != DType::bfloat16 && args.q.dtype != DType::float16) return "not bfloat16 or float16";
   if (args.sink) return "a sink";
   if (args.kv_length() == 0) return "no keys";
-  if (!is_aligned(args.q) || !is_aligned(args.k) || !is_aligned(args.v) || !is_aligned(args.out)) return kUnaligned;
+  if (!is_aligned(args.q) || !is_aligned(args.k) || !is_aligned(args.v) || !is_aligned(args.out))
+    return "strides that are not multiples of 16 bytes, or an address that is not";
   return "";
 }
 
