@@ -24,7 +24,7 @@ format](choose_a_format.md).
 SECTIONS = {
     "Quantizing models": "lowbit: quantize_ sparsify_ calibrate Calibration rotate_ smooth_ dequantize_ load fuse "
     "fuse_loss fuse_gated_mlps QuantLinear QuantEmbedding QuantExperts BlockSparseLinear QuantizationReport merging MergeReport "
-    "linear gather_linear experts linear_cross_entropy route sample gated_delta_rule ssd selective_scan causal_conv1d gated_rms_norm",
+    "linear gather_linear experts linear_cross_entropy linear_kl_div route sample gated_delta_rule ssd selective_scan causal_conv1d gated_rms_norm",
     "Choosing formats by measuring": "lowbit: autoquant Plan",
     "Choosing formats by measuring: what manual=True returns": "lowbit.autotune: Recording",
     "Configurations": "lowbit: int8_dynamic_activation_int4_weight int8_dynamic_activation_int8_weight "

@@ -129,6 +129,7 @@ from lowbit.quant.functional import (
     linear as linear,
     linear_cross_entropy as linear_cross_entropy,
 )
+from lowbit.quant.linear_kl_div import linear_kl_div as linear_kl_div
 from lowbit.recorder.profile import profile as profile
 
 __version__: str

@@ -11,6 +11,7 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from twins import Case, copies, equal, parameters, set_grads
 
+import lowbit
 from lowbit.ops.optim import SCHEMA
 
 STEPS = 5
@@ -37,6 +38,26 @@ def test_a_scheduled_lr_makes_no_graph_of_its_own(case: Case, lr: Callable[[], A
     assert len(values) == STEPS
     # Of a float torch first takes the value, and makes it an input of the graph when it meets another.
     assert counter.frame_count == (2 if isinstance(lr(), float) else 1)
+
+
+def test_optimizers_of_other_options_are_compiled_in_one_process() -> None:
+    """Of the numbers in options that differ from those of the first, torch makes inputs of the graph."""
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    options = {"AdamW8bit": {}, "AdamW4bit": {}, "Lion8bit": {"block_size": 1024}, "SGD8bit": {"momentum": 0.9}, "Muon8bit": {}}
+    for name in (*options, "AdamW8bit"):
+        params = [torch.nn.Parameter(torch.randn(64, 300)), torch.nn.Parameter(torch.randn(300, 20))]
+        reference = copies(params)
+        optimizer, plain = (getattr(lowbit.optim, name)(each, lr=0.01, **options[name]) for each in (params, reference))
+        compiled = torch.compile(optimizer.step, backend=counter)
+        graphs = []
+        for seed in range(3):
+            set_grads(params, reference, seed=seed)
+            compiled()
+            plain.step()
+            graphs.append(counter.frame_count)
+        assert equal(params, reference), name
+        assert graphs[0] == graphs[-1], f"{name} is compiled again in a later step: {graphs}"
 
 
 def test_one_graph_holds_every_group(case: Case) -> None:

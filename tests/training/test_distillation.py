@@ -91,6 +91,26 @@ def test_over_a_packed_base_adapters_are_trained() -> None:
     assert loss > 0.01 and all(p.grad.isfinite().all() for p in model.parameters() if p.requires_grad)
 
 
+def _noted(calls: list[int], layer: nn.Module, head: nn.Module, x: Tensor) -> None:
+    if layer is head:
+        calls.append(x.shape[-2])
+
+
+@pytest.mark.parametrize("form", ["packed", "prepared"])
+def test_of_linear_heads_no_head_is_called_with_more_than_a_token(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A head that is rounded in training is called; of one that is packed or float, the weight is read."""
+    teacher, model, calls = language_model(seed=0), language_model(seed=1), []
+    config = lowbit.int8_weight_only(32)
+    lowbit.quantize_(model, config if form == "packed" else QATConfig(config), head=config)
+    kind = type(model.lm_head)
+    forward = kind.forward
+    monkeypatch.setattr(kind, "forward", lambda self, x: _noted(calls, self, model.lm_head, x) or forward(self, x))
+    exact = exactly(model, teacher, torch.ones(3, 20, dtype=torch.bool), input_ids=tokens())
+    calls.clear()
+    torch.testing.assert_close(distillation_loss(model, teacher, input_ids=tokens()).double(), exact, rtol=1e-5, atol=1e-7)
+    assert (max(calls) == 1) is (form == "packed")
+
+
 def written_by(teacher: Any, rows: int, length: int) -> Tensor:
     torch.manual_seed(5)
     begin = torch.randint(1, WORDS, (rows, 1))

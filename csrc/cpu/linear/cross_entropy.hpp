@@ -22,7 +22,7 @@
 namespace lowbit::cpu::LOWBIT_ISA_NAME {
 namespace {
 
-constexpr int64_t kLossRows = 128;          // rows of a block
+constexpr int64_t kLossRows = 256;          // rows of a block, for which a chunk of the head is decoded once
 constexpr int64_t kLossTasks = 32;          // wanted for a pass, if the vocabulary is large enough
 constexpr int64_t kLossSums = 24ll << 20;   // bytes of the sums of a pass
 constexpr float kNoBase = -__builtin_inff();

@@ -184,13 +184,13 @@ struct StreamRows {
 
 constexpr int64_t kBlockK = 256;  // a panel's block is 16 KiB of float32: half of L1
 
-// c[row][panel] (+)= sum over k of a[k][row] * b[panel][k].
+// c[panel][row] (+)= sum over k of a[k][row] * b[panel][k].
 template <int kRows, int kPanels>
 [[gnu::noinline]] void float_tile(const float* a, const float* b, int64_t b_stride, int64_t k, float* c,
                                   int64_t c_stride, bool first) {
   f32x16 acc[kRows][kPanels];
   for (int r = 0; r < kRows; r++)
-    for (int p = 0; p < kPanels; p++) acc[r][p] = first ? set1(0.0f) : load(c + r * c_stride + p * 16);
+    for (int p = 0; p < kPanels; p++) acc[r][p] = first ? set1(0.0f) : load(c + p * c_stride + r * 16);
   for (int64_t i = 0; i < k; i++, a += kRows, b += 16) {
     f32x16 w[kPanels];
 #pragma GCC unroll 4
@@ -203,22 +203,24 @@ template <int kRows, int kPanels>
     }
   }
   for (int r = 0; r < kRows; r++)
-    for (int p = 0; p < kPanels; p++) store(c + r * c_stride + p * 16, acc[r][p]);
+    for (int p = 0; p < kPanels; p++) store(c + p * c_stride + r * 16, acc[r][p]);
 }
 
 // The family of micro-kernels for many rows and every format: a block of k is converted once for all rows of a block.
 // Rows are interleaved by tile, as [k][rows in the tile].
 struct BlockedRows {
-  static constexpr int64_t kPass = 480, kBlock = 240;  // 240 rows x 256 k of float32 are 240 KiB of L2
+  static constexpr int64_t kPass = 528, kBlock = 264;  // 264 rows x 256 k of float32 are 264 KiB of L2
   static constexpr PanelCut kCut{.at_once = kFloatPanels};
   static_assert(kBlock % kFloatRows == 0);
 
   XView x;
-  int64_t count, padded_k;
+  int64_t count, padded_k, block_k;  // blocks of k of like length: a short one would only load and store sums
   float* values;
 
   BlockedRows(const XView& x, const WeightSpec& spec, int64_t count, Arena& arena)
-      : x(x), count(count), padded_k(spec.padded_k()), values(arena.array<float>(count * padded_k)) {}
+      : x(x), count(count), padded_k(spec.padded_k()),
+        block_k(round_up(ceil_div(padded_k, ceil_div(padded_k, kBlockK)), kTileK)),
+        values(arena.array<float>(count * padded_k)) {}
 
   RowBlocks blocks(const WeightSpec&) const { return {count, kBlock}; }
 
@@ -242,25 +244,24 @@ struct BlockedRows {
     const int64_t rows = block.count(), width = panels.count();
     const Scratch memory((rows * width + kBlockK * kFloatPanels) * 16 * static_cast<int64_t>(sizeof(float)));
     float *const c = memory.as<float>(), *const b = c + rows * width * 16;
-    for (int64_t k = 0; k < padded_k; k += kBlockK)
+    for (int64_t k = 0; k < padded_k; k += block_k)
       for (int64_t panel = 0; panel < width; panel += kFloatPanels) {
         widen_panels(weight.spec, weight.data, panels, panel, k, b);
-        multiply_block(block, k, static_cast<int>(smaller(kFloatPanels, width - panel)), b, c + panel * 16,
-                       width * 16);
+        multiply_block(block, k, static_cast<int>(smaller(kFloatPanels, width - panel)), b, c + panel * rows * 16);
       }
     for (int64_t panel = 0; panel < width; panel++)
-      finish_rows(weight, sink.from(block.begin), rows, panels.begin + panel, c + panel * 16, width * 16, nullptr,
-                  nullptr);
+      finish_rows(weight, sink.from(block.begin), rows, panels.begin + panel, c + panel * rows * 16, kPanelColumns,
+                  nullptr, nullptr);
   }
 
  private:
-  int64_t length(int64_t k) const { return smaller(kBlockK, padded_k - k); }
+  int64_t length(int64_t k) const { return smaller(block_k, padded_k - k); }
 
   // Converts a block of k of up to kFloatPanels panels, from number `first` of a task's on, to float32.
   void widen_panels(const WeightSpec& spec, const uint8_t* weight, Span panels, int64_t first, int64_t k,
                     float* b) const {
     const bool last = first + kFloatPanels >= panels.count();  // then prefetch further along k, from panel 0 on
-    const int64_t ahead = last ? kBlockK / kTileK * spec.tile_bytes() - first * spec.panel_bytes()
+    const int64_t ahead = last ? block_k / kTileK * spec.tile_bytes() - first * spec.panel_bytes()
                                : kFloatPanels * spec.panel_bytes();
     for (int64_t p = 0; p < smaller(kFloatPanels, panels.count() - first); p++)
       with_format(spec.format, [&]<Format kFormat>() {
@@ -271,15 +272,15 @@ struct BlockedRows {
       });
   }
 
-  // All rows of a block times a block of k of `width` panels; c: [row][panel][16], rows c_stride apart.
-  void multiply_block(Span block, int64_t k, int width, const float* b, float* c, int64_t c_stride) const {
+  // All rows of a block times a block of k of `width` panels; c: [panel][row][16].
+  void multiply_block(Span block, int64_t k, int width, const float* b, float* c) const {
     const RowTiles tiles(block.count(), kFloatRows);
     for (int64_t tile = 0; tile < tiles.count; tile++)
       with_count<kFloatRows>(tiles.height(tile), [&](auto kRows) {
         with_count<kFloatPanels>(width, [&](auto kPanels) {
           const int64_t row = tiles.begin(tile);
           float_tile<kRows, kPanels>(values + (block.begin + row) * padded_k + k * kRows, b, kBlockK * 16, length(k),
-                                     c + row * c_stride, c_stride, k == 0);
+                                     c + row * 16, block.count() * 16, k == 0);
         });
       });
   }

@@ -4,18 +4,19 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from torch import nn
 
+from lowbit.quant.adapter_layers import layers_of_adapters, method_of
 from lowbit.quant.fused import Fused, FusedModules
 from lowbit.quant.fused_gated_norm import FusedGatedNorm, gated_norm_facts
 from lowbit.quant.fused_layer_norm import FusedLayerNorm, layer_norm_facts
 from lowbit.quant.fused_mlp import fuse_mlp, is_mlp
 from lowbit.quant.fused_norm import FusedRMSNorm, norm_facts
 from lowbit.quant.gated_mlp import fuse_gated_mlps
-from lowbit.quant.lora_layers import left_to_peft
+from lowbit.quant.lora_layers import is_product, why_not
 
 
 def fuse(model: nn.Module) -> FusedModules:
@@ -76,7 +77,7 @@ def fuse(model: nn.Module) -> FusedModules:
                 pieces.notes += [note for note in kind.notes if note not in pieces.notes]
             elif not any(left.startswith(f"{name}.") for left in pieces.left):  # the submodule's own reason is enough
                 pieces.left.setdefault(name or _THE_MODEL, reason)
-    pieces.left |= left_to_peft(model)
+    pieces.left |= _left_to_peft(model)
     if not pieces and not pieces.left and not any(isinstance(module, Fused) for module in model.modules()):
         pieces.left[_THE_MODEL] = _NO_PIECE if "transformers" in sys.modules else f"{_NO_PIECE}; {_NO_TRANSFORMERS}"
     return pieces
@@ -198,3 +199,17 @@ def _rotary_columns(model: nn.Module) -> list[int]:
     """Return how many columns of a head each rotary embedding of the model rotates: two per frequency."""
     frequencies = (buffer for name, buffer in model.named_buffers() if name.endswith("inv_freq"))
     return list(dict.fromkeys(2 * buffer.numel() for buffer in frequencies))
+
+
+def _left_to_peft(model: nn.Module) -> Iterator[tuple[str, str]]:
+    """Yield the names of adapter layers that are no steps of a program now, each with the reason."""
+    for name, layer in layers_of_adapters(model):
+        if is_product(layer):
+            reason = why_not(layer)
+        else:
+            base = type(layer.get_base_layer()).__name__
+            reason = (
+                f"an adapter of peft ({method_of(type(layer))}) over {base}; fused calls add LoRA over a QuantLinear"
+            )
+        if reason:
+            yield name, reason

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from lowbit.quant.expert_adapters import CHANGING, ExpertsAdapter
 from lowbit.quant.kinds import is_packed, kind_of, twin_of, weights_of
 from lowbit.quant.lent_weight import lent
+from lowbit.quant.lora_forward import forward_of
 from lowbit.quant.merged_weight import merged_weight
 from lowbit.quant.safetensors_file import bytes_of
 
@@ -77,6 +78,8 @@ def quant_layer(cls: type[nn.Module]) -> type[nn.Module]:
 
 def _around_layer(cls: type[nn.Module]) -> type[nn.Module]:
     class QuantLayer(cls):  # type: ignore[misc, valid-type]
+        forward = forward_of(cls)
+
         def merge(self, *args: Any, **kwargs: Any) -> None:
             base = self.get_base_layer()
             if not is_packed(base):

@@ -221,7 +221,7 @@ def linear_cross_entropy(
             f"{op}: labels must have the shape of x without the last dimension, here {list(x.shape[:-1])}, "
             f"got {list(labels.shape)}"
         )
-    op_args = _args_of_head(op, head, stored)
+    op_args = args_of_head(op, head, stored)
     formula = LossFormula(ignore_index, logit_scale, softcap or 0.0, label_smoothing, z_loss)
     rows = x.reshape(-1, x.shape[-1])
     loss, lse = _linear_cross_entropy(rows, head, labels.reshape(-1), op_args, bias, formula, reduction)
@@ -229,20 +229,20 @@ def linear_cross_entropy(
     return (loss, lse.reshape(labels.shape)) if return_lse else loss
 
 
-_FLOATS = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+FLOATS = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
-def _args_of_head(op: str, head: Tensor, stored: StoredWeight | None) -> LinearArgs:
+def args_of_head(op: str, head: Tensor, stored: StoredWeight | None) -> LinearArgs:
     """Return the numbers that describe a packed or float head to the op."""
     if head.dtype is torch.uint8 or stored is not None:
         if head.dtype is not torch.uint8:
             raise TypeError(f"{op}: stored must be None for a head that is not packed, got a head of {head.dtype}")
         return _op_args(op, "stored", stored)  # type: ignore[arg-type]
-    if head.dtype not in _FLOATS:
-        raise TypeError(f"{op}: head must be packed uint8, or {', '.join(_FLOATS.values())}, got {head.dtype}")
+    if head.dtype not in FLOATS:
+        raise TypeError(f"{op}: head must be packed uint8, or {', '.join(FLOATS.values())}, got {head.dtype}")
     if head.dim() != 2:
         raise ValueError(f"{op}: head must have shape [V, H], got {list(head.shape)}")
-    return (*head.shape, _C.FORMATS[_FLOATS[head.dtype]], 0, False, _C.X_FORMATS["float"])
+    return (*head.shape, _C.FORMATS[FLOATS[head.dtype]], 0, False, _C.X_FORMATS["float"])
 
 
 def _op_args(op: str, name: str, stored: StoredWeight) -> LinearArgs:

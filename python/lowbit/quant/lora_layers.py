@@ -10,13 +10,11 @@ peft's layer stays where it is. `base_of` returns the packed layer below it, `fa
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor, nn
 
 from lowbit.ops.fakes import FLOATS
-from lowbit.quant.adapter_layers import layers_of_adapters, method_of
 from lowbit.quant.fused import has_hooks
 from lowbit.quant.quant_linear import QuantLinear
 from lowbit.quant.unchanged import Unchanged
@@ -31,7 +29,8 @@ _PARTS = ("lora_dropout", "lora_A", "lora_B")
 def base_of(layer: Any) -> Any:
     """Return the packed layer below a LoRA layer of peft, or the layer itself."""
     peft = sys.modules.get("peft.tuners.lora.layer")
-    if peft is None or getattr(type(layer), "forward", None) is not peft.Linear.forward:
+    forward = getattr(type(layer), "forward", None)
+    if peft is None or getattr(forward, "__wrapped__", forward) is not peft.Linear.forward:  # lora_forward.py wraps it
         return layer
     base = layer._modules.get("base_layer")
     return base if type(base) is QuantLinear else layer
@@ -114,17 +113,3 @@ def note_lora(unchanged: Unchanged, layer: Any) -> None:
             unchanged.note(part._parameters, *part._parameters)
             for factor in part.parameters():
                 unchanged.note_contents(factor)
-
-
-def left_to_peft(model: nn.Module) -> Iterator[tuple[str, str]]:
-    """Yield the names of adapter layers that are no steps of a program now, each with the reason."""
-    for name, layer in layers_of_adapters(model):
-        if is_product(layer):
-            reason = why_not(layer)
-        else:
-            base = type(layer.get_base_layer()).__name__
-            reason = (
-                f"an adapter of peft ({method_of(type(layer))}) over {base}; fused calls add LoRA over a QuantLinear"
-            )
-        if reason:
-            yield name, reason

@@ -10,11 +10,18 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from lowbit.quant.fused import has_hooks
+from lowbit.quant.linear_kl_div import linear_kl_div
+from lowbit.quant.quant_linear import QuantLinear
+
 _NAME = "distillation_loss"
 
 
 def distillation_loss(model: nn.Module, teacher: nn.Module, *, rows: int = 256, **inputs: Any) -> Tensor:
     """Return the mean over tokens of KL(teacher || model), whose logits ``[tokens, vocabulary]`` are never all in memory.
+
+    Of two heads that are linear layers, float or packed, `linear_kl_div` computes it, some words at a time. Other heads,
+    such as those that `QATConfig` prepares, are called with ``rows`` tokens at a time.
 
     Trained with it in place of labels, a model prepared by `QATConfig` comes back to the float model, which was trained
     on more than the data at hand (quantization-aware distillation, arXiv 2601.20088). Gradients go to whatever is trained
@@ -23,7 +30,7 @@ def distillation_loss(model: nn.Module, teacher: nn.Module, *, rows: int = 256, 
     Args:
         model: a causal language model of transformers; adapters of peft may be around it.
         teacher: another one with the same vocabulary, in eval mode; often a copy of ``model`` before `quantize_`.
-        rows: tokens whose logits are in memory at a time.
+        rows: tokens whose logits are in memory at a time, where a head is no plain linear layer.
         inputs: what both models are called with, such as ``input_ids`` and ``attention_mask``. If there are ``labels``,
             tokens whose next label is -100 do not count; otherwise those that ``attention_mask`` hides do not.
 
@@ -46,6 +53,11 @@ def distillation_loss(model: nn.Module, teacher: nn.Module, *, rows: int = 256, 
         taught, teacher_head = _before_head("teacher", teacher, inputs)
     hidden, head = _before_head("model", model, inputs)
     counted = _counted(labels, inputs.get("attention_mask"), hidden)
+    if _is_linear(head) and _is_linear(teacher_head):
+        _check_vocabulary(head.out_features, teacher_head.out_features)
+        stored, teacher_stored = (getattr(layer, "stored", None) for layer in (head, teacher_head))
+        weights = head.weight, taught[counted], teacher_head.weight, stored, teacher_stored
+        return linear_kl_div(hidden[counted], *weights, bias=head.bias, teacher_bias=teacher_head.bias)
     total = sum(
         (
             checkpoint(_divergence, head, x, teacher_head, y, use_reentrant=False)
@@ -103,13 +115,20 @@ def _counted(labels: Tensor | None, mask: Tensor | None, hidden: Tensor) -> Tens
     return counted
 
 
+def _is_linear(head: Any) -> bool:
+    """Return whether a head computes the product with its weight and nothing else."""
+    return type(head) in (nn.Linear, QuantLinear) and not has_hooks(head)
+
+
+def _check_vocabulary(words: int, taught: int) -> None:
+    if words != taught:
+        raise ValueError(f"{_NAME}: teacher must have the vocabulary of the model, {words} words, got {taught}")
+
+
 def _divergence(head: nn.Module, x: Tensor, teacher_head: nn.Module, y: Tensor) -> Tensor:
     """Return the sum over rows of KL(teacher || model)."""
     logits = head(x).float()
     with torch.no_grad():
         target = teacher_head(y).float()
-    if logits.shape != target.shape:
-        raise ValueError(
-            f"{_NAME}: teacher must have the vocabulary of the model, {logits.shape[-1]} words, got {target.shape[-1]}"
-        )
+    _check_vocabulary(logits.shape[-1], target.shape[-1])
     return functional.kl_div(logits.log_softmax(-1), target.log_softmax(-1), log_target=True, reduction="sum")
