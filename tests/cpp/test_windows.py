@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Windows on x86-64: what asks the system for something compiles by mingw-w64. Nothing runs."""
+"""Windows on x86-64, by mingw-w64: what asks the system for something compiles, and programs run under wine."""
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 from pathlib import Path
 
+import for_windows
 import pytest
+from for_windows import COMPILER
 
-ROOT = Path(__file__).parents[2]
-COMPILER = "x86_64-w64-mingw32-g++-posix"
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
 CSRC = ROOT / "csrc"
 # What asks the system for something. Files of a list are one translation unit.
 UNITS = {
@@ -24,10 +25,18 @@ UNITS = {
 
 @pytest.mark.parametrize("unit", UNITS)
 def test_what_asks_the_system_compiles(unit: str) -> None:
-    if shutil.which(COMPILER) is None:
-        pytest.skip(f"no {COMPILER} on this machine: tools/test_env --only windows")
+    for_windows.needs_compiler()
     text = "".join(f'#include "{source}"\n' for source in UNITS[unit])
     flags = ["-std=c++20", "-fsyntax-only", "-Wall", "-Wextra", "-Werror"]
     include = [f"-I{CSRC}", f"-I{ROOT / 'python/lowbit/include'}"]
     done = subprocess.run([COMPILER, "-x", "c++", *flags, *include, "-"], input=text, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("name", ["team", "scratch"])
+def test_threads_and_their_memory(name: str, tmp_path: Path) -> None:
+    core = ("cpu_quota", "error", "os/windows") if name == "team" else ("scratch",)
+    program = tmp_path / f"{name}.exe"
+    for_windows.compiled(program, [HERE / f"{name}.cpp", *(CSRC / f"core/{source}.cpp" for source in core)], "-O1")
+    done = for_windows.run(program, OMP_NUM_THREADS="4")
+    assert (done.returncode, done.stdout) == (0, f"a {'team' if name == 'team' else 'stack'} holds\n"), done.stdout + done.stderr
