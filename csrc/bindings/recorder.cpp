@@ -2,6 +2,7 @@
 #include <pybind11/stl.h>
 
 #include "bindings/register.hpp"
+#include "core/os.hpp"
 #include "core/parallel.hpp"
 #include "ops/kernel.hpp"
 #include "recorder/profile.hpp"
@@ -110,6 +111,7 @@ void register_recorder(py::module_& m) {
         py::arg("group_sequence"), "Record a call that is no op of lowbit; return the handle for close_call.");
   r.def("close_call", close_call, py::arg("handle"), py::arg("finished"), "End such a call.");
   r.def("set_rank", set_rank, py::arg("rank"), py::arg("world"), "Say which rank of how many this process is.");
+  r.def("is_held", os::is_held, py::arg("path"), "Return whether a live process records into this file.");
   r.def("begin_profile", begin_profile, "Keep every call from now on; return where this profile begins.");
   r.def(
       "end_profile", [](int64_t from) { return py::bytes(end_profile(from)); }, py::arg("begin"),

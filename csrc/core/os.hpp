@@ -26,6 +26,10 @@ uint64_t libraries_loaded();
 std::string name_of_library(std::string_view stem);
 extern const char kBetweenPaths;  // in a variable that lists folders
 
+// Throws a pybind11::builtin_exception that sets this error of Python ("PyExc_ValueError"), as code of the compiler that
+// torch is built with throws it. Callers have nothing to clean up and catch nothing: on Windows that compiler is another one.
+[[noreturn]] void throw_python_error(const char* type, const char* text);
+
 // Threads and processes.
 int cores();  // that this process may use; 0 if the system does not say
 uint32_t thread_number();

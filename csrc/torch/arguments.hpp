@@ -201,16 +201,23 @@ struct Returns {
   }
 };
 
+// Returns the error of a call, or null.
 template <class Op>
-void boxed(StableIValue* stack, uint64_t, uint64_t) {
+[[gnu::noinline]] const Error* run_on_stack(StableIValue* stack) {
   try {
     Arguments<Op> given(stack);
     if (loaded_symbols().grad_mode_is_enabled()) refuse_gradients(given);
     if constexpr (std::is_void_v<decltype(Op::run(given))>) Op::run(given);
     else give(stack, Op::run(given));
+    return nullptr;
   } catch (const Error& error) {
-    rethrow_for_torch(error);
+    return kept_for_torch(error);
   }
+}
+
+template <class Op>
+void boxed(StableIValue* stack, uint64_t, uint64_t) {
+  if (const Error* const error = run_on_stack<Op>(stack)) throw_for_torch(*error);
 }
 
 template <class Op>

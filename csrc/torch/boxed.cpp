@@ -3,38 +3,14 @@
 
 #include <array>
 #include <atomic>
+#include <optional>
 
 #include "core/once.hpp"
 #include "core/os.hpp"
 #include "core/private_use.hpp"
 
-// torch's Python layer converts any std::exception to a RuntimeError (before 2.15 std::invalid_argument to a
-// ValueError), but calls set_error() of a pybind11::builtin_exception. The C++ runtime matches that type by name, so it
-// is declared here as all versions of pybind11 declare it. Without Python it is a std::runtime_error with our text.
-namespace pybind11 {
-class __attribute__((visibility("default"))) builtin_exception : public std::runtime_error {
- public:
-  using std::runtime_error::runtime_error;
-  virtual void set_error() const = 0;
-};
-}  // namespace pybind11
-
 namespace lowbit::torch {
 namespace {
-
-class PythonException final : public pybind11::builtin_exception {
- public:
-  PythonException(const char* type, const char* what) : builtin_exception(what), type_(type) {}
-  void set_error() const override {
-    using SetString = void (*)(void* type, const char* text);
-    const auto set_string = reinterpret_cast<SetString>(os::find_symbol(nullptr, "PyErr_SetString"));
-    auto* const type = static_cast<void**>(os::find_symbol(nullptr, type_));
-    if (set_string && type) set_string(*type, what());
-  }
-
- private:
-  const char* type_;
-};
 
 DType dtype_of(int32_t torch_dtype) {
   const Symbols& torch = loaded_symbols();
@@ -114,15 +90,20 @@ void look_at_devices() {
   ask_for_memory(&memory);
 }
 
-void rethrow_for_torch(const Error& error) {
+const Error* kept_for_torch(const Error& error) {
+  static thread_local std::optional<Error> kept;
+  return &kept.emplace(error);
+}
+
+void throw_for_torch(const Error& error) {
   switch (error.kind) {
-    case ErrorKind::value: throw PythonException("PyExc_ValueError", error.what());
-    case ErrorKind::type: throw PythonException("PyExc_TypeError", error.what());
-    case ErrorKind::index: throw PythonException("PyExc_IndexError", error.what());
-    case ErrorKind::not_implemented: throw PythonException("PyExc_NotImplementedError", error.what());
+    case ErrorKind::value: os::throw_python_error("PyExc_ValueError", error.what());
+    case ErrorKind::type: os::throw_python_error("PyExc_TypeError", error.what());
+    case ErrorKind::index: os::throw_python_error("PyExc_IndexError", error.what());
+    case ErrorKind::not_implemented: os::throw_python_error("PyExc_NotImplementedError", error.what());
     case ErrorKind::runtime: break;
   }
-  throw std::runtime_error(error.what());
+  os::throw_python_error("PyExc_RuntimeError", error.what());
 }
 
 void refuse_gradient(std::string_view op, std::string_view name) {

@@ -100,7 +100,9 @@ void look_at_devices();
 
 [[noreturn]] void refuse_gradient(std::string_view op, std::string_view name);
 
-// Rethrows lowbit::Error as the exception that torch's Python layer converts to the right Python type.
-[[noreturn]] void rethrow_for_torch(const Error& error);
+// A copy of this thread's last error.
+const Error* kept_for_torch(const Error& error);
+// Throws it as the exception that torch's Python layer converts to the right Python type (os::throw_python_error).
+[[noreturn]] void throw_for_torch(const Error& error);
 
 }  // namespace lowbit::torch

@@ -6,15 +6,19 @@
  * MODEL is a file of write_model.py, CACHE float, int8 or int4. Prints the COUNT tokens that follow the given ones,
  * each the most probable, then how many a second. */
 #define _POSIX_C_SOURCE 200809L
-#include <fcntl.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
+#ifdef _WIN32
+#include <windows.h>
+#else
+#include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
-#include <time.h>
 #include <unistd.h>
+#endif
 
 #include <lowbit/lowbit.h>
 
@@ -74,6 +78,18 @@ typedef struct {
   int64_t bytes, at;
 } File;
 
+#ifdef _WIN32
+static File mapped(const char *path) {
+  File file = {NULL, 0, 8};
+  LARGE_INTEGER bytes;
+  const HANDLE opened = CreateFileA(path, GENERIC_READ, FILE_SHARE_READ, NULL, OPEN_EXISTING, 0, NULL);
+  if (opened == INVALID_HANDLE_VALUE || !GetFileSizeEx(opened, &bytes)) stop("MODEL cannot be opened");
+  const HANDLE mapping = CreateFileMappingA(opened, NULL, PAGE_READONLY, 0, 0, NULL);
+  file.bytes = bytes.QuadPart;
+  if (mapping) file.data = MapViewOfFile(mapping, FILE_MAP_READ, 0, 0, 0);
+  return file;
+}
+#else
 static File mapped(const char *path) {
   File file = {NULL, 0, 8};
   struct stat facts;
@@ -81,8 +97,14 @@ static File mapped(const char *path) {
   if (descriptor < 0 || fstat(descriptor, &facts) != 0) stop("MODEL cannot be opened");
   file.bytes = facts.st_size;
   file.data = mmap(NULL, (size_t)file.bytes, PROT_READ, MAP_PRIVATE, descriptor, 0);
-  if (file.data == MAP_FAILED || file.bytes < 8 || memcmp(file.data, "LBLLAMA1", 8) != 0)
-    stop("MODEL must be a file of write_model.py");
+  if (file.data == MAP_FAILED) file.data = NULL;
+  return file;
+}
+#endif
+
+static File model_file(const char *path) {
+  const File file = mapped(path);
+  if (!file.data || file.bytes < 8 || memcmp(file.data, "LBLLAMA1", 8) != 0) stop("MODEL must be a file of write_model.py");
   return file;
 }
 
@@ -118,7 +140,7 @@ static const float *taken_vector(File *file, int64_t count) {
 }
 
 static void read_model(Model *model, const char *path) {
-  File file = mapped(path);
+  File file = model_file(path);
   Sizes *sizes = &model->sizes;
   int64_t i, c, m, q, kv;
   take(&file, sizes, sizeof *sizes);

@@ -14,23 +14,25 @@ ROOT = Path(__file__).parents[2]
 COMPILER = "x86_64-w64-mingw32-g++-posix"
 
 
-def needs_compiler() -> None:
+WINE = ROOT / "tools/wine"
+
+
+def needs(wine: bool = True) -> None:
+    """Skip the test that calls this where there is no compiler, or no wine that it asks for."""
     if shutil.which(COMPILER) is None:
         pytest.skip(f"no {COMPILER} on this machine: tools/test_env --only windows")
+    if wine and subprocess.run([WINE, "--version"], capture_output=True).returncode == 77:
+        pytest.skip("no wine64 on this machine: tools/test_env --only windows")
 
 
 def compiled(program: Path, sources: list[Path], *flags: str) -> None:
-    needs_compiler()
     command = [COMPILER, "-std=c++20", f"-I{ROOT / 'csrc'}", *flags, *map(str, sources), "-static", "-lsynchronization"]
     subprocess.run([*command, "-o", str(program)], check=True)
 
 
 def run(program: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [str(ROOT / "tools/wine"), str(program), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | environment)
-    if done.returncode == 77:
-        pytest.skip("no wine64 on this machine: tools/test_env --only windows")
-    return done
+    command = [str(WINE), str(program), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env=os.environ | environment)
 
 
 def path(of: Path) -> str:

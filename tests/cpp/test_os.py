@@ -33,6 +33,7 @@ def test_linux_does_what_is_asked(tmp_path: Path) -> None:
 
 
 def test_windows_does_what_is_asked(tmp_path: Path) -> None:
+    for_windows.needs()
     program = tmp_path / "os.exe"
     for_windows.compiled(program, sources("windows"), "-O1")
     done = for_windows.run(program, for_windows.path(tmp_path), "kernel32.dll", "GetTickCount", "version.dll")

@@ -16,7 +16,7 @@ CSRC = ROOT / "csrc"
 # What asks the system for something. Files of a list are one translation unit.
 UNITS = {
     "core": sorted(CSRC.glob("core/*.cpp")),
-    "core/os": [CSRC / "core/os/windows.cpp"],
+    **{f"core/os/{name}": [CSRC / f"core/os/{name}.cpp"] for name in ("windows", "msvc_exception")},
     "external": sorted(CSRC.glob("external/*.cpp")),
     "sim": sorted(CSRC.glob("sim/*.cpp")),
     **{f"recorder/{name}": [CSRC / f"recorder/{name}.cpp"] for name in ("folder", "ring", "watcher")},
@@ -25,7 +25,7 @@ UNITS = {
 
 @pytest.mark.parametrize("unit", UNITS)
 def test_what_asks_the_system_compiles(unit: str) -> None:
-    for_windows.needs_compiler()
+    for_windows.needs(wine=False)
     text = "".join(f'#include "{source}"\n' for source in UNITS[unit])
     flags = ["-std=c++20", "-fsyntax-only", "-Wall", "-Wextra", "-Werror"]
     include = [f"-I{CSRC}", f"-I{ROOT / 'python/lowbit/include'}"]
@@ -35,6 +35,7 @@ def test_what_asks_the_system_compiles(unit: str) -> None:
 
 @pytest.mark.parametrize("name", ["team", "scratch"])
 def test_threads_and_their_memory(name: str, tmp_path: Path) -> None:
+    for_windows.needs()
     core = ("cpu_quota", "error", "os/windows") if name == "team" else ("scratch",)
     program = tmp_path / f"{name}.exe"
     for_windows.compiled(program, [HERE / f"{name}.cpp", *(CSRC / f"core/{source}.cpp" for source in core)], "-O1")

@@ -18,8 +18,33 @@
 #include "core/error.hpp"
 #include "core/os.hpp"
 
+// torch's Python layer converts any std::exception to a RuntimeError (before 2.15 std::invalid_argument to a
+// ValueError), but calls set_error() of a pybind11::builtin_exception. The C++ runtime matches that type by name, so it
+// is declared here as all versions of pybind11 declare it. Without Python it is a std::runtime_error with our text.
+namespace pybind11 {
+class __attribute__((visibility("default"))) builtin_exception : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+  virtual void set_error() const = 0;
+};
+}  // namespace pybind11
+
 namespace lowbit::os {
 namespace {
+
+class PythonException final : public pybind11::builtin_exception {
+ public:
+  PythonException(const char* type, const char* text) : builtin_exception(text), type_(type) {}
+  void set_error() const override {
+    using SetString = void (*)(void* type, const char* text);
+    const auto set_string = reinterpret_cast<SetString>(find_symbol(nullptr, "PyErr_SetString"));
+    auto* const type = static_cast<void**>(find_symbol(nullptr, type_));
+    if (set_string && type) set_string(*type, what());
+  }
+
+ private:
+  const char* type_;
+};
 
 std::string said(std::string_view what, const std::string& path) {
   return concat(what, " ", path, ": ", std::strerror(errno));
@@ -80,6 +105,8 @@ std::string file_of(const void* code) {
 }
 
 const char kBetweenPaths = ':';
+
+void throw_python_error(const char* type, const char* text) { throw PythonException(type, text); }
 
 int process_number() { return getpid(); }
 
@@ -156,7 +183,7 @@ void close_in_child(MappedFile& file) {
 bool is_held(const std::string& path) {
   const int descriptor = open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NOFOLLOW);
   if (descriptor < 0) return true;
-  const bool held = flock(descriptor, LOCK_EX | LOCK_NB) != 0;
+  const bool held = flock(descriptor, LOCK_SH | LOCK_NB) != 0;  // shared: two that ask at once do not see each other
   close(descriptor);
   return held;
 }

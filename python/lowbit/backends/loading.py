@@ -138,4 +138,5 @@ def _in_child() -> None:
         _state = "empty"
 
 
-os.register_at_fork(after_in_child=_in_child)
+if hasattr(os, "register_at_fork"):  # Windows has no fork
+    os.register_at_fork(after_in_child=_in_child)

@@ -6,8 +6,8 @@ Reading does not depend on this machine: the names of dtypes, devices and states
 
 from __future__ import annotations
 
-import fcntl
 import json
+import os
 import socket
 import struct
 import time
@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from lowbit import _C
 from lowbit.documents.declared import as_declared
 
 MAGIC = b"lowbitFR"
@@ -156,22 +157,18 @@ def read_ring(path: str | Path) -> Recording:
     """
     with open(path, "rb") as file:
         content = file.read()
-        alive = _is_locked(file.fileno())
     recording = parse(content, str(path))
     if recording.taken_ns:  # a dump
         return recording
-    alive = alive and (recording.host != socket.gethostname() or Path(f"/proc/{recording.pid}").exists())
-    return replace(recording, taken_ns=_now_there(recording) if alive else 0)
+    return replace(recording, taken_ns=_now_there(recording) if _is_running(path, recording) else 0)
 
 
-def _is_locked(descriptor: int) -> bool:
-    """Whether the process of a ring is running: it holds a lock on the file."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    fcntl.flock(descriptor, fcntl.LOCK_UN)
-    return False
+def _is_running(path: str | Path, recording: Recording) -> bool:
+    """Whether the process of a ring is running: it holds the file."""
+    ended = (
+        recording.host == socket.gethostname() and Path("/proc/self").exists() and not Path(f"/proc/{recording.pid}").exists()
+    )
+    return not ended and _C.recorder.is_held(os.path.realpath(path))
 
 
 def _now_there(recording: Recording) -> int:

@@ -60,7 +60,7 @@ void check_math() {
                [](double, double) { return 0.0; });
   approximates(FUNCTION(silu, f32x16(f32x16)), [](double x) { return x / (1 + std::exp(clamped(-x))); },
                [](double x, double y) { return 5e-7 * std::fabs(y) + 0x1p-149 * (1 + std::fabs(x)); });
-  approximates(FUNCTION(gelu, f32x16(f32x16)), [](double x) { return x / 2 * (1 + std::erf(x * M_SQRT1_2)); },
+  approximates(FUNCTION(gelu, f32x16(f32x16)), [](double x) { return x / 2 * (1 + std::erf(x * (std::numbers::sqrt2 / 2))); },
                [](double x, double) { return (1.5e-7 + 4 * kEpsilon) * std::fabs(x) + 0x1p-149; });
   approximates(FUNCTION(gelu_tanh, f32x16(f32x16)),
                [](double x) { return x / 2 * (1 + std::tanh(0.7978845608028654 * (x + 0.044715 * x * x * x))); },

@@ -4,22 +4,44 @@
 // program, and one that writes more changes bytes that are compared.
 #pragma once
 
+#ifdef _WIN32
+#define NOMINMAX
+#include <windows.h>
+#else
 #include <sys/mman.h>
+#endif
 
 #include "harness.hpp"
 
 namespace {
 
+// The second of three pages, which alone can be accessed; null if there is no memory.
+inline char* guarded_page(std::size_t bytes) {
+#ifdef _WIN32
+  void* const all = VirtualAlloc(nullptr, 3 * bytes, MEM_RESERVE, PAGE_NOACCESS);
+  return static_cast<char*>(VirtualAlloc(static_cast<char*>(all) + bytes, bytes, MEM_COMMIT, PAGE_READWRITE));
+#else
+  void* const all = mmap(nullptr, 3 * bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  char* const page = static_cast<char*>(all) + bytes;
+  return all == MAP_FAILED || mprotect(page, bytes, PROT_READ | PROT_WRITE) != 0 ? nullptr : page;
+#endif
+}
+inline void free_guarded_page(char* page, std::size_t bytes) {
+#ifdef _WIN32
+  VirtualFree(page - bytes, 0, MEM_RELEASE);
+#else
+  munmap(page - bytes, 3 * bytes);
+#endif
+}
+
 class Guarded {
  public:
   static constexpr std::size_t kBytes = 4096;
-  Guarded() {
-    void* all = mmap(nullptr, 3 * kBytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    page_ = static_cast<char*>(all) + kBytes;
-    if (all == MAP_FAILED || mprotect(page_, kBytes, PROT_READ | PROT_WRITE) != 0) std::abort();
+  Guarded() : page_(guarded_page(kBytes)) {
+    if (!page_) std::abort();
     std::memset(page_, kUntouched, kBytes);
   }
-  ~Guarded() { munmap(page_ - kBytes, 3 * kBytes); }
+  ~Guarded() { free_guarded_page(page_, kBytes); }
   Guarded(const Guarded&) = delete;
 
   // use(pointer to `count` elements) at each place.
@@ -38,7 +60,7 @@ class Guarded {
 
  private:
   static constexpr char kUntouched = 0x5a;
-  char* page_;
+  char* const page_;
 };
 
 // f(p ..) is what `reference` says of the arrays of `count` elements at the pointers.

@@ -6,8 +6,10 @@
 #include "cpu/simd/double.hpp"
 #include "cpu/simd/math.hpp"
 
+#ifdef __linux__
 #include <sys/syscall.h>
 #include <unistd.h>
+#endif
 
 #include "lanes.hpp"
 #include "loads_and_stores.hpp"
