@@ -10,6 +10,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import cross_built
+import for_windows
 import pytest
 import torch
 
@@ -130,6 +132,21 @@ def test_the_example_decodes_the_tokens_of_python(decode: Path, llama: tuple[tor
     wanted = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=20, do_sample=False, eos_token_id=None, pad_token_id=0, **past)
     tokens = tokens_of(decode, path, 20, cache, *prompt[0].tolist())
     assert tokens == wanted[0, prompt.shape[1] :].tolist() and len(set(tokens)) > 3
+
+
+def test_the_example_decodes_the_same_tokens_on_windows(decode: Path, llama: tuple[torch.nn.Module, Path], tmp_path: Path) -> None:
+    cross_built.skip_without("windows/csrc/liblowbit.dll", "windows")
+    for_windows.needs()
+    library, program = ROOT / "build/windows/csrc", tmp_path / "decode.exe"
+    flags = ["-std=c99", "-O1", *WARNINGS, f"-L{library}", "-llowbit", "-static-libgcc", "-Wl,-Bstatic", "-lwinpthread"]
+    compiler = for_windows.COMPILER.replace("g++", "gcc")
+    subprocess.run([compiler, str(ROOT / "examples/c/decode.c"), *flags, "-o", str(program)], check=True)
+    shutil.copy(library / "liblowbit.dll", tmp_path)
+    for cache in ("float", "int8", "int4"):
+        done = for_windows.run(program, for_windows.path(llama[1]), "20", cache, "7", "123", "45", "6")
+        assert done.returncode == 0 and "tokens/s" in done.stdout, done.stdout + done.stderr
+        got = [int(token) for token in done.stdout.splitlines()[0].split()]
+        assert got == tokens_of(decode, llama[1], 20, cache, 7, 123, 45, 6)
 
 
 def test_the_example_refuses_other_files_and_words(decode: Path, llama: tuple[torch.nn.Module, Path], tmp_path: Path) -> None:

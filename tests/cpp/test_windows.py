@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from pathlib import Path
 
+import cross_built
 import for_windows
 import pytest
 from for_windows import COMPILER
@@ -41,3 +43,16 @@ def test_threads_and_their_memory(name: str, tmp_path: Path) -> None:
     for_windows.compiled(program, [HERE / f"{name}.cpp", *(CSRC / f"core/{source}.cpp" for source in core)], "-O1")
     done = for_windows.run(program, OMP_NUM_THREADS="4")
     assert (done.returncode, done.stdout) == (0, f"a {'team' if name == 'team' else 'stack'} holds\n"), done.stdout + done.stderr
+
+
+def test_a_c_program_writes_the_bytes_of_linux() -> None:
+    cross_built.skip_without("windows/csrc/liblowbit.dll", "windows")
+    for_windows.needs()
+    done = subprocess.run([ROOT / "tools/windows", "--objects"], capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.count("the bytes of Linux") == 3, done.stdout + done.stderr
+
+
+def test_ops_are_within_budget_of_float64_under_wine() -> None:
+    cross_built.skip_without("windows/python/lowbit/liblowbit.dll", "windows")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("LOWBIT_ISA", "PYTEST_"))}
+    cross_built.run_tests("windows_python", "tests/ops/test_rms_norm.py", "_avx2 and not _avx2_vnni", environment)
