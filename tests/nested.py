@@ -13,7 +13,6 @@ A file runs once for each environment, with those of its functions that this run
 from __future__ import annotations
 
 import ast
-import fcntl
 import hashlib
 import json
 import os
@@ -118,6 +117,8 @@ def passes(request: pytest.FixtureRequest, nested: Callable[..., Run], tmp_path_
         key = hashlib.sha256(json.dumps([str(check.file), told, NARROWED], sort_keys=True).encode()).hexdigest()[:16]
         kept = folder / f"nested_{key}.json"
         with kept.with_suffix(".lock").open("w") as lock:
+            import fcntl  # Windows, where tests/cpp/test_windows.py runs tests of ops, has none
+
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not kept.exists():
                 kept.write_text(json.dumps(asdict(nested("-svv", *(f"{check.file}::{name}" for name in dict.fromkeys(functions)), **environment))))

@@ -20,7 +20,10 @@ from lowbit import _C
 
 ROOT = Path(__file__).parents[2]
 LIBRARIES = sorted({*Path(_C.__file__).parent.glob("liblowbit*.so*"), Path(_C.__file__)})
-OBJECTS = sorted(path for path in ROOT.glob("build/*/csrc/**/*.o") if "sanitize" not in str(path))
+X86 = b"\x3e\x00"  # the processor in the header of an object file; tools/arm and tools/windows compile for others into build/ too
+OBJECTS = sorted(
+    path for path in ROOT.glob("build/*/csrc/**/*.o") if "sanitize" not in str(path) and path.open("rb").read(20)[18:] == X86
+)
 ISA_OF_OBJECT = re.compile(r"lowbit_cpu_(\w+)\.dir")
 PREFIXES = {"scalar": set(), "avx2": {"c4", "c5"}, "avx2_vnni": {"c4", "c5"}, "avx512": {"c4", "c5", "62"}, "avx512_vnni": {"c4", "c5", "62"}, "avx512_bf16": {"c4", "c5", "62"}, "amx": {"c4", "c5", "62"}}
 INSTRUCTION = re.compile(r"^\s+[0-9a-f]+:\t(62|c4|c5) [0-9a-f ]*\t\S", re.MULTILINE)  # a long one goes on in lines of bytes only
