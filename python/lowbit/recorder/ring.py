@@ -166,7 +166,9 @@ def read_ring(path: str | Path) -> Recording:
 def _is_running(path: str | Path, recording: Recording) -> bool:
     """Whether the process of a ring is running: it holds the file."""
     ended = (
-        recording.host == socket.gethostname() and Path("/proc/self").exists() and not Path(f"/proc/{recording.pid}").exists()
+        recording.host == socket.gethostname()
+        and Path("/proc/self").exists()
+        and not Path(f"/proc/{recording.pid}").exists()
     )
     return not ended and _C.recorder.is_held(os.path.realpath(path))
 
