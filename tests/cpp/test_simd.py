@@ -11,7 +11,6 @@ import shutil
 import subprocess
 from pathlib import Path
 
-import for_windows
 import kept
 import pytest
 
@@ -57,17 +56,14 @@ def printed_by(isa: str, header: str, instructions: str, compiler: str | None = 
     flags = ["-std=c++20", "-O0", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-w"]
     flags += [f"-I{CSRC}", f"-DLOWBIT_ISA_NAME={isa}", f'-DLOWBIT_ISA_HEADER="{header}"', "-Dalways_inline=unused"]
     names = {name.partition(" ")[0] for name in vocabulary(isa)}
-    if compiler == for_windows.COMPILER:
-        flags += re.findall(r"-Wa,\S+-move", (CSRC.parent / "CMakeLists.txt").read_text())
     flags += flags_of(instructions) + [f"-DLOWBIT_HAS_{what}" for what, name in PARTS.items() if name in names]
 
     def compile(folder: Path) -> None:
-        # .exe is what wine takes
-        subprocess.run([compiler, *flags, *["-static"] * bool(by), HERE / "simd/simd.cpp", "-o", folder / "simd.exe"], check=True)
+        subprocess.run([compiler, *flags, *["-static"] * bool(by), HERE / "simd/simd.cpp", "-o", folder / "simd"], check=True)
 
     sources = [*SIMD.glob("*.hpp"), *HERE.glob("simd/*"), *HERE.glob("*.hpp"), *CSRC.glob("core/*.hpp")]
     sources += [CSRC / "cpu/loops.hpp", CSRC / "cpu/vector_io.hpp"]
-    program = kept.folder(f"simd-{isa}-{Path(header).stem}", sources, flags, compiler, make=compile) / "simd.exe"
+    program = kept.folder(f"simd-{isa}-{Path(header).stem}", sources, flags, compiler, make=compile) / "simd"
     done = subprocess.run([*by, program], capture_output=True, text=True)
     assert done.returncode == 0, f"{done.returncode}: " + "\n".join(
         [line for line in done.stdout.splitlines() if line.startswith("FAILED")] or done.stdout.splitlines()[-1:]
@@ -148,16 +144,6 @@ def test_functions_of_an_arm_set_are_those_of_plain_c_under_qemu(isa: str) -> No
         pytest.skip("no aarch64-linux-gnu-g++-12 or no qemu-aarch64-static on this machine: tools/test_env")
     printed = printed_by(isa, f"cpu/simd/{isa}.hpp", isa, compiler, (qemu, "-cpu", ARM_PROCESSORS[isa]))
     assert vocabulary(isa) - checked(isa, printed) == set()
-    scalar = printed_by("scalar", "cpu/simd/scalar.hpp", "scalar")
-    assert len(digests(scalar)) == 9 and digests(printed) == digests(scalar)
-
-
-def test_functions_of_avx2_are_those_of_plain_c_on_windows() -> None:
-    """By mingw-w64 under wine: gcc does not align the stack of Windows to vectors."""
-    for_windows.needs()
-    skip_without("avx2")
-    printed = printed_by("avx2", "cpu/simd/avx2.hpp", "avx2", for_windows.COMPILER, (str(for_windows.WINE),))
-    assert vocabulary("avx2") - checked("avx2", printed) == set()
     scalar = printed_by("scalar", "cpu/simd/scalar.hpp", "scalar")
     assert len(digests(scalar)) == 9 and digests(printed) == digests(scalar)
 

@@ -3,6 +3,8 @@
 // on every instruction set, which tests/cpp/test_simd.py compares.
 #pragma once
 
+#include <numbers>
+
 #include "cpu/simd/math.hpp"
 #include "harness.hpp"
 
