@@ -53,6 +53,13 @@ void check_tensor(std::string_view op, std::string_view name, const TensorView& 
   check_contiguous(op, name, tensor);
 }
 
+void check_state(std::string_view op, const TensorView& state, std::initializer_list<int64_t> shape) {
+  check(state.dtype == DType::float32 || state.dtype == DType::bfloat16, type, op,
+        ": state must be float32 or bfloat16, got ", name_of(state.dtype));
+  check_shape(op, "state", state, shape);
+  check_contiguous(op, "state", state);
+}
+
 void check_tokens(std::string_view op, std::string_view name, const TensorView& tensor,
                   std::initializer_list<int64_t> shape) {
   check_activation(op, name, tensor);

@@ -20,6 +20,8 @@ void check_dense_rows(std::string_view op, std::string_view name, const TensorVi
 // Checks dtype, shape and contiguity.
 void check_tensor(std::string_view op, std::string_view name, const TensorView& tensor, DType dtype,
                   std::initializer_list<int64_t> shape);
+// Checks shape and contiguity of a recurrent state, float32 or bfloat16.
+void check_state(std::string_view op, const TensorView& state, std::initializer_list<int64_t> shape);
 // Checks that it is one of three floats, shape and dense rows.
 void check_tokens(std::string_view op, std::string_view name, const TensorView& tensor,
                   std::initializer_list<int64_t> shape);

@@ -40,7 +40,7 @@ GatedDeltaRuleArgs checked(std::string_view op, const GatedDeltaRuleArgs& given)
   }
   check_cu_seqlens(op, ends, "q", q, "[1, T, Hk, Dk]");
   if (args.state)
-    check_tensor(op, "state", args.state, DType::float32, {args.sequences(), heads, dk, args.dv()});
+    check_state(op, args.state, {args.sequences(), heads, dk, args.dv()});
   check(std::isfinite(args.scale), value, op, ": scale must be finite, got ", args.scale);
   return args;
 }
@@ -63,7 +63,7 @@ GatedDeltaRuleBackwardArgs gated_delta_rule_backward_args(const GatedDeltaRuleBa
   check_dtype(op, "grad_o", args.grad_o, v.dtype);
   check_tokens(op, "grad_o", args.grad_o, {v.size(0), v.size(1), v.size(2), v.size(3)});
   if (of_state)
-    check_tensor(op, "grad_final_state", of_state, DType::float32,
+    check_tensor(op, "grad_final_state", of_state, args.forward.state_dtype(),
                  {args.forward.sequences(), v.size(2), args.forward.dk(), v.size(3)});
   return args;
 }

@@ -4,8 +4,8 @@
 //   S = exp(g_t) S                     the decay: of the whole head, or of each of the Dk rows
 //   S = S + k_t (beta_t (v_t - S^T k_t))^T
 //   o_t = scale S^T q_t
-// In float32, o rounded once. l2norm: q and k are divided by sqrt(sum of squares + 1e-6) first. With A_log, g and beta
-// are what a layer projects, and the row makes of them
+// In float32, o and the final state rounded once. l2norm: q and k are divided by sqrt(sum of squares + 1e-6) first. With
+// A_log, g and beta are what a layer projects, and the row makes of them
 //   g = -exp(A_log) softplus(g + dt_bias);   beta = beta_scale sigmoid(beta)
 #pragma once
 
@@ -26,13 +26,13 @@ struct GatedDeltaRuleArgs {
                               // sign
   TensorView dt_bias{};       // [Hv], or with a decay per channel [Hv Dk], likewise; or none: zeros
   double beta_scale = 1;      // of projected beta; 2 gives the state negative eigenvalues (OLMo-hybrid)
-  TensorView state{};         // [N, Hv, Dk, Dv] float32, contiguous; or none: zeros
+  TensorView state{};         // [N, Hv, Dk, Dv] float32 or bfloat16, contiguous; or none: zeros
   TensorView cu_seqlens{};    // [N + 1] int32 or int64, contiguous: sequence n is tokens cu_seqlens[n] to
                               // cu_seqlens[n + 1] - 1, and B is 1; or none: N = B sequences of T tokens
   bool l2norm = false;
   double scale = 1;
   TensorView o{};             // [B, T, Hv, Dv], dtype of v, contiguous: written
-  TensorView final_state{};   // [N, Hv, Dk, Dv] float32, contiguous: written; may be the memory of `state`
+  TensorView final_state{};   // [N, Hv, Dk, Dv], state_dtype(), contiguous: written; may be the memory of `state`
 
   int64_t batch() const { return q.size(0); }
   int64_t tokens() const { return q.size(1); }
@@ -40,6 +40,7 @@ struct GatedDeltaRuleArgs {
   int64_t dk() const { return q.size(3); }
   int64_t heads() const { return v.size(2); }
   int64_t dv() const { return v.size(3); }
+  DType state_dtype() const { return state ? state.dtype : DType::float32; }
   int64_t sequences() const { return cu_seqlens ? cu_seqlens.size(0) - 1 : batch(); }
   bool per_channel() const { return g.rank == 4; }
 };
@@ -52,9 +53,9 @@ struct GatedDeltaRuleBackwardArgs {
   Place place{};
   GatedDeltaRuleArgs forward{};    // without its results
   TensorView grad_o{};             // shape and dtype of v, dense rows, any other strides
-  TensorView grad_final_state{};   // [N, Hv, Dk, Dv] float32, contiguous; or none: zeros
-  // Written, contiguous: shapes and dtypes of the inputs, and [N, Hv, Dk, Dv] float32, which may be the memory of
-  // grad_final_state.
+  TensorView grad_final_state{};   // [N, Hv, Dk, Dv], dtype of the final state, contiguous; or none: zeros
+  // Written, contiguous: shapes and dtypes of the inputs, and [N, Hv, Dk, Dv] in that of the final state, which may be
+  // the memory of grad_final_state.
   TensorView grad_q{}, grad_k{}, grad_v{}, grad_g{}, grad_beta{}, grad_state{};
 };
 

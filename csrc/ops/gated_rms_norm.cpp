@@ -9,8 +9,9 @@ namespace lowbit {
 
 using enum ErrorKind;
 
-GatedRmsNormArgs gated_rms_norm_args(const GatedRmsNormArgs& given) {
-  constexpr std::string_view op = "gated_rms_norm";
+namespace {
+
+GatedRmsNormArgs checked_norm(std::string_view op, const GatedRmsNormArgs& given) {
   GatedRmsNormArgs args = given;
   const TensorView &x = args.x, &gate = args.gate, &weight = args.weight;
   args.place = place_of(op, {{"x", x}, {"gate", gate}, {"weight", weight}});
@@ -29,9 +30,34 @@ GatedRmsNormArgs gated_rms_norm_args(const GatedRmsNormArgs& given) {
   return args;
 }
 
+int64_t bytes_of_inputs(const GatedRmsNormArgs& args) {
+  return bytes_of(args.x) + bytes_of(args.gate) + bytes_of(args.weight);
+}
+
+}  // namespace
+
+GatedRmsNormArgs gated_rms_norm_args(const GatedRmsNormArgs& given) { return checked_norm("gated_rms_norm", given); }
+
+GatedRmsNormBackwardArgs gated_rms_norm_backward_args(const GatedRmsNormBackwardArgs& given) {
+  constexpr std::string_view op = "gated_rms_norm_backward";
+  GatedRmsNormBackwardArgs args = given;
+  args.forward = checked_norm(op, given.forward);
+  const TensorView& x = args.forward.x;
+  args.place = place_of(op, {{"x", x}, {"grad_y", args.grad_y}});
+  check_dtype(op, "grad_y", args.grad_y, x.dtype);
+  check_shape(op, "grad_y", args.grad_y, shape_text(x).sizes);
+  check_dense_rows(op, "grad_y", args.grad_y);
+  return args;
+}
+
 Call describe(const GatedRmsNormArgs& args) {
-  return Call{.read = bytes_of(args.x) + bytes_of(args.gate) + bytes_of(args.weight), .written = bytes_of(args.y)}
-      .with(args.x, args.gate, args.y);
+  return Call{.read = bytes_of_inputs(args), .written = bytes_of(args.y)}.with(args.x, args.gate, args.y);
+}
+
+Call describe(const GatedRmsNormBackwardArgs& args) {
+  return Call{.read = bytes_of_inputs(args.forward) + bytes_of(args.grad_y),
+              .written = bytes_of(args.grad_x) + bytes_of(args.grad_gate) + bytes_of(args.grad_weight)}
+      .with(args.forward.x, args.forward.gate, args.grad_y);
 }
 
 }  // namespace lowbit

@@ -26,4 +26,16 @@ struct GatedRmsNormArgs {
 LOWBIT_API GatedRmsNormArgs gated_rms_norm_args(const GatedRmsNormArgs& given);
 LOWBIT_API Call describe(const GatedRmsNormArgs& args);
 
+struct GatedRmsNormBackwardArgs {
+  Place place{};
+  GatedRmsNormArgs forward{};  // without its result
+  TensorView grad_y{};         // shape and dtype of x, dense rows, any other strides
+  // Written, contiguous: shapes and dtypes of x, gate and weight. The sums of grad_weight are float32.
+  TensorView grad_x{}, grad_gate{}, grad_weight{};
+};
+
+// Checks all arguments but the gradients of the inputs.
+LOWBIT_API GatedRmsNormBackwardArgs gated_rms_norm_backward_args(const GatedRmsNormBackwardArgs& given);
+LOWBIT_API Call describe(const GatedRmsNormBackwardArgs& args);
+
 }  // namespace lowbit

@@ -54,6 +54,7 @@ namespace lowbit {
   X(gated_delta_rule, GatedDeltaRuleArgs) \
   X(gated_delta_rule_backward, GatedDeltaRuleBackwardArgs) \
   X(gated_rms_norm, GatedRmsNormArgs) \
+  X(gated_rms_norm_backward, GatedRmsNormBackwardArgs) \
   X(causal_conv1d, CausalConv1dArgs) \
   X(causal_conv1d_backward, CausalConv1dBackwardArgs) \
   X(ssd, SsdArgs) \

@@ -19,7 +19,7 @@ TensorView result_like(const TensorView& x, int64_t heads, int64_t size) {
 }
 
 // A state that a step goes on from and writes.
-void check_state(std::string_view op, const TensorView& state) { check_contiguous(op, "state", state); }
+void check_written(std::string_view op, const TensorView& state) { check_contiguous(op, "state", state); }
 
 }  // namespace
 
@@ -51,7 +51,7 @@ CausalConv1dArgs step_args(const CausalConv1dStep& step, const TensorView& x, co
                            const TensorView& state, const TensorView& bias) {
   constexpr std::string_view op = "causal_conv1d";
   check(weight.rank == 2, value, op, ": weight must have shape [D, K], got ", shape_text(weight));
-  check_state(op, state);
+  check_written(op, state);
   CausalConv1dArgs args = causal_conv1d_args({.x = columns_of(op, "x", x, step.column, weight.size(0)),
                                               .weight = weight, .bias = bias, .state = state, .silu = step.silu});
   args.y = without_heads(result_like(args.x, 1, weight.size(0)));
@@ -64,7 +64,7 @@ GatedDeltaRuleArgs step_args(const GatedDeltaRuleStep& step, const TensorView& q
                              const TensorView& dt_bias) {
   constexpr std::string_view op = "gated_delta_rule";
   const int64_t keys = step.key_heads * step.dk;
-  check_state(op, state);
+  check_written(op, state);
   GatedDeltaRuleArgs args =
       gated_delta_rule_args({.q = heads_of(op, "qkv", qkv, 0, step.key_heads, step.dk),
                              .k = heads_of(op, "qkv", qkv, keys, step.key_heads, step.dk),
@@ -83,7 +83,7 @@ SsdArgs step_args(const SsdStep& step, const TensorView& xbc, const TensorView& 
                   const TensorView& state, const TensorView& d, const TensorView& dt_bias) {
   constexpr std::string_view op = "ssd";
   const int64_t inner = step.heads * step.p, of_groups = step.groups * step.s;
-  check_state(op, state);
+  check_written(op, state);
   SsdArgs args = ssd_args({.x = heads_of(op, "xBC", xbc, 0, step.heads, step.p),
                            .dt = columns_of(op, "dt", dt, step.dt_column, step.heads),
                            .a = a,
@@ -101,7 +101,7 @@ SelectiveScanArgs step_args(const SelectiveScanStep& step, const TensorView& x, 
                             const TensorView& d, const TensorView& dt_bias, const TensorView& z) {
   constexpr std::string_view op = "selective_scan";
   check(x.rank == 3, value, op, ": x must have shape [B, T, D], got ", shape_text(x));
-  check_state(op, state);
+  check_written(op, state);
   const int64_t channels = x.size(2);
   SelectiveScanArgs args = selective_scan_args(
       {.x = x, .dt = dt, .a = a, .b = heads_of(op, "B", b, step.b_column, 1, step.s),

@@ -37,7 +37,7 @@ SelectiveScanArgs checked(std::string_view op, const SelectiveScanArgs& given) {
     check_tokens(op, "z", args.z, {batch, tokens, channels});
   }
   check_cu_seqlens(op, args.cu_seqlens, "x", x, "[1, T, D]");
-  if (args.state) check_tensor(op, "state", args.state, DType::float32, {args.sequences(), channels, args.s()});
+  if (args.state) check_state(op, args.state, {args.sequences(), channels, args.s()});
   check_dt_limit(op, args.dt_min, args.dt_max);
   return args;
 }
@@ -60,7 +60,7 @@ SelectiveScanBackwardArgs selective_scan_backward_args(const SelectiveScanBackwa
   check_dtype(op, "grad_y", args.grad_y, x.dtype);
   check_tokens(op, "grad_y", args.grad_y, {x.size(0), x.size(1), x.size(2)});
   if (of_state)
-    check_tensor(op, "grad_final_state", of_state, DType::float32,
+    check_tensor(op, "grad_final_state", of_state, args.forward.state_dtype(),
                  {args.forward.sequences(), x.size(2), args.forward.s()});
   return args;
 }

@@ -33,7 +33,7 @@ SsdArgs checked(std::string_view op, const SsdArgs& given) {
   check_numbers(op, "dt_bias", args.dt_bias, heads);
   check_cu_seqlens(op, args.cu_seqlens, "x", x, "[1, T, H, P]");
   if (args.state)
-    check_tensor(op, "state", args.state, DType::float32, {args.sequences(), heads, args.p(), args.s()});
+    check_state(op, args.state, {args.sequences(), heads, args.p(), args.s()});
   check_dt_limit(op, args.dt_min, args.dt_max);
   return args;
 }
@@ -55,7 +55,7 @@ SsdBackwardArgs ssd_backward_args(const SsdBackwardArgs& given) {
   check_dtype(op, "grad_y", args.grad_y, x.dtype);
   check_tokens(op, "grad_y", args.grad_y, {x.size(0), x.size(1), x.size(2), x.size(3)});
   if (of_state)
-    check_tensor(op, "grad_final_state", of_state, DType::float32,
+    check_tensor(op, "grad_final_state", of_state, args.forward.state_dtype(),
                  {args.forward.sequences(), x.size(2), x.size(3), args.forward.s()});
   return args;
 }

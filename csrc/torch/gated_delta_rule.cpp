@@ -10,7 +10,7 @@ namespace {
 
 TensorView like_states(const GatedDeltaRuleArgs& args) {
   const int64_t shape[] = {args.sequences(), args.heads(), args.dk(), args.dv()};
-  return contiguous_view(args.v.device, DType::float32, 4, shape);
+  return contiguous_view(args.v.device, args.state_dtype(), 4, shape);
 }
 
 GatedDeltaRuleArgs inputs_of(auto& given) {

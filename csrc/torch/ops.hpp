@@ -49,6 +49,7 @@ struct RegisteredOp {
   X(gated_delta_rule) \
   X(gated_delta_rule_backward) \
   X(gated_rms_norm) \
+  X(gated_rms_norm_backward) \
   X(causal_conv1d) \
   X(causal_conv1d_backward) \
   X(ssd) \

@@ -10,7 +10,7 @@ namespace {
 
 TensorView like_states(const SelectiveScanArgs& args) {
   const int64_t shape[] = {args.sequences(), args.channels(), args.s()};
-  return contiguous_view(args.x.device, DType::float32, 3, shape);
+  return contiguous_view(args.x.device, args.state_dtype(), 3, shape);
 }
 
 SelectiveScanArgs inputs_of_scan(auto& given, const TensorView& state) {

@@ -10,7 +10,7 @@ namespace {
 
 TensorView like_states(const SsdArgs& args) {
   const int64_t shape[] = {args.sequences(), args.heads(), args.p(), args.s()};
-  return contiguous_view(args.x.device, DType::float32, 4, shape);
+  return contiguous_view(args.x.device, args.state_dtype(), 4, shape);
 }
 
 SsdArgs inputs_of(auto& given, const TensorView& state) {

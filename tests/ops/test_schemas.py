@@ -62,6 +62,8 @@ SCHEMAS = (
     "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     "gated_rms_norm(Tensor x, Tensor gate, Tensor weight, float eps, int group_size, bool sigmoid=False, "
     "bool gate_first=False) -> Tensor",
+    "gated_rms_norm_backward(Tensor x, Tensor gate, Tensor weight, Tensor grad_y, float eps, int group_size, "
+    "bool sigmoid=False, bool gate_first=False) -> (Tensor, Tensor, Tensor)",
     "causal_conv1d(Tensor x, Tensor weight, Tensor? bias=None, Tensor? state=None, bool silu=False, "
     "Tensor? cu_seqlens=None) -> (Tensor, Tensor)",
     "causal_conv1d_backward(Tensor x, Tensor weight, Tensor grad_y, Tensor? bias=None, Tensor? state=None, "

@@ -7,6 +7,7 @@
 #include LOWBIT_ISA_HEADER
 
 #include "core/parallel.hpp"
+#include "cpu/gate_slopes.hpp"
 #include "cpu/recurrent/convolution.hpp"
 #include "cpu/recurrent/refused.hpp"
 #include "cpu/rows.hpp"
@@ -21,12 +22,6 @@ struct Block {  // 16 channels
   Lanes of_weight;          // sums of all sequences
   float of_bias[16];
 };
-
-// silu'(p) = s (1 + p (1 - s)), s = sigmoid(p); 1 - s is exp(-p) s, since the difference would cancel.
-LOWBIT_INLINE f32x16 silu_slope(f32x16 p) {
-  const f32x16 e = exp(sub(set1(0.0f), p)), s = div(set1(1.0f), add(set1(1.0f), e));
-  return mul(s, fma(p, mul(e, s), set1(1.0f)));
-}
 
 // Adds what the last state passes on to the gradient of an input, and stores that: of x, or of the state before it.
 LOWBIT_INLINE void finish(const CausalConv1dBackwardArgs& args, const Sequence& sequence, const Rows& grad_x,
@@ -55,7 +50,7 @@ void walk_back(const CausalConv1dBackwardArgs& args, const Sequence& sequence, S
     if (forward.silu) {
       f32x16 sum = load(bias);
       unroll<kCount>([&](auto i) { sum = fma(load(taps[i]), window[i], sum); });
-      grad = mul(grad, silu_slope(sum));
+      grad = mul(grad, silu_and_slope(sum).slope);
     }
     pending[kCount - 1] = set1(0.0f);
     of_bias = add(of_bias, grad);

@@ -111,7 +111,7 @@ void step_columns(const GatedDeltaRuleArgs& args, const DeltaChunk& chunk, int64
   for (int64_t c = 0; c < dk; c++) {
     const f32x16 key = set1(chunk.ending.row(0)[c]), decay = set1(chunk.decay[c]);
     unroll<kVectors>([&](auto v) {
-      store_from_float(args.final_state.data, DType::float32, state_at + c * dv + v * 16, left - v * 16,
+      store_from_float(args.final_state.data, args.final_state.dtype, state_at + c * dv + v * 16, left - v * 16,
                        fma(key, change[v], mul(old(c, v), decay)));
     });
   }

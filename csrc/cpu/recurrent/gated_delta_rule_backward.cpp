@@ -44,7 +44,7 @@ struct BackwardTask {
   Sequence sequence;
 };
 
-// From float32 [.., Dk, Dv], contiguous, at `at`; zeros if there is none.
+// From [.., Dk, Dv], contiguous, at `at`; zeros if there is none.
 void load_matrix(const TensorView& states, int64_t at, int64_t dk, int64_t dv, Matrix<float> to) {
   clear_rows(to, round_up(dk, 16));
   for (int64_t c = 0; states && c < dk; c++)
@@ -98,7 +98,7 @@ void run_head(const GatedDeltaRuleBackwardArgs& args, const BackwardTask& task, 
   }
   for (int64_t c = 0; c < dk; c++)
     for (int64_t j = 0; j < dv; j += 16)
-      store_from_float(args.grad_state.data, DType::float32, state_at + c * dv + j, dv - j,
+      store_from_float(args.grad_state.data, args.grad_state.dtype, state_at + c * dv + j, dv - j,
                        load(memory.of_state.row(c) + j));
 }
 

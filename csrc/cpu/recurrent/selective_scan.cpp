@@ -85,10 +85,10 @@ LOWBIT_INLINE float step_channel(const SelectiveScanArgs& args, int64_t channel,
     f32x16 value = mul(input, load(b + i));
     if (args.state) {
       const f32x16 rate = log2_rate(load_as_float(args.a.data, args.a.dtype, channel * s + i, s - i));
-      const f32x16 front = load_as_float(args.state.data, DType::float32, at + i, s - i);
+      const f32x16 front = load_as_float(args.state.data, args.state.dtype, at + i, s - i);
       value = fma(exp2_of_decay(mul(delta, rate)), front, value);
     }
-    store_from_float(args.final_state.data, DType::float32, at + i, s - i, value);
+    store_from_float(args.final_state.data, args.final_state.dtype, at + i, s - i, value);
     out = fma(value, load(c + i), out);
   }
   return sum(out);

@@ -68,8 +68,8 @@ LOWBIT_INLINE float step_row(const SsdArgs& args, const SsdChunk& chunk, int64_t
   f32x16 out = set1(0.0f);
   for (int64_t i = 0; i < s; i += 16) {
     f32x16 value = mul(input, load(chunk.b.row(0) + i));
-    if (args.state) value = fma(load_as_float(args.state.data, DType::float32, at + i, s - i), decay, value);
-    store_from_float(args.final_state.data, DType::float32, at + i, s - i, value);
+    if (args.state) value = fma(load_as_float(args.state.data, args.state.dtype, at + i, s - i), decay, value);
+    store_from_float(args.final_state.data, args.final_state.dtype, at + i, s - i, value);
     out = fma(value, load(chunk.c.row(0) + i), out);
   }
   return sum(out);

@@ -7,20 +7,13 @@
 #include "core/parallel.hpp"
 #include "core/scratch.hpp"
 #include "cpu/loops.hpp"
+#include "cpu/rms_norm/row_begin.hpp"
 #include "cpu/root_mean_square.hpp"
 #include "cpu/rows.hpp"
 #include "cpu/simd/math.hpp"
 
 namespace lowbit::cpu::LOWBIT_ISA_NAME {
 namespace {
-
-// Where a row of the last dimension begins.
-int64_t begin_of(const TensorView& tensor, int64_t row) {
-  int64_t at = 0;
-  for (int dim = tensor.rank - 2; dim >= 0; row /= tensor.size(dim), dim--)
-    at += row % tensor.size(dim) * tensor.stride[dim];
-  return at;
-}
 
 LOWBIT_INLINE f32x16 gate_of(const GatedRmsNormArgs& args, int64_t at, int64_t count) {
   const f32x16 gate = load_as_float(args.gate.data, args.gate.dtype, at, count);
@@ -30,7 +23,7 @@ LOWBIT_INLINE f32x16 gate_of(const GatedRmsNormArgs& args, int64_t at, int64_t c
 void normalize(const GatedRmsNormArgs& args, int64_t row, float* values) {
   const TensorView &x = args.x, &weight = args.weight, &y = args.y;
   const int64_t n = x.size(-1), size = args.group_size;
-  const int64_t x_at = begin_of(x, row), gate_at = begin_of(args.gate, row), y_at = row * n;
+  const int64_t x_at = begin_of_row(x, row), gate_at = begin_of_row(args.gate, row), y_at = row * n;
   for (int64_t group = 0; group < n; group += size) {
     for (int64_t i = 0; args.gate_first && i < size; i += 16) {
       const f32x16 value = load_as_float(x.data, x.dtype, x_at + group + i, size - i);

@@ -32,6 +32,7 @@ _MODULES = {
     "causal_conv1d": "causal_conv1d",
     "route": "route",
     "gated_delta_rule": "gated_delta_rule",
+    "gated_rms_norm": "gated_rms_norm",
     "ssd": "ssd",
     "selective_scan": "selective_scan",
 }

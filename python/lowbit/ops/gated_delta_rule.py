@@ -126,5 +126,7 @@ class _GatedDeltaRule(torch.autograd.Function):
         return *grads, None, None, None
 
 
-def fake(q: Tensor, v: Tensor, cu_seqlens: Tensor | None, **_: Any) -> tuple[Tensor, Tensor]:
-    return v.new_empty(v.shape), states_like(q, v, cu_seqlens)
+def fake(
+    q: Tensor, v: Tensor, state: Tensor | None, cu_seqlens: Tensor | None, **_: Any
+) -> tuple[Tensor, Tensor]:
+    return v.new_empty(v.shape), states_like(q, v, state, cu_seqlens)

@@ -6,15 +6,18 @@ y = x * rsqrt(mean(x^2) + eps) * weight * s(gate), or the same of x * s(gate) wi
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
+import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
-from lowbit.ops.derivatives import is_differentiated, refuse_derivatives
+from lowbit.ops.derivatives import is_recorded, refuse_derivatives
+from lowbit.ops.forward_mode import refuse_tangents
 from lowbit.ops.registration import function_of, register
 
 register()
-_call = function_of("gated_rms_norm")
+_call, _backward = function_of("gated_rms_norm"), function_of("gated_rms_norm_backward")
 
 
 def gated_rms_norm(
@@ -30,7 +33,8 @@ def gated_rms_norm(
     """Divide each group of channels of x by its root mean square, and multiply it by weight and an activated gate.
 
     Qwen3-Next, Qwen3.5 and OLMo-hybrid norm each head and then multiply by ``silu(gate)``; Kimi-Linear does so with
-    ``sigmoid(gate)``. Mamba-2, Granite 4 and Nemotron-H multiply first and norm groups of the result.
+    ``sigmoid(gate)``. Mamba-2, Granite 4 and Nemotron-H multiply first and norm groups of the result. x, gate and weight
+    get gradients.
 
     Args:
         x: ``[..., n]`` float32, bfloat16 or float16. Strides are free if the last dimension is dense.
@@ -48,17 +52,55 @@ def gated_rms_norm(
         ValueError: the shape of gate is not that of x, that of weight not ``[n]``, group_size does not divide n, eps is
             negative or not finite, or ``activation`` is not one of the above.
         TypeError: a dtype is not one of the above.
-        NotImplementedError: a derivative is requested, or no kernel row serves the device.
+        NotImplementedError: no kernel row serves the device; or a second or forward-mode derivative or vmap is
+            requested.
 
     Example:
         >>> y = lowbit.gated_rms_norm(o, z, norm.weight, norm.variance_epsilon)
     """
     if activation not in ("silu", "sigmoid"):
         raise ValueError(f"gated_rms_norm: activation must be 'silu' or 'sigmoid', got {activation!r}")
-    if is_differentiated():
-        refuse_derivatives("gated_rms_norm", (x, gate, weight))
-    size = x.shape[-1] if group_size is None else group_size
-    return _call(x, gate, weight, eps, size, activation == "sigmoid", gate_first)
+    size, sigmoid = x.shape[-1] if group_size is None else group_size, activation == "sigmoid"
+    if forward_ad._current_level >= 0:  # the level is -1 outside forward mode
+        refuse_tangents("gated_rms_norm", (x, gate, weight))
+    if is_recorded((x, gate, weight)):
+        return _GatedRmsNorm.apply(x, gate, weight, eps, size, sigmoid, gate_first)
+    return _call(x, gate, weight, eps, size, sigmoid, gate_first)
+
+
+def differentiated_gated_rms_norm(
+    x: Tensor, gate: Tensor, weight: Tensor, eps: float, group_size: int, sigmoid: bool, gate_first: bool
+) -> Tensor:
+    """Compute `lowbit::gated_rms_norm` with its gradient, for derivatives.py."""
+    if forward_ad._current_level >= 0:
+        refuse_tangents("gated_rms_norm", (x, gate, weight))
+    return _GatedRmsNorm.apply(x, gate, weight, eps, group_size, sigmoid, gate_first)
+
+
+class _GatedRmsNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        x: Tensor, gate: Tensor, weight: Tensor, eps: float, group_size: int, sigmoid: bool, gate_first: bool
+    ) -> Tensor:
+        return _call(x, gate, weight, eps, group_size, sigmoid, gate_first)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        x, gate, weight, *ctx.options = inputs
+        ctx.save_for_backward(x, gate, weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
+        x, gate, weight = ctx.saved_tensors
+        if torch.is_grad_enabled():  # create_graph=True
+            refuse_derivatives("the backward of gated_rms_norm", (x, gate, weight, grad_y))
+        grads = _backward(x, gate, weight, grad_y, *ctx.options)
+        wanted = ctx.needs_input_grad[:3]
+        return *(grad if needed else None for grad, needed in zip(grads, wanted, strict=True)), None, None, None, None
+
+    @staticmethod
+    def vmap(*_: Any) -> NoReturn:
+        raise NotImplementedError("gated_rms_norm: vmap is not supported; all dimensions of x but the last are batches")
 
 
 def fake(x: Tensor, **_: Any) -> Tensor:

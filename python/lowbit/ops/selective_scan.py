@@ -157,5 +157,7 @@ class _SelectiveScan(torch.autograd.Function):
         raise NotImplementedError("selective_scan: no vmap; a batch is the first dimension of x")
 
 
-def fake(x: Tensor, A: Tensor, cu_seqlens: Tensor | None, **_: Any) -> _Results:
-    return x.new_empty(x.shape), states_like(x, A, cu_seqlens)
+def fake(
+    x: Tensor, A: Tensor, state: Tensor | None, cu_seqlens: Tensor | None, **_: Any
+) -> _Results:
+    return x.new_empty(x.shape), states_like(x, A, state, cu_seqlens)

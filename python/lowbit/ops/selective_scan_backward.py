@@ -18,15 +18,17 @@ def fake(
     D: Tensor | None,
     z: Tensor | None,
     dt_bias: Tensor | None,
+    state: Tensor | None,
     cu_seqlens: Tensor | None,
     **_: Any,
 ) -> tuple[Tensor, ...]:
     inputs = (x, dt, A, B, C, D, z, dt_bias)
     grads = (x.new_empty(0) if tensor is None else tensor.new_empty(tensor.shape) for tensor in inputs)
-    return *grads, states_like(x, A, cu_seqlens)
+    return *grads, states_like(x, A, state, cu_seqlens)
 
 
-def states_like(x: Tensor, A: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-    """Return an empty tensor for the states of all sequences, float32 ``[N, D, S]``."""
+def states_like(x: Tensor, A: Tensor, state: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
+    """Return an empty tensor for the states of all sequences ``[N, D, S]``, in the dtype of ``state``, or
+    float32."""
     sequences = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    return x.new_empty((sequences, *A.shape), dtype=torch.float32)
+    return x.new_empty((sequences, *A.shape), dtype=torch.float32 if state is None else state.dtype)

@@ -151,5 +151,7 @@ class _Ssd(torch.autograd.Function):
         raise NotImplementedError("ssd: no vmap; a batch is the first dimension of x")
 
 
-def fake(x: Tensor, B: Tensor, cu_seqlens: Tensor | None, **_: Any) -> _Results:
-    return x.new_empty(x.shape), states_like(x, B, cu_seqlens)
+def fake(
+    x: Tensor, B: Tensor, state: Tensor | None, cu_seqlens: Tensor | None, **_: Any
+) -> _Results:
+    return x.new_empty(x.shape), states_like(x, B, state, cu_seqlens)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lowbit.ops.gated_rms_norm import gated_rms_norm
-from lowbit.quant.fused import Fused, is_inference, probe_of
+from lowbit.quant.fused import Fused, is_eager, probe_of
 from lowbit.quant.fused_norm import agree, eps_of
 from lowbit.quant.unchanged import Attributes
 
@@ -24,7 +24,7 @@ class FusedGatedNorm(Fused):
     def forward(self, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
         x, facts, weight = hidden_states, self.facts, self._parameters.get("weight")
         if (
-            gate is None or weight is None or x.dtype is not weight.dtype or not is_inference(x)
+            gate is None or weight is None or x.dtype is not weight.dtype or not is_eager(x)
             or not facts["noted"].hold(self)
         ):  # fmt: skip
             return super().forward(hidden_states, gate)
