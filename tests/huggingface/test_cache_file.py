@@ -13,10 +13,10 @@ from lowbit.models.croppable_states import CroppableStates
 from lowbit.models.growing_cache import GrowingLayer
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_a_loaded_cache_has_the_same_bits(name, tmp_path):
+@pytest.mark.parametrize("name, state_dtype", [*((name, torch.float32) for name in CONFIGS), ("Mamba-2", torch.bfloat16)])
+def test_a_loaded_cache_has_the_same_bits(name, state_dtype, tmp_path):
     model = fused(name)
-    cache = lowbit.croppable_cache(model, every=16)
+    cache = lowbit.croppable_cache(model, every=16, state_dtype=state_dtype)
     logits(model, PROMPT, cache)
     for token in range(9):
         logits(model, torch.tensor([[token + 5]]), cache)
@@ -28,9 +28,9 @@ def test_a_loaded_cache_has_the_same_bits(name, tmp_path):
             assert torch.equal(ours.keys, theirs.keys) and torch.equal(ours.values, theirs.values)
         if not isinstance(theirs, CroppableStates):
             continue
-        assert ours.length == theirs.length and ours.every == 16
+        assert ours.length == theirs.length and ours.every == 16 and ours.state_dtype is state_dtype
         assert ours.states().keys() == theirs.states().keys() >= {16, 32, 45}
-        assert all(torch.equal(a, b) for at, states in ours.states().items() for a, b in zip(states, theirs.states()[at], strict=True))
+        assert all(a.dtype is b.dtype and torch.equal(a, b) for at, states in ours.states().items() for a, b in zip(states, theirs.states()[at], strict=True))
     more = torch.arange(5, 12)[None]
     assert torch.equal(logits(model, more, cache), logits(model, more, loaded))
     assert lowbit.rewind_cache(loaded, 40) in (32, 36)

@@ -92,6 +92,31 @@ def test_beams_take_the_states_of_their_rows(name):
     assert torch.equal(model.generate(PROMPT, past_key_values=cache, **asked), model.generate(PROMPT, **asked))
 
 
+@pytest.mark.parametrize("name", ["gated delta net", "Mamba-2", "Mamba-1", "side by side"])
+def test_states_in_bfloat16_take_half_of_the_memory_and_say_nearly_the_same(name):
+    """Of a prompt, of tokens that a program computes, and behind a crop. Each state is rounded to 8 bits."""
+    model = fused(name)
+    caches = [lowbit.croppable_cache(model, every=16, state_dtype=dtype) for dtype in (torch.float32, torch.bfloat16)]
+
+    def states():
+        return [[state for layer in recurrent(cache) for kept in layer.states().values() for state in kept[1:]] for cache in caches]
+
+    def compare(tokens):
+        wide, narrow = (logits(model, tokens, cache) for cache in caches)
+        assert 0 < distance(narrow, wide) < 2e-2
+        wanted, held = states()
+        assert {state.dtype for state in held} == {torch.bfloat16} and {state.dtype for state in wanted} == {torch.float32}
+        assert 2 * sum(state.nbytes for state in held) == sum(state.nbytes for state in wanted)
+        assert all(distance(ours.float(), theirs) < 2e-2 for ours, theirs in zip(held, wanted, strict=True))
+
+    for cache in caches:
+        logits(model, PROMPT, cache)
+    for token in range(3):
+        compare(torch.tensor([[token + 5]]))
+    assert len({lowbit.rewind_cache(cache, 35) for cache in caches}) == 1
+    compare(torch.arange(5, 12)[None])
+
+
 # ---- what is refused -----------------------------------------------------------------------------------------------
 
 
@@ -118,6 +143,11 @@ def test_layers_that_are_not_fused_are_refused():
 def test_every_must_be_a_number_of_tokens(every):
     with pytest.raises(ValueError, match="croppable_cache: every must be a number of tokens from 1 on, got"):
         lowbit.croppable_cache(model_of("lfm2"), every)
+
+
+def test_states_have_one_of_two_dtypes():
+    with pytest.raises(ValueError, match="croppable_cache: state_dtype must be torch.float32 or torch.bfloat16, got torch.float16"):
+        lowbit.croppable_cache(model_of("lfm2"), state_dtype=torch.float16)
 
 
 @pytest.mark.parametrize(("name", "told"), [("falcon-h1", "a LinearAttentionAndFullAttentionLayer for layer 0"), ("lfm2", "a DynamicLayer for layer 2")])

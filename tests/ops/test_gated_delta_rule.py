@@ -224,7 +224,7 @@ PACKED = made((1, 6, 2, 2, 8, 8), with_state=False)
     ({"beta": torch.zeros(2, 3, 4, 8)}, ValueError, r"beta must have shape \[2, 3, 4\], got \[2, 3, 4, 8\]"),
     ({"beta": torch.zeros(2, 3, 4, dtype=torch.int32)}, TypeError, "beta must be float32, bfloat16 or float16, got int32"),
     ({"state": torch.zeros(2, 4, 6, 8)}, ValueError, r"state must have shape \[2, 4, 8, 6\], got \[2, 4, 6, 8\]"),
-    ({"state": torch.zeros(2, 4, 8, 6).bfloat16()}, TypeError, "state must be float32, got bfloat16"),
+    ({"state": torch.zeros(2, 4, 8, 6).half()}, TypeError, "state must be float32 or bfloat16, got float16"),
     ({"cu_seqlens": torch.tensor([0, 3])}, ValueError, r"q must have shape \[1, T, Hk, Dk\] with cu_seqlens, got \[2, 3, 2, 8\]"),
     ({"cu_seqlens": torch.tensor([0.0, 3.0])}, TypeError, "cu_seqlens must be int32 or int64, got float32"),
     ({"cu_seqlens": torch.zeros(0, dtype=torch.int32)}, ValueError, r"cu_seqlens must have shape \[N \+ 1\], got \[0\]"),

@@ -114,7 +114,9 @@ def test_large_gates(backward_row: str) -> None:
         options = {"group_size": 16, "activation": "silu", "gate_first": gate_first}
         with forced(backward_row):
             found = gradients(
-                lambda *leaves, options=options: lowbit.gated_rms_norm(*leaves, EPS, **options), (x, gate, weight), grad_y
+                lambda *leaves, options=options: lowbit.gated_rms_norm(*leaves, EPS, **options),
+                (x, gate, weight),
+                grad_y,
             )
         assert_gradients(found, (x, gate, weight), grad_y, options, backward_row)
 
@@ -189,7 +191,9 @@ def test_fused_modules_of_transformers_train_through_it(model: str, options: dic
     from lowbit.quant.fused_gated_norm import FusedGatedNorm, gated_norm_facts
 
     folder, name = model.split(".")
-    theirs = getattr(__import__(f"transformers.models.{folder}.modeling_{folder}", fromlist=[name]), name)(64, **options)
+    theirs = getattr(__import__(f"transformers.models.{folder}.modeling_{folder}", fromlist=[name]), name)(
+        64, **options
+    )
     x, gate, grad_y = torch.randn(3, 9, 64)
 
     def found() -> Tensors:

@@ -253,7 +253,7 @@ PACKED = made((1, 6, 8, 2, 8)) | {"state": None}
     ({"z": torch.zeros(2, 3, 8).half()}, TypeError, "z must be float32, got float16"),
     ({"dt_bias": torch.zeros(3)}, ValueError, r"dt_bias must have shape \[8\], got \[3\]"),
     ({"state": torch.zeros(2, 6, 8)}, ValueError, r"state must have shape \[2, 8, 6\], got \[2, 6, 8\]"),
-    ({"state": torch.zeros(2, 8, 6).bfloat16()}, TypeError, "state must be float32, got bfloat16"),
+    ({"state": torch.zeros(2, 8, 6).half()}, TypeError, "state must be float32 or bfloat16, got float16"),
     ({"cu_seqlens": torch.tensor([0, 3])}, ValueError, r"x must have shape \[1, T, D\] with cu_seqlens, got \[2, 3, 8\]"),
     ({"dt_min": -0.5}, ValueError, "dt_min must be finite and at least 0, got -0.5"),
     ({"dt_max": float("nan")}, ValueError, "dt_max must be at least dt_min = 0, got nan"),

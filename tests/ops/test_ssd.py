@@ -237,7 +237,7 @@ PACKED = made((1, 6, 2, 2, 8, 8)) | {"state": None}
     ({"D": torch.zeros(4, 8)}, ValueError, r"D must have shape \[4\], got \[4, 8\]"),
     ({"dt_bias": torch.zeros(3)}, ValueError, r"dt_bias must have shape \[4\], got \[3\]"),
     ({"state": torch.zeros(2, 4, 6, 8)}, ValueError, r"state must have shape \[2, 4, 8, 6\], got \[2, 4, 6, 8\]"),
-    ({"state": torch.zeros(2, 4, 8, 6).bfloat16()}, TypeError, "state must be float32, got bfloat16"),
+    ({"state": torch.zeros(2, 4, 8, 6).half()}, TypeError, "state must be float32 or bfloat16, got float16"),
     ({"cu_seqlens": torch.tensor([0, 3])}, ValueError, r"x must have shape \[1, T, H, P\] with cu_seqlens, got \[2, 3, 4, 8\]"),
     ({"dt_min": -0.5}, ValueError, "dt_min must be finite and at least 0, got -0.5"),
     ({"dt_min": 2.0}, ValueError, "dt_max must be at least dt_min = 2, got 1"),

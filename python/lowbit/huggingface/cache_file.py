@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -44,6 +45,7 @@ def save_cache(cache: DynamicCache, path: str | Path) -> None:
             tensors |= {f"{i}.keys": layer.keys.contiguous(), f"{i}.values": layer.values.contiguous()}
     kinds = [_kind_of(layer) for layer in cache.layers]
     about = {"format": _FORMAT, "every": str(layers[0].every), "layers": json.dumps(kinds)}
+    about["state_dtype"] = str(layers[0].state_dtype).removeprefix("torch.")
     with replaced_file(path) as place:
         save_file({name: tensor.clone() for name, tensor in tensors.items()}, place, about)
 
@@ -69,7 +71,7 @@ def load_cache(model: nn.Module, path: str | Path) -> DynamicCache:
         raise ValueError(f"load_cache: {path} must be a safetensors file, got one that is not: {error}") from None
     if about.get("format") != _FORMAT:
         raise ValueError(f"load_cache: {path} must be a file of save_cache, got format {about.get('format')!r}")
-    cache = croppable_cache(model, int(about["every"]))
+    cache = croppable_cache(model, int(about["every"]), getattr(torch, about["state_dtype"]))
     kinds = [_kind_of(layer) for layer in cache.layers]
     if kinds != (told := json.loads(about["layers"])):
         raise ValueError(f"load_cache: {path} must be of a model with the layers {kinds}, got {told}")

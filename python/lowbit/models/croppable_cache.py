@@ -5,12 +5,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import nn
 from transformers.cache_utils import DynamicCache
 
 from lowbit.models.croppable_states import CroppableStates, LinearAttentionLayer
 from lowbit.models.growing_cache import GrowingLayer
 from lowbit.models.hybrid_cache import CroppableHybridLayer, GrowingHybridLayer
+from lowbit.models.recurrent_layers import STATE_DTYPES
 
 try:
     from transformers.cache_utils import DummyLayer
@@ -18,7 +20,7 @@ except ImportError:  # the first versions of transformers 5 have none
     DummyLayer = GrowingLayer
 
 
-def croppable_cache(model: nn.Module, every: int = 256) -> DynamicCache:
+def croppable_cache(model: nn.Module, every: int = 256, state_dtype: torch.dtype = torch.float32) -> DynamicCache:
     """Return an empty cache for a model with recurrent layers, from which tokens can be taken out again.
 
     transformers refuses to crop recurrent states, and so assisted decoding with such models. This cache keeps the states
@@ -29,12 +31,14 @@ def croppable_cache(model: nn.Module, every: int = 256) -> DynamicCache:
     Args:
         model: a model of transformers that `fuse` has changed, with ``attn_implementation="lowbit"``.
         every: after how many tokens states are kept. They take as much memory as the states of one sequence.
+        state_dtype: the dtype of recurrent states. In bfloat16 they take half of the memory, and are rounded once for
+            each call of a layer: for each token of an answer.
 
     Returns:
         A ``DynamicCache``. Its layers are those of a new one, but for the recurrent ones.
 
     Raises:
-        ValueError: ``every`` is below 1, the model has no recurrent layers, or one whose states cannot be kept. The
+        ValueError: ``every`` is below 1, ``state_dtype`` is another one, the model has no recurrent layers, or one whose states cannot be kept. The
             message names it.
 
     Example:
@@ -43,6 +47,8 @@ def croppable_cache(model: nn.Module, every: int = 256) -> DynamicCache:
     """
     if type(every) is not int or every < 1:
         raise ValueError(f"croppable_cache: every must be a number of tokens from 1 on, got {every!r}")
+    if state_dtype not in STATE_DTYPES:
+        raise ValueError(f"croppable_cache: state_dtype must be torch.float32 or torch.bfloat16, got {state_dtype!r}")
     cache = DynamicCache(config=model.config)
     recurrent = [i for i, layer in enumerate(cache.layers) if type(layer) in (LinearAttentionLayer, GrowingHybridLayer)]
     served = (LinearAttentionLayer, GrowingHybridLayer, GrowingLayer, DummyLayer)
@@ -57,7 +63,8 @@ def croppable_cache(model: nn.Module, every: int = 256) -> DynamicCache:
         told = "none" if not recurrent else "layers with several states"
         raise ValueError(f"croppable_cache: model must have recurrent layers with one state each, got {told}")
     for i in recurrent:
-        cache.layers[i] = (CroppableStates if type(cache.layers[i]) is LinearAttentionLayer else CroppableHybridLayer)(every)
+        kind = CroppableStates if type(cache.layers[i]) is LinearAttentionLayer else CroppableHybridLayer
+        cache.layers[i] = kind(every, state_dtype)
     return cache
 
 

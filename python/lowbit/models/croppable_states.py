@@ -26,10 +26,11 @@ memory of its own."""
 
 
 class _History:
-    """What can be recalled of one kind of states. All states are those behind a number of tokens."""
+    """What can be recalled of one kind of states. All states are those behind a number of tokens, in ``dtype``, or that in
+    which a recurrence returns them."""
 
-    def __init__(self, every: int) -> None:
-        self.every, self.length = every, 0
+    def __init__(self, every: int, dtype: torch.dtype | None = None) -> None:
+        self.every, self.dtype, self.length = every, dtype, 0
         self.kept: dict[int, Tensor | None] = {0: None}
         self.start = 0
         """The number of tokens in front of ``inputs``, whose state is kept."""
@@ -42,7 +43,7 @@ class _History:
         self.begin(state)
         parts, done, begin = [], 0, 0
         for end in [*range(self.every - first % self.every, length, self.every), length]:
-            y, state = scan([tensor[:, done:end] for tensor in tensors], state)
+            y, state = self._step(scan, [tensor[:, done:end] for tensor in tensors], state)
             parts.append(y)
             if end < length:
                 self.kept[first + end], done = state, end
@@ -73,12 +74,16 @@ class _History:
             self.start, self.inputs = length, None
         if length not in self.kept:
             near = max(at for at in self.kept if at < length)
-            state = scan([tensor[:, near - self.start :] for tensor in self.inputs[1]], self.kept[near])[1]
+            state = self._step(scan, [tensor[:, near - self.start :] for tensor in self.inputs[1]], self.kept[near])[1]
         else:
             state = self.kept[length]
         self.kept = {at: kept for at, kept in self.kept.items() if at <= length}
         self.length = length
         return state
+
+    def _step(self, scan: Recurrence, tensors: Sequence[Tensor], state: Tensor | None) -> tuple[Tensor, Tensor]:
+        y, state = scan(tensors, state)
+        return y, state if self.dtype is None else state.to(self.dtype)
 
 
 class CroppableStates(LinearAttentionLayer):
@@ -86,14 +91,15 @@ class CroppableStates(LinearAttentionLayer):
 
     Args:
         every: after how many tokens states are kept.
+        state_dtype: the dtype of recurrent states, float32 or bfloat16.
     """
 
     is_compileable = False
 
-    def __init__(self, every: int) -> None:
+    def __init__(self, every: int, state_dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
-        self.every = every
-        self._histories = _History(every), _History(every)
+        self.every, self.state_dtype = every, state_dtype
+        self._histories = _History(every), _History(every, state_dtype)
 
     @property
     def length(self) -> int:
@@ -162,7 +168,7 @@ class CroppableStates(LinearAttentionLayer):
     def reset(self) -> None:
         """Forget all tokens and free their memory."""
         recording = self.record_past
-        self.__init__(self.every)
+        self.__init__(self.every, self.state_dtype)
         self.record_past = recording
 
     def reorder_cache(self, beam_idx: Tensor) -> None:

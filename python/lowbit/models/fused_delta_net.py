@@ -30,6 +30,7 @@ from lowbit.models.recurrent_layers import (
     refusal_of,
     refuse_packed_with_cache,
     results_of,
+    served_state,
 )
 from lowbit.ops.gated_delta_rule import gated_delta_rule
 from lowbit.quant.fused import Fused, hooked, probe_of
@@ -63,8 +64,7 @@ class FusedDeltaNet(Fused):
         if (layer := croppable(cache_params, index)) is not None:
             o = layer.recur(_rule, (q, k, v, g, beta))
         else:
-            state = None if cache_params is None else cache_params.get_recurrent_state(index)
-            state = None if state is None else state.float()
+            state = served_state(None if cache_params is None else cache_params.get_recurrent_state(index))
             o, state = gated_delta_rule(q, k, v, g, beta, state, l2norm=True, cu_seqlens=boundaries)
             if cache_params is not None:
                 keep(cache_params, index, state)

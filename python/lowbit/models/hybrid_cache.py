@@ -7,6 +7,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
@@ -51,10 +52,11 @@ class CroppableHybridLayer(_Hybrid, CroppableStates, GrowingLayer):
 
     Args:
         every: after how many tokens states are kept.
+        state_dtype: the dtype of recurrent states, float32 or bfloat16.
     """
 
-    def __init__(self, every: int) -> None:
-        CroppableStates.__init__(self, every)
+    def __init__(self, every: int, state_dtype: torch.dtype = torch.float32) -> None:
+        CroppableStates.__init__(self, every, state_dtype)
         GrowingLayer.__init__(self)
 
     def crop(self, tokens_to_remove: int) -> None:

@@ -15,7 +15,7 @@ from transformers.cache_utils import DynamicCache
 from lowbit.models.croppable_states import CroppableStates
 from lowbit.models.growing_cache import GrowingLayer, new_tokens, side_by_side
 from lowbit.models.hybrid_cache import GROWING, GrowingHybridLayer
-from lowbit.models.recurrent_layers import LinearAttentionLayer
+from lowbit.models.recurrent_layers import STATE_DTYPES, LinearAttentionLayer
 
 Found = tuple[Any, Sequence[Tensor], int]
 """An object whose `extend` counts new tokens, the states, and the number of tokens in front of the new ones."""
@@ -70,8 +70,8 @@ class LatentVectors:
 
 @dataclass(frozen=True, slots=True)
 class RecurrentStates:
-    """The last inputs of a convolution ``[B, channels, taps]``, and the float32 state ``[B, *shape]`` behind it, if the
-    layer has one."""
+    """The last inputs of a convolution ``[B, channels, taps]``, and the state ``[B, *shape]`` behind it, if the layer has
+    one: float32, or in a croppable cache that of the cache."""
 
     channels: int
     taps: int
@@ -101,12 +101,13 @@ class RecurrentStates:
         if conv[0] is None:
             layer.lazy_initialization(conv_states=x.new_empty(x.shape[0], self.channels, self.taps))
         if self.shape and state[0] is None:
-            layer.lazy_initialization(recurrent_states=x.new_empty(x.shape[0], *self.shape, dtype=torch.float32))
-        wanted = [(conv[0], x.dtype, (x.shape[0], self.channels, self.taps))]
+            dtype = layer.state_dtype if crops else torch.float32
+            layer.lazy_initialization(recurrent_states=x.new_empty(x.shape[0], *self.shape, dtype=dtype))
+        wanted = [(conv[0], (x.dtype,), (x.shape[0], self.channels, self.taps))]
         if self.shape:
-            wanted.append((state[0], torch.float32, (x.shape[0], *self.shape)))
-        for tensor, dtype, shape in wanted:
-            if tensor.dtype is not dtype or tensor.shape != shape or not (tensor.is_cpu and tensor.is_contiguous()):
+            wanted.append((state[0], STATE_DTYPES, (x.shape[0], *self.shape)))
+        for tensor, dtypes, shape in wanted:
+            if tensor.dtype not in dtypes or tensor.shape != shape or not (tensor.is_cpu and tensor.is_contiguous()):
                 return None
             if tensor.is_inference() and not torch.is_inference_mode_enabled():  # torch refuses to write to it
                 return None

@@ -25,6 +25,8 @@ except ImportError:  # the first versions of transformers 5 have no cache for th
 SILU = ("silu", "swish")
 TAPS = range(2, 9)
 """The numbers of taps that `causal_conv1d` takes."""
+STATE_DTYPES = (torch.float32, torch.bfloat16)
+"""The dtypes of the states of ops."""
 _TOLERANCE = 1e-4  # relative to the largest value: the same float32 sums in another order
 _PACKED = ("cu_seq_lens_q", "cu_seqlens")
 """Names under which a layer gets the boundaries of packed sequences."""
@@ -117,12 +119,18 @@ def scanned(
 
         return layer.recur(go_on, [tensor for moves, tensor in zip(timed, tensors, strict=True) if moves])
     state = None if cache is None else cache.get_recurrent_state(index)
-    if state is not None and state.dtype is torch.float32 and state.is_contiguous():
+    state = served_state(state)
+    if state is not None and state.is_contiguous():
         return scan(*tensors, **given, state=state, in_place=True)[0]
-    y, state = scan(*tensors, **given, state=None if state is None else state.float())
+    y, state = scan(*tensors, **given, state=state)
     if cache is not None:
         cache.update_recurrent_state(state, index)
     return y
+
+
+def served_state(state: Tensor | None) -> Tensor | None:
+    """Return a state in a dtype that the ops take: its own, or float32."""
+    return state if state is None or state.dtype in STATE_DTYPES else state.float()
 
 
 def keep(cache: Any, index: int, state: Tensor) -> None:

@@ -36,9 +36,9 @@ def gated_delta_rule(
     """Compute the gated delta rule of Qwen3-Next and Qwen3.5, or with a decay per channel that of Kimi-Linear (KDA).
 
     Each head has a state S ``[Dk, Dv]``. A token lets it decay, ``S = exp(g) S``, replaces what its key reads,
-    ``S = S + k (beta (v - S^T k))^T``, and reads the result, ``o = scale S^T q``. Computed in float32; o is rounded
-    once. Results do not depend on the number of threads. q, k, v, g, beta and state get gradients; the backward computes
-    the states again, and needs memory for one of every 60 tokens.
+    ``S = S + k (beta (v - S^T k))^T``, and reads the result, ``o = scale S^T q``. Computed in float32; o and the new
+    state are rounded once. Results do not depend on the number of threads. q, k, v, g, beta and state get gradients; the
+    backward computes the states again, and needs memory for one of every 60 tokens.
 
     Args:
         q, k: ``[B, T, Hk, Dk]`` float32, bfloat16 or float16, any strides.
@@ -48,16 +48,16 @@ def gated_delta_rule(
             k. Any of the three dtypes.
         beta: ``[B, T, Hv]``, any of the three dtypes. A token with g = 0 and beta = 0, such as left padding, leaves the
             state as it is.
-        state: float32 ``[N, Hv, Dk, Dv]``, the state before the first token; None is zeros. N is B, or the number of
-            packed sequences. It is not changed.
+        state: float32 or bfloat16 ``[N, Hv, Dk, Dv]``, the state before the first token; None is zeros. N is B, or the
+            number of packed sequences. It is not changed.
         l2norm: whether q and k are divided by ``sqrt(sum of squares + 1e-6)`` first.
         scale: factor of q; None is ``Dk ** -0.5``.
         cu_seqlens: int32 or int64 ``[N + 1]``, for B = 1: sequence n has the tokens ``cu_seqlens[n]`` to
             ``cu_seqlens[n + 1] - 1``.
 
     Returns:
-        o ``[B, T, Hv, Dv]`` in the dtype of v, and the state after the last token, float32 ``[N, Hv, Dk, Dv]``; both
-        contiguous.
+        o ``[B, T, Hv, Dv]`` in the dtype of v, and the state after the last token ``[N, Hv, Dk, Dv]``, in the dtype of
+        ``state`` or float32; both contiguous.
 
     Raises:
         ValueError: a shape does not fit, g is positive or not finite, cu_seqlens do not rise from 0 to T, or scale is
@@ -126,7 +126,5 @@ class _GatedDeltaRule(torch.autograd.Function):
         return *grads, None, None, None
 
 
-def fake(
-    q: Tensor, v: Tensor, state: Tensor | None, cu_seqlens: Tensor | None, **_: Any
-) -> tuple[Tensor, Tensor]:
+def fake(q: Tensor, v: Tensor, state: Tensor | None, cu_seqlens: Tensor | None, **_: Any) -> tuple[Tensor, Tensor]:
     return v.new_empty(v.shape), states_like(q, v, state, cu_seqlens)

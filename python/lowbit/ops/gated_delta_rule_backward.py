@@ -26,4 +26,6 @@ def states_like(q: Tensor, v: Tensor, state: Tensor | None, cu_seqlens: Tensor |
     """Return an empty tensor for the states of all sequences ``[N, Hv, Dk, Dv]``, in the dtype of ``state``, or
     float32."""
     sequences = v.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    return v.new_empty((sequences, v.shape[2], q.shape[3], v.shape[3]), dtype=torch.float32 if state is None else state.dtype)
+    return v.new_empty(
+        (sequences, v.shape[2], q.shape[3], v.shape[3]), dtype=torch.float32 if state is None else state.dtype
+    )

@@ -59,15 +59,15 @@ def selective_scan(
         softplus: whether delta is made of ``log(1 + exp(dt + dt_bias))`` instead of ``dt + dt_bias``.
         dt_limit: the least and the largest delta, not negative. A token with delta = 0, or with x = 0 where the state is
             0, such as left padding, leaves the state as it is.
-        state: float32 ``[N, D, S]``, the state before the first token; None is zeros. N is B, or the number of packed
-            sequences.
+        state: float32 or bfloat16 ``[N, D, S]``, the state before the first token; None is zeros. N is B, or the number
+            of packed sequences.
         in_place: whether the new state is written to ``state``, which must be contiguous. Otherwise it is not changed.
         cu_seqlens: int32 or int64 ``[N + 1]``, for B = 1: sequence n has the tokens ``cu_seqlens[n]`` to
             ``cu_seqlens[n + 1] - 1``.
 
     Returns:
-        y ``[B, T, D]`` in the dtype of x, contiguous, and the state after the last token, float32 ``[N, D, S]``:
-        ``state`` itself if it is changed in place.
+        y ``[B, T, D]`` in the dtype of x, contiguous, and the state after the last token ``[N, D, S]``, in the dtype of
+        ``state`` or float32: ``state`` itself if it is changed in place.
 
     Raises:
         ValueError: a shape does not fit, dt, dt_bias or A is not finite, A is positive, the limits are negative or not
@@ -157,7 +157,5 @@ class _SelectiveScan(torch.autograd.Function):
         raise NotImplementedError("selective_scan: no vmap; a batch is the first dimension of x")
 
 
-def fake(
-    x: Tensor, A: Tensor, state: Tensor | None, cu_seqlens: Tensor | None, **_: Any
-) -> _Results:
+def fake(x: Tensor, A: Tensor, state: Tensor | None, cu_seqlens: Tensor | None, **_: Any) -> _Results:
     return x.new_empty(x.shape), states_like(x, A, state, cu_seqlens)

@@ -55,15 +55,15 @@ def ssd(
         softplus: whether delta is made of ``log(1 + exp(dt + dt_bias))`` instead of ``dt + dt_bias``.
         dt_limit: the least and the largest delta, not negative. A token with delta = 0, such as left padding, leaves
             the state as it is.
-        state: float32 ``[N, H, P, S]``, the state before the first token; None is zeros. N is B, or the number of
-            packed sequences.
+        state: float32 or bfloat16 ``[N, H, P, S]``, the state before the first token; None is zeros. N is B, or the
+            number of packed sequences.
         in_place: whether the new state is written to ``state``, which must be contiguous. Otherwise it is not changed.
         cu_seqlens: int32 or int64 ``[N + 1]``, for B = 1: sequence n has the tokens ``cu_seqlens[n]`` to
             ``cu_seqlens[n + 1] - 1``.
 
     Returns:
-        y ``[B, T, H, P]`` in the dtype of x, contiguous, and the state after the last token, float32 ``[N, H, P, S]``:
-        ``state`` itself if it is changed in place.
+        y ``[B, T, H, P]`` in the dtype of x, contiguous, and the state after the last token ``[N, H, P, S]``, in the dtype
+        of ``state`` or float32: ``state`` itself if it is changed in place.
 
     Raises:
         ValueError: a shape does not fit, dt, dt_bias or A is not finite, A is positive, the limits are negative or not
@@ -151,7 +151,5 @@ class _Ssd(torch.autograd.Function):
         raise NotImplementedError("ssd: no vmap; a batch is the first dimension of x")
 
 
-def fake(
-    x: Tensor, B: Tensor, state: Tensor | None, cu_seqlens: Tensor | None, **_: Any
-) -> _Results:
+def fake(x: Tensor, B: Tensor, state: Tensor | None, cu_seqlens: Tensor | None, **_: Any) -> _Results:
     return x.new_empty(x.shape), states_like(x, B, state, cu_seqlens)
