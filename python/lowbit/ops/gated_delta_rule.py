@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from lowbit.ops.derivatives import refuse_derivatives
+from lowbit.ops.flash_linear_attention import gated_delta_rule_by_fla
 from lowbit.ops.forward_mode import refuse_tangents
 from lowbit.ops.gated_delta_rule_backward import states_like
 from lowbit.ops.registration import function_of, register
@@ -63,7 +64,8 @@ def gated_delta_rule(
         ValueError: a shape does not fit, g is positive or not finite, cu_seqlens do not rise from 0 to T, or scale is
             not finite.
         TypeError: a dtype is not one of the above.
-        NotImplementedError: no kernel row serves the device, or a forward-mode or second derivative is requested.
+        NotImplementedError: no kernel row serves the device, or a forward-mode or second derivative is requested. CUDA
+            tensors are served through the package flash-linear-attention, with its roundings, if it is installed.
 
     Example:
         >>> o, state = lowbit.gated_delta_rule(q, k, v, g, beta, l2norm=True)
@@ -72,6 +74,8 @@ def gated_delta_rule(
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if forward_ad._current_level >= 0:  # the level is -1 outside forward mode
         refuse_tangents("gated_delta_rule", (q, k, v, g, beta, state))
+    if q.is_cuda:
+        return gated_delta_rule_by_fla(q, k, v, g, beta, state, l2norm, scale, cu_seqlens)
     wanted = any(tensor is not None and tensor.requires_grad for tensor in (q, k, v, g, beta, state))
     if torch.is_grad_enabled() and wanted and not torch.compiler._is_exporting_flag:  # then the dispatcher gives it
         return _GatedDeltaRule.apply(q, k, v, g, beta, state, l2norm, scale, cu_seqlens)
