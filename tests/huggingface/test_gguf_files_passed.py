@@ -27,7 +27,7 @@ print(*sorted(os.path.relpath(name, home) for name in passed if name.startswith(
 """
 
 
-@pytest.mark.parametrize(("fuse", "most"), [(False, 31), (True, 67)])
+@pytest.mark.parametrize(("fuse", "most"), [(False, 32), (True, 68)])
 def test_load_gguf_passes_through_so_many_files(tmp_path: Path, python: Callable[..., str], fuse: bool, most: int) -> None:
     """In a process of its own: each package that was imported beside transformers is asked, too."""
     path = gguf_files.write(tmp_path / "model.gguf", "llama", words=True)

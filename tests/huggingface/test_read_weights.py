@@ -4,6 +4,7 @@ model computes."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from weights_read_in_source import read_in_models
 
 import lowbit
-from lowbit.quant.read_weights import READ_BY, weights_that_are_read
+from lowbit.quant.read_weights import DTYPE_READ_BY, READ_BY, weights_that_are_read
 
 transformers = pytest.importorskip("transformers")
 
@@ -34,9 +35,9 @@ BERT = dict(SMALL, num_attention_heads=4, intermediate_size=96, embedding_size=3
 MODELS: dict[str, tuple[str, dict[str, Any], set[str]]] = {
     "T5": ("ForConditionalGeneration", T5, {"wo"}),
     "UMT5": ("ForConditionalGeneration", T5, {"wo"}),
-    "Mamba": ("ForCausalLM", SMALL | {"state_size": 8}, {"dt_proj", "lm_head"}),
-    "FalconMamba": ("ForCausalLM", SMALL | {"state_size": 8}, {"dt_proj", "lm_head"}),
-    "Mamba2": ("ForCausalLM", SMALL | dict(state_size=8, num_heads=8, head_dim=16, n_groups=1), {"lm_head"}),
+    "Mamba": ("ForCausalLM", SMALL | {"state_size": 8}, {"dt_proj"}),
+    "FalconMamba": ("ForCausalLM", SMALL | {"state_size": 8}, {"dt_proj"}),
+    "Mamba2": ("ForCausalLM", SMALL | dict(state_size=8, num_heads=8, head_dim=16, n_groups=1), set()),
     "Rwkv": ("ForCausalLM", SMALL | dict(attention_hidden_size=64, intermediate_size=96), {"output", "value"}),
     "WavLM": ("Model", SPEECH, {"q_proj", "k_proj", "v_proj", "out_proj"}),
     "MobileBert": ("ForMaskedLM", BERT, {"dense", "decoder"}),
@@ -78,13 +79,44 @@ def test_such_layers_stay_float_and_the_model_computes(name: str) -> None:
     assert name == "WavLM" or result(model.train()).isfinite().all()
 
 
-def test_a_model_answers_with_4_bits_and_its_tied_table_stays() -> None:
+def test_a_model_answers_with_4_bits_and_its_tied_table_is_packed() -> None:
     for name in ("T5", "Mamba"):
         model = made(name)
         lowbit.quantize_(model, lowbit.int4_weight_only(group_size=32))
         assert model.generate(IDS, max_new_tokens=8, do_sample=False).shape[1] > 1
-    assert type(model.get_output_embeddings()) is nn.Linear
-    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    packed = model.get_output_embeddings()._parameters["weight"]
+    assert packed.dtype is torch.uint8 and packed is model.get_input_embeddings().weight
+
+
+@pytest.mark.parametrize("name", ["Mamba", "FalconMamba", "Mamba2"])
+def test_a_head_of_which_the_dtype_is_read_is_packed_and_says_it(name: str, tmp_path: Path) -> None:
+    """Through copies, pickles, saving, another dtype and back to a float layer."""
+    model = made(name)
+    lowbit.quantize_(model, lowbit.int8_weight_only())
+    wanted, head = result(model), model.lm_head
+    assert isinstance(head, lowbit.QuantLinear) and head.weight.dtype is torch.float32
+    assert head._parameters["weight"].dtype is torch.uint8 and head.weight.data_ptr() == head._parameters["weight"].data_ptr()
+    assert model.state_dict()["lm_head.weight"].dtype is torch.uint8
+    assert "float32" in repr(head.weight)
+    torch.save(model, tmp_path / "model.pt")
+    model.save_pretrained(tmp_path / "folder")
+    by_load = made(name)
+    lowbit.load(by_load, tmp_path / "folder")
+    loaded = (
+        torch.load(tmp_path / "model.pt", weights_only=False),
+        type(model).from_pretrained(tmp_path / "folder").eval(),
+        by_load,
+        copy.deepcopy(model),
+    )
+    for other in loaded:
+        assert type(other.lm_head) is type(head) and other.lm_head.weight.dtype is torch.float32
+        assert result(other).equal(wanted)
+    other = loaded[-1].bfloat16()
+    assert other.lm_head.weight.dtype is torch.bfloat16
+    assert (result(other).float() - wanted).norm() < 0.05 * wanted.norm()
+    lowbit.dequantize_(model)
+    assert type(model.lm_head) is nn.Linear and vars(model.lm_head).keys() == vars(made(name).lm_head).keys()
+    assert (result(model) - wanted).norm() < 1e-5 * wanted.norm()
 
 
 @pytest.mark.parametrize("name", ["T5", "Mamba"])
@@ -130,7 +162,7 @@ def test_subclasses_of_others() -> None:
 def table() -> dict[str, set[str]]:
     """The table by methods."""
     found: dict[str, set[str]] = {}
-    for layers, readers in READ_BY.items():
+    for layers, readers in (*READ_BY.items(), *DTYPE_READ_BY.items()):
         for reader in readers.split():
             found.setdefault(reader if reader.count(".") == 2 else f"{reader}.forward", set()).update(layers.split())
     return found

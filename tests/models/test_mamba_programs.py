@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import lowbit
 from lowbit.models.fused_causal_lm import FusedCausalLM
 from lowbit.models.token_run import AHEAD
+from lowbit.quant.typed_linear import TypedQuantLinear
 
 SIZES = dict(vocab_size=97, hidden_size=64, num_hidden_layers=3, pad_token_id=0, eos_token_id=96, bos_token_id=1)
 MAMBA = dict(state_size=16, intermediate_size=128, time_step_rank=6)
@@ -84,6 +85,18 @@ def test_a_prompt_and_tokens_are_one_call_each(name: str, calls: list[int]) -> N
     close(got, wanted)
     same_caches(mine, theirs)
     close(logits(other, prompt(2, 11), use_cache=False), logits(model, prompt(2, 11), use_cache=False))
+
+
+@pytest.mark.parametrize("name", ["mamba2", "mamba2_narrow", "mamba", "falcon_mamba"])
+def test_the_packed_head_is_a_part_of_the_run_of_a_token(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of which transformers reads the dtype; tied to the table or not. The model calls it for the prompt alone."""
+    model = made(name)
+    assert type(model.lm_head) is TypedQuantLinear
+    other, called, forward = fused(model), [], TypedQuantLinear.forward
+    monkeypatch.setattr(TypedQuantLinear, "forward", lambda self, x: called.append(self) or forward(self, x))
+    said = answer(other, prompt(2, 7))
+    assert len(called) == 1 and called[0] is other.lm_head
+    assert torch.equal(said, answer(model, prompt(2, 7))) and len(called) > 5
 
 
 @torch.no_grad()

@@ -60,6 +60,7 @@ class ServedHead:
             head = find()
             if isinstance(head, QuantLinear):
                 check_bytes(self.function.__name__, given[position], head)
+                given[position] = head.W_q
                 packed[position] = head.op_args[:-1]
             elif is_fake_quantized(head):
                 given[position] = head.fake_quantized_weight()
@@ -68,14 +69,15 @@ class ServedHead:
 
 def check_bytes(function: str, weight: Tensor, head: QuantLinear) -> None:
     """Raise unless ``weight`` are the bytes of this head."""
-    if weight is not head.weight and weight.dtype == torch.uint8:  # the head of a copy of the model
+    dtype = weight.detach().dtype  # a `TypedQuantLinear` says another one
+    if weight is not head.weight and dtype == torch.uint8:  # the head of a copy of the model
         raise ValueError(
             f"{function}: the output head must be that of the model that the trainer was given, got another one's "
             "weight: give a copy of the model to a trainer of its own"
         )
-    if weight.dtype != torch.uint8:  # FSDP2's shards, gathered and cast
+    if dtype != torch.uint8:  # FSDP2's shards, gathered and cast
         raise NotImplementedError(
-            f"{function}: the packed weight of the output head must come as its bytes, uint8, got {weight.dtype}; "
+            f"{function}: the packed weight of the output head must come as its bytes, uint8, got {dtype}; "
             "leave the head float (LowbitConfig(head=None), filter_fn of quantize_)"
         )
 

@@ -51,6 +51,7 @@ from lowbit.quant.load_check import guard
 from lowbit.quant.own_text import FASTER
 from lowbit.quant.packing import Matrices, Selected, check_finite, hold_packed, pack_group, pack_weight
 from lowbit.quant.quantize import float_weights, pack_selected
+from lowbit.quant.read_weights import say_dtypes
 from lowbit.quant.report import QuantizationReport, ReportRow, in_model_order, model_bytes
 from lowbit.quant.select import Skipped
 from lowbit.tables.folding import folded
@@ -259,6 +260,7 @@ class LowbitQuantizer(HfQuantizer):
             self._join_tied(model, self.selection)
         repack(model)
         guard(model)
+        say_dtypes(model)
         # A weight that was split or merged while loading is packed now, and is saved under the names of the model.
         conversions = getattr(model, "_weight_conversions", None) or []
         model._weight_conversions = [
@@ -401,6 +403,6 @@ register_quantizer(METHOD)(LowbitQuantizer)
 RENAMINGS.append(renamed)
 FOLDER_READERS.append(read_folder)
 prefer_lowbit_config()
-OBSERVERS.append(note_formats)
+OBSERVERS += [note_formats, say_dtypes]
 FASTER.append(fuse_writer)
 refuse_to_resize_packed_tables()

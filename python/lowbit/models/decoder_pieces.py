@@ -23,6 +23,7 @@ from lowbit.quant.adapters import adapter_modules
 from lowbit.quant.fused import hooked
 from lowbit.quant.fused_norm import norm_facts
 from lowbit.quant.gated_mlp import GATED_LAYERS
+from lowbit.quant.kinds import stored_weight
 from lowbit.quant.quant_embedding import QuantEmbedding, is_scaled_embedding
 from lowbit.quant.quant_linear import QuantLinear
 
@@ -79,7 +80,7 @@ class Decoder:
 
     @property
     def tied(self) -> bool:
-        return self.head.weight is self.embedding.weight
+        return stored_weight(self.head) is stored_weight(self.embedding)
 
     @property
     def words(self) -> int:
@@ -127,7 +128,7 @@ class _Finder:
         halves = tuple(half for layer in module.layers for half in self.halves(layer, table.embedding_dim))
         last = self.norm(module, "norm", table.embedding_dim, (head,))
         self.check_hooks()
-        self.check_parameters({id(table.weight)} & {id(head.weight)})
+        self.check_parameters({id(stored_weight(table))} & {id(stored_weight(head))})
         return Decoder(table, halves, last, self.names)
 
     def refuse(self, text: str) -> Any:

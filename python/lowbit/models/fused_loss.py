@@ -20,7 +20,9 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from lowbit.ops.derivatives import is_recorded
 from lowbit.ops.tracing import is_traced
 from lowbit.quant.functional import linear_cross_entropy
+from lowbit.quant.kinds import stored_weight
 from lowbit.quant.quant_linear import QuantLinear
+from lowbit.quant.typed_linear import PRODUCTS
 
 _OF_SHAPE = {
     Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, Tensor.__len__,
@@ -80,7 +82,7 @@ class DeferredLogits(Tensor):
 
 
 def _is_served(head: nn.Module) -> bool:
-    return type(head) in (nn.Linear, QuantLinear)
+    return type(head) in (nn.Linear, *PRODUCTS)
 
 
 def forward(self: Any, x: Tensor) -> Tensor:
@@ -108,11 +110,11 @@ class FusedLoss:
         if shift_labels is None:
             shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
         head: Any = logits.head
-        stored = head.stored if type(head) is QuantLinear else None
+        stored = head.stored if isinstance(head, QuantLinear) else None
         enabled, dtype = logits.autocast
         x = logits.x.to(dtype) if enabled else logits.x
         total = linear_cross_entropy(
-            x, head.weight, shift_labels.contiguous(), stored, head.bias,
+            x, stored_weight(head), shift_labels.contiguous(), stored, head.bias,
             reduction="mean" if num_items_in_batch is None else "sum", ignore_index=ignore_index,
         )  # fmt: skip
         return total if num_items_in_batch is None else total / num_items_in_batch

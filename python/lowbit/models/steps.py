@@ -109,7 +109,7 @@ class Steps(Unchanged):
         """Write a layer whose adapter is among those of `adapters`."""
         linear = base_of(layer)
         self.note_linear(linear)
-        return self.linear(linear.weight, linear.bias, linear.op_args, linear.row_number, x, [added], **more)
+        return self.linear(linear.W_q, linear.bias, linear.op_args, linear.row_number, x, [added], **more)
 
     def adapters(self, layers: Sequence[nn.Module], x: int) -> list[Added | None]:
         """Write the first factors of the adapters on these layers, which all read x, as one product. Return what each
@@ -145,7 +145,7 @@ class Steps(Unchanged):
 
     def note_linear(self, linear: QuantLinear) -> None:
         """Record a layer whose weight is part of a step."""
-        self.weights.append(linear.weight)
+        self.weights.append(linear.W_q)
         self.note(linear._parameters, "weight", "bias")
         self.note(linear.__dict__, "op_args", "row_number")
         self.note_module(linear)

@@ -261,6 +261,13 @@ def layout_of_all(modules: Iterable[nn.Module]) -> str:
     return _C.LAYOUT if kind is None else kind.layout
 
 
+def stored_weight(module: nn.Module) -> Tensor:
+    """Return the weight of a layer that has one, as it is stored: packed, if it is, whatever ``module.weight`` says."""
+    (weight,) = weights_of(module)
+    value = module._parameters.get(weight.key)
+    return getattr(module, weight.key) if value is None else value
+
+
 def weight_named(model: nn.Module, name: str) -> tuple[str, nn.Module, LayerWeight] | None:
     """Return the layer's name, the layer and the weight for a parameter of this name, or None if no weight that can be
     packed has this name."""

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lowbit.ops.fakes import FLOATS
 from lowbit.quant.fused import has_hooks
-from lowbit.quant.quant_linear import QuantLinear
+from lowbit.quant.typed_linear import PRODUCTS
 from lowbit.quant.unchanged import Unchanged
 
 _NAMES = ("_active_adapter", "merged_adapters")
@@ -33,12 +33,12 @@ def base_of(layer: Any) -> Any:
     if peft is None or getattr(forward, "__wrapped__", forward) is not peft.Linear.forward:  # lora_forward.py wraps it
         return layer
     base = layer._modules.get("base_layer")
-    return base if type(base) is QuantLinear else layer
+    return base if type(base) in PRODUCTS else layer
 
 
 def is_product(layer: Any) -> bool:
     """Whether the layer is a `QuantLinear`, or LoRA over one."""
-    return type(base_of(layer)) is QuantLinear
+    return type(base_of(layer)) in PRODUCTS
 
 
 def is_step(layer: Any) -> bool:
@@ -54,7 +54,7 @@ def plain_children(module: nn.Module) -> dict[str, nn.Module]:
 
 def why_not(layer: Any) -> str:
     """Say why this layer, for which `is_product` holds, cannot be a step of a program now, or return an empty string."""
-    if type(layer) is QuantLinear:
+    if type(layer) in PRODUCTS:
         return ""
     if has_hooks(base_of(layer)):
         return "its base layer has hooks"
@@ -88,14 +88,14 @@ def _active(layer: Any) -> list[str]:
 
 def factors_of(layer: Any) -> list[tuple[Tensor, Tensor, float]]:
     """Return A ``[r, k]``, B ``[n, r]`` and the scaling of each adapter that a layer adds for which `is_step` holds."""
-    if type(layer) is QuantLinear or layer.merged or layer.disable_adapters:
+    if type(layer) in PRODUCTS or layer.merged or layer.disable_adapters:
         return []
     return [(layer.lora_A[name].weight, layer.lora_B[name].weight, layer.scaling[name]) for name in _active(layer)]
 
 
 def note_lora(unchanged: Unchanged, layer: Any) -> None:
     """Record all that `why_not` and `factors_of` read of a layer."""
-    if type(layer) is QuantLinear:
+    if type(layer) in PRODUCTS:
         return
     unchanged.note(layer.__dict__, *_READ)
     unchanged.note(layer._modules, "base_layer", *_PARTS)

@@ -22,7 +22,7 @@ from lowbit.formats.algorithms import GPTQ
 from lowbit.formats.base import FormatConfig
 from lowbit.formats.int8 import int8_dynamic_activation_int8_weight, int8_weight_only
 from lowbit.formats.text import config_of
-from lowbit.quant.kinds import kind_of
+from lowbit.quant.kinds import kind_of, stored_weight
 from lowbit.quant.quant_embedding import EMBEDDING
 from lowbit.quant.quant_linear import LINEAR
 
@@ -38,7 +38,7 @@ def head_layers(model: nn.Module) -> list[nn.Module]:
     if not isinstance(head, nn.Module) or kind_of(head) is not LINEAR:
         return []
     tables = (module for module in model.modules() if kind_of(module) is EMBEDDING)
-    return [head, *(table for table in tables if table.weight is head.weight)]
+    return [head, *(table for table in tables if stored_weight(table) is stored_weight(head))]
 
 
 def head_config(function: str, head: Any, config: FormatConfig | None) -> FormatConfig | None:

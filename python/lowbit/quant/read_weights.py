@@ -4,7 +4,9 @@ packed.
 
 For example, T5 reads the dtype of the weight, Mamba multiplies by it, RWKV scales it in place, and Swin V2 creates a
 table with the dtype of a submodule's first parameter. A call of the layer does not reveal this, so the classes are
-listed here by name. A test compares the table of linear layers with the source of the installed transformers.
+listed here by name. A test compares the tables of linear layers with the source of the installed transformers.
+
+Output heads to whose dtype a model casts their input are packed: the packed layer says the dtype (typed_linear.py).
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from lowbit.quant.kinds import kind_of
 from lowbit.quant.output_head import head_layers
 from lowbit.quant.quant_embedding import EMBEDDING
 from lowbit.quant.quant_linear import LINEAR
+from lowbit.quant.typed_linear import say_dtype
 
 READ_BY = {
     "wo": (
@@ -27,9 +30,8 @@ READ_BY = {
         "udop.UdopDenseActDense udop.UdopDenseGatedActDense umt5.UMT5DenseActDense umt5.UMT5DenseGatedActDense"
     ),
     "lm_head": (
-        "falcon_mamba.FalconMambaForCausalLM gemma4_assistant.Gemma4AssistantForCausalLM "
-        "gemma4_unified_assistant.Gemma4UnifiedAssistantForCausalLM hy_v4.HYV4ForCausalLM mamba.MambaForCausalLM "
-        "mamba2.Mamba2ForCausalLM xlstm.xLSTMForCausalLM"
+        "gemma4_assistant.Gemma4AssistantForCausalLM gemma4_unified_assistant.Gemma4UnifiedAssistantForCausalLM "
+        "hy_v4.HYV4ForCausalLM"
     ),
     "weights_proj": (
         "axk2.AXK2Indexer deepseek_v32.DeepseekV32Indexer dots3_note.Dots3NoteTextIndexer "
@@ -107,6 +109,12 @@ READ_BY = {
 """Layers, and the methods that read their weights, as ``folder.Class.method`` in ``transformers.models``. Without a
 method, it is ``forward``. A layer's name with dots is the end of its path; ``part.parameters`` stands for the layer
 with the first parameter of the submodule ``part``."""
+DTYPE_READ_BY = {
+    "lm_head": (
+        "falcon_mamba.FalconMambaForCausalLM mamba.MambaForCausalLM mamba2.Mamba2ForCausalLM xlstm.xLSTMForCausalLM"
+    ),
+}
+"""Layers of which these methods read the dtype alone."""
 TABLES_READ_BY = {
     "embed_tokens": (
         "diffusion_gemma.DiffusionGemmaDecoderModel gemma4.Gemma4TextModel.get_per_layer_inputs "
@@ -116,6 +124,9 @@ TABLES_READ_BY = {
 }
 """The same for embeddings of tokens, which are packed with an output head that is tied to them."""
 _PARAMETERS = "parameters"
+Tables = tuple[tuple[str, str], ...]
+_READ: Tables = (*READ_BY.items(), *TABLES_READ_BY.items())
+_DTYPE_READ: Tables = tuple(DTYPE_READ_BY.items())
 
 
 def weights_that_are_read(model: nn.Module) -> dict[int, str]:
@@ -123,7 +134,7 @@ def weights_that_are_read(model: nn.Module) -> dict[int, str]:
     them if a class reads the embedding that it is tied to."""
     found: dict[int, str] = {}
     for module in model.modules():
-        for path in _read_by(type(module)):
+        for path in _read_by(type(module), _READ):
             for layer in _layers_at(module, path):
                 if layer is not None and kind_of(layer) in (LINEAR, EMBEDDING):
                     found[id(layer)] = f"{type(module).__name__} reads its weight"
@@ -131,6 +142,16 @@ def weights_that_are_read(model: nn.Module) -> dict[int, str]:
     for reason in {found[id(layer)] for layer in tied if id(layer) in found}:
         found |= {id(layer): reason for layer in tied}
     return found
+
+
+def say_dtypes(model: nn.Module) -> None:
+    """Let packed layers of which a model reads the dtype alone say that of the model."""
+    dtype = next((each.dtype for each in model.parameters() if each.is_floating_point()), None)
+    for module in model.modules() if dtype is not None else ():
+        for path in _read_by(type(module), _DTYPE_READ):
+            for layer in _layers_at(module, path):
+                if layer is not None:
+                    say_dtype(layer, dtype)
 
 
 def _layers_at(module: nn.Module, path: str) -> list[nn.Module | None]:
@@ -145,12 +166,12 @@ def _layers_at(module: nn.Module, path: str) -> list[nn.Module | None]:
 
 
 @functools.cache
-def _read_by(cls: type) -> frozenset[str]:
-    """Return the layers whose weight a method of this class reads. Methods that a subclass overrides do not count."""
+def _read_by(cls: type, tables: Tables) -> frozenset[str]:
+    """Return the layers that tables list for this class. Methods that a subclass overrides do not count."""
     layers: set[str] = set()
     replaced: set[str] = set()
     for base in cls.__mro__:
-        for method, read in _methods().get(_name(base), {}).items():
+        for method, read in _methods(tables).get(_name(base), {}).items():
             if method not in replaced:
                 layers |= read
         replaced |= vars(base).keys()
@@ -164,10 +185,10 @@ def _name(cls: type) -> str:
 
 
 @functools.cache
-def _methods() -> dict[str, dict[str, set[str]]]:
-    """Return the table by class: for each of its methods, the layers whose weight it reads."""
+def _methods(tables: Tables) -> dict[str, dict[str, set[str]]]:
+    """Return tables by class: for each of its methods, the layers."""
     table: dict[str, dict[str, set[str]]] = {}
-    for layers, readers in (*READ_BY.items(), *TABLES_READ_BY.items()):
+    for layers, readers in tables:
         for reader in readers.split():
             folder, cls, *method = reader.split(".")
             of_class = table.setdefault(f"{folder}.{cls}", {})

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from lowbit.export.onnx.matrices import Matrix, matrix_of
 from lowbit.export.rewritten import RewrittenEmbedding, rewritten, with_class
 from lowbit.formats.spec import LinearSpec
-from lowbit.quant.kinds import kind_of
+from lowbit.quant.kinds import kind_of, stored_weight
 from lowbit.quant.layout import numbers_of
 
 
@@ -48,11 +48,12 @@ def in_onnx(model: nn.Module) -> nn.Module:
     def write(layer: nn.Module, name: str) -> nn.Module:
         stored = numbers_of(layer.layout)
         looks_up = not kind_of(layer).multiplies
-        same = [matrix for (weight, _), matrix in matrices.items() if looks_up and weight == id(layer.weight)]
-        key = id(layer.weight), stored.spec
+        packed = stored_weight(layer)
+        same = [matrix for (weight, _), matrix in matrices.items() if looks_up and weight == id(packed)]
+        key = id(packed), stored.spec
         matrix = same[0] if same else matrices.get(key)
         if matrix is None:
-            matrix = matrices[key] = matrix_of(layer.weight.detach(), stored, name)
+            matrix = matrices[key] = matrix_of(packed.detach(), stored, name)
         written = with_class(layer, OnnxEmbedding if looks_up else OnnxLinear)
         written.matrix, written.spec = matrix, stored.spec
         return written
