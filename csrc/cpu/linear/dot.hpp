@@ -189,7 +189,10 @@ void dot_tile(const PackedWeight& weight, const Int8Rows<typename DotOf<kFormat>
   }
   f32x16 result[kRows][kPanels];
   for (int r = 0; r < kRows; r++)
-    for (int p = 0; p < kPanels; p++) result[r][p] = set1(0.0f);
+    for (int p = 0; p < kPanels; p++) {
+      result[r][p] = set1(0.0f);
+      if (kExpanded) sink.prefetch(row + r, panel + (p < count ? p : 0));
+    }
 
   const uint8_t* ahead = expanded.ahead;
   for (int64_t s = 0, half = 0; half < halves; s++) {
