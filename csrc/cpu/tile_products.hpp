@@ -14,6 +14,7 @@
 #pragma once
 
 #include "core/arena.hpp"
+#include "core/one_function.hpp"
 #include "cpu/loops.hpp"
 #include "cpu/simd/double.hpp"
 #include "cpu/upcoming.hpp"
@@ -103,12 +104,6 @@ LOWBIT_INLINE void multiply_tile(LeftFactor<T> a, const T* b, int64_t b_stride, 
   }
   unroll<kRows>([&](auto r) { unroll<kVectors>([&](auto v) { store(c + r * c_stride + v * 16, acc[r][v]); }); });
 }
-
-#if __has_cpp_attribute(gnu::noclone)
-#define LOWBIT_ONE_FUNCTION [[gnu::noinline, gnu::noclone]]
-#else  // clang makes no clones
-#define LOWBIT_ONE_FUNCTION [[gnu::noinline]]
-#endif
 
 // Columns are rounded up to 16. A block of rows of a, and the strip of b with 16 or 32 columns, stay in L1. One
 // function for both kinds of left factor: gcc's clones for a row or step of 1 doubled the code and were no faster.

@@ -90,6 +90,7 @@ WeightSpec gguf_spec(GgufType type, int64_t n, int64_t k) {
 void pack_gguf(const TensorView& blocks, int64_t type_, const TensorView& places, const TensorView& out) {
   constexpr std::string_view op = "pack_gguf";
   const Place place = place_of(op, {{"blocks", blocks}, {"places", places}, {"out", out}});
+  check(place.device == Device{}, value, op, ": blocks must be on the CPU");  // places are read here
   const auto type_of = static_cast<GgufType>(check_number(op, "type", type_, std::size(kGgufTypeNames)));
   const auto [bytes, weights] = with_gguf_type(type_of, [&]<class Type>() {
     return std::pair<int64_t, int64_t>(Type::bytes, Type::weights);
@@ -110,9 +111,10 @@ void pack_gguf(const TensorView& blocks, int64_t type_, const TensorView& places
       taken[static_cast<std::size_t>(at)] = true;
     }
   }
-  GgufFault fault = GgufFault::none;
-  const GgufBlocks from{.type = type_of, .blocks = blocks, .places = places, .fault = &fault};
+  int found = 0;
+  const GgufBlocks from{.type = type_of, .blocks = blocks, .places = places, .fault = &found};
   run(RepackArgs{.place = place, .spec = spec, .packed = {}, .out = out, .gguf = from});
+  const auto fault = static_cast<GgufFault>(found);
   check(fault != GgufFault::scale, value, op, ": every scale must be finite, got inf or nan");
   check(fault != GgufFault::minimum, value, op, ": every minimum must be finite, got inf or nan");
   check(fault != GgufFault::range, value, op, ": the scales of a row must lie within 2^24 of its largest");

@@ -62,7 +62,7 @@ struct GgufBlocks {
   GgufType type = GgufType::Q4_0;
   TensorView blocks{};  // uint8 [n, k / weights of a block, bytes of a block]; rows and blocks may lie apart
   TensorView places{};  // int32 [groups], the group of the weight that each group of a row becomes; or none: the same
-  GgufFault* fault = nullptr;  // written: that of a row, if there is any
+  int* fault = nullptr;  // written: the GgufFault of a row, if there is any
 
   explicit operator bool() const { return static_cast<bool>(blocks); }
 };

@@ -20,6 +20,7 @@ UNITS = {
     "csrc/core": (["-x", "c++", "-std=c++20"], [*sorted(CSRC.glob("core/*.cpp")), *(CSRC / f"core/os/{name}.cpp" for name in ("posix", "linux"))]),
     "csrc/external": (["-x", "c++", "-std=c++20"], sorted(CSRC.glob("external/*.cpp"))),
     "a unit of kernels": (["-x", "c++", "-std=c++20", *SCALAR], [CSRC / "cpu/linear/dot.cpp"]),
+    "blocks of GGUF": (["-x", "c++", "-std=c++20", *SCALAR], [CSRC / "cpu/quantize/gguf.cpp"]),
 }
 
 

@@ -29,6 +29,7 @@ ATTENTION = {  # forward and backward -> a call; of one query, and of whole prom
     ("attention_forward_decode_float16_cuda", "attention_backward_tiles_cuda"): AttentionCase("one query", (2, 32, 8, 1, 8192, 64, 64), FP16),
     ("attention_forward_tiles_cuda", "attention_backward_tiles_cuda"): AttentionCase("a prompt", (1, 4, 2, 2048, 2048, 128, 128), causal=True),
     ("attention_forward_wgmma_cuda", "attention_backward_wgmma_cuda"): AttentionCase("a prompt", (1, 4, 2, 2048, 2048, 128, 128), causal=True),
+    ("attention_forward_bias_cudnn", "attention_backward_tiles_cuda"): AttentionCase("a prompt with a float mask", (1, 4, 2, 2048, 2048, 128, 128), bias=BF16),
     ("attention_forward_cudnn", "attention_backward_cudnn"): AttentionCase("a prompt", (1, 4, 2, 2048, 2048, 128, 128), causal=True),
 }
 DECODE = [
@@ -42,6 +43,7 @@ DECODE = [
     DecodeCase(f"{cache}, a prompt by tiles", (1, 8, 2, 512, 2560, 128, 128), cache, dtype, {"causal": True, "position": 2048, "window": window}, prompt=True)
     for cache, dtype, window in (("int8", BF16, 0), ("int4", BF16, 1024), (BF16, BF16, 0), (FP16, FP16, 1024))
 ]
+DECODE_BY_CUDNN = [case for case in DECODE if case.cache in (BF16, FP16) and not case.prompt]
 
 
 def linear_cases(row: str, k: int = K) -> list[LinearCase]:
@@ -69,4 +71,4 @@ def rows(op: str) -> list[str]:
 
 
 def decode_rows() -> set[str]:
-    return {row_of(case) for case in DECODE}
+    return {row_of(case) for case in DECODE} | {"decode_cudnn"}

@@ -15,7 +15,7 @@ from attention_calls import FEW_QUERIES, AttentionCase, rows_of_few
 from decode_calls import DecodeCase
 from linear_calls import allowed_of_many_rows, run
 from quantize_calls import QuantizeCall
-from real_sizes import ATTENTION, COLUMNS, DECODE, DEVICE, SUFFIX, TIMES, K, decode_rows, linear_cases, repeated, rows
+from real_sizes import ATTENTION, COLUMNS, DECODE, DECODE_BY_CUDNN, DEVICE, SUFFIX, TIMES, K, decode_rows, linear_cases, repeated, rows
 from settings import forced
 
 from lowbit import _C, testing
@@ -76,7 +76,7 @@ def test_a_weight_is_packed_and_decoded_as_on_the_cpu(format: str) -> None:
 @gpu
 @pytest.mark.parametrize(("rows", "case"), ATTENTION.items(), ids=str)
 def test_attention(rows: tuple[str, str], case: AttentionCase) -> None:
-    if rows[0] == "attention_forward_cudnn" and _C.cuda.cudnn_missing():
+    if "cudnn" in rows[0] and _C.cuda.cudnn_missing():
         pytest.skip(f"{_C.cuda.cudnn_missing()} (tools/cudnn_headers)")
     data = attention_calls.make_data(case)
     if "cudnn" in rows[1]:
@@ -105,3 +105,12 @@ def test_a_step_has_the_bits_of_the_cpu(format: str) -> None:
     here = optim_steps.step(f"optim_step_{format}_scalar", "adamw", format, block_size, "cpu", numels)
     there = optim_steps.step(f"optim_step_{format}_cuda{SUFFIX}", "adamw", format, block_size, DEVICE, numels)
     assert all(torch.equal(a, b) for a, b in zip(here, there, strict=True))
+
+
+@gpu
+@pytest.mark.parametrize("case", DECODE_BY_CUDNN, ids=str)
+def test_decode_by_cudnn(case: DecodeCase) -> None:
+    if _C.cuda.cudnn_missing():
+        pytest.skip(f"{_C.cuda.cudnn_missing()} (tools/cudnn_headers)")
+    data = decode_calls.make_data(case)
+    decode_calls.assert_right(case, data, *decode_calls.run(case, data, DEVICE, SUFFIX, "decode_cudnn"))

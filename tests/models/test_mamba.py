@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import lowbit
 from lowbit.models import fused_mamba
 from lowbit.models.fused_mamba import NOTE, FusedMamba
+from lowbit.models.recurrent_layers import scanned
 
 SIZES = dict(
     vocab_size=97, hidden_size=64, num_hidden_layers=3, pad_token_id=0, eos_token_id=96, bos_token_id=1,
@@ -233,3 +234,25 @@ def test_lora_trains_on_the_op(adapters_first: bool, monkeypatch: pytest.MonkeyP
     assert all(
         parameter.grad.any() for name, parameter in other.named_parameters() if "lora" in name and "mamba" in name
     )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_a_cache_of_any_dtype_gets_the_new_state(dtype: torch.dtype) -> None:
+    """Of float16 and float64 the ops take a copy in float32."""
+
+    class Cache:
+        layers = (None,)
+        state = torch.randn(1, 16, 8, generator=torch.Generator().manual_seed(0)).to(dtype)
+
+        def get_recurrent_state(self, index: int) -> torch.Tensor:
+            return self.state
+
+        def update_recurrent_state(self, state: torch.Tensor, index: int) -> None:
+            self.state = state.to(self.state.dtype)
+
+    torch.manual_seed(1)
+    x, dt, A, B, C = torch.randn(1, 3, 16), torch.rand(1, 3, 16), -torch.rand(16, 8), torch.randn(1, 3, 8), torch.randn(1, 3, 8)
+    cache, before = Cache(), Cache.state.clone()
+    y = scanned(lowbit.selective_scan, (x, dt, A, B, C), {}, cache, 0)
+    wanted, state = lowbit.selective_scan(x, dt, A, B, C, state=before.float())
+    assert torch.equal(y, wanted) and torch.equal(cache.state, state.to(dtype)) and not torch.equal(cache.state, before)

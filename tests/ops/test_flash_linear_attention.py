@@ -29,11 +29,11 @@ def fla(monkeypatch: pytest.MonkeyPatch) -> Calls:
 
     def function(name: str) -> Any:
         def emulated(
-            q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: float | None = None,
-            initial_state: Tensor | None = None, output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False,
+            q: Tensor, k: Tensor, v: Tensor, g: Tensor, gk: None = None, gv: None = None, beta: Tensor | None = None,
+            scale: float | None = None, initial_state: Tensor | None = None, output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False,
             cu_seqlens: Tensor | None = None, **kwargs: Any,
         ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-            assert not kwargs and output_final_state and q.shape[:3] == k.shape[:3] == v.shape[:3]
+            assert not kwargs and gk is gv is None and beta is not None and output_final_state and q.shape[:3] == k.shape[:3] == v.shape[:3]
             assert initial_state is None or initial_state.dtype == torch.float32
             assert cu_seqlens is None or cu_seqlens.dtype == torch.int64
             calls.append((name, {"scale": scale, "l2norm": use_qk_l2norm_in_kernel}))
@@ -118,3 +118,13 @@ def test_a_package_without_the_function_is_named(fla: Calls) -> None:
     call = made((2, 5, 4, 4, 16, 24), per_channel=True)
     with pytest.raises(NotImplementedError, match="of which fla.ops.kda.chunk_kda cannot be imported: .*chunk_kda"):
         gated_delta_rule_by_fla(*call.values(), l2norm=True, scale=1.0, cu_seqlens=None)
+
+
+def test_a_call_that_a_version_refuses_is_refused_in_words(fla: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("ChunkGatedDeltaRuleFunction does not support float32")
+
+    monkeypatch.setattr(sys.modules["fla.ops.gated_delta_rule"], "chunk_gated_delta_rule", refuse)
+    call = made((1, 20, 2, 2, 16, 16), torch.float32)
+    with pytest.raises(NotImplementedError, match="gated_delta_rule: flash-linear-attention refuses this call: .* float32"):
+        gated_delta_rule_by_fla(**call, l2norm=False, scale=0.25, cu_seqlens=None)

@@ -64,7 +64,7 @@ struct Int8Rows {
   const int32_t* index = nullptr;  // position of each row in the arrays, for tiles of one row; null: in order
 
   LOWBIT_INLINE int64_t at(int64_t row) const { return index ? index[row] : row; }
-  LOWBIT_INLINE const float* offsets_from(int64_t row) const { return offset ? offset + row : nullptr; }  // without index
+  LOWBIT_INLINE const float* offsets_from(int64_t row) const { return offset ? offset + row : nullptr; }  // no index
 };
 
 template <class Dot, class Step>

@@ -3,6 +3,7 @@
 // adapter, activation, mul, add, rounding; or, after the bias, an addition: y += factor of the row * value.
 #pragma once
 
+#include "core/one_function.hpp"
 #include "cpu/linear/product.hpp"
 #include "cpu/simd/math.hpp"
 #include "cpu/vector_io.hpp"
@@ -43,7 +44,7 @@ struct Sink {
   }
 };
 
-// The part of `finish` that is the same for all rows of a panel.
+// The part of `finish_row` that is the same for all rows of a panel.
 struct PanelEnd {
   f32x16 scale, sum, bias;  // sum: of a column's weights
   bool scales;
@@ -116,14 +117,14 @@ LOWBIT_INLINE void finish_row(const Sink& sink, int64_t n, const PanelEnd& end, 
   store_from_float(sink.y, sink.dtype, at, count, value);
 }
 
-// `count` rows of a panel: row r has the 16 sums from sums[r * step] on, and is row r of sink. row_factor: times a factor
-// for each row; those with factor 0 are skipped; or null. row_offset: the factor of column_sum (asymmetric activations),
-// or null. Not inlined: it runs once per 16 k products, and as part of each tile size it was two thirds of the code.
-// What the rows share is read once: 23 ns a row were a sixth of a product with k = 576.
-[[gnu::noinline, gnu::noclone, maybe_unused]] void finish_rows(const PackedWeight& weight, const Sink& sink,
-                                                               int64_t count, int64_t panel, const float* sums,
-                                                               int64_t step, const float* row_factor,
-                                                               const float* row_offset) {
+// `count` rows of a panel: row r has the 16 sums from sums[r * step] on, and is row r of sink. row_factor: times a
+// factor for each row; those with factor 0 are skipped; or null. row_offset: the factor of column_sum (asymmetric
+// activations), or null. Not inlined: it runs once per 16 k products, and as part of each tile size it was two thirds of
+// the code. What the rows share is read once: 23 ns a row were a sixth of a product with k = 576.
+LOWBIT_ONE_FUNCTION [[maybe_unused]] inline void finish_rows(const PackedWeight& weight, const Sink& sink,
+                                                             int64_t count, int64_t panel, const float* sums,
+                                                             int64_t step, const float* row_factor,
+                                                             const float* row_offset) {
   const PanelEnd end(weight, sink, panel, row_offset != nullptr);
   for (int64_t r = 0; r < count; r++, sums += step) {
     f32x16 value = load(sums);

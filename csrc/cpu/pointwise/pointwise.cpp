@@ -7,6 +7,7 @@
 
 #include "core/parallel.hpp"
 #include "cpu/loops.hpp"
+#include "cpu/row_begin.hpp"
 #include "cpu/rows.hpp"
 #include "cpu/simd/math.hpp"
 #include "cpu/vector_io.hpp"
@@ -44,17 +45,10 @@ LOWBIT_INLINE f32x16 gated(const PointwiseArgs& args, f32x16 scale, int64_t at, 
   return mul(scale, args.gate_function == GateFunction::silu ? silu(gate) : sigmoid(gate));
 }
 
-// Where a row of the gate begins.
-LOWBIT_INLINE int64_t begin_of(const TensorView& gate, int64_t row) {
-  int64_t at = 0;
-  for (int dim = gate.rank - 2; dim >= 0; row /= gate.size(dim), dim--) at += row % gate.size(dim) * gate.stride[dim];
-  return at;
-}
-
 void compute_row(const PointwiseArgs& args, f32x16 scale, int64_t row) {
   const int64_t n = args.x.size(-1), begin = row * n;
   if (args.gate.size(-1) == n) {
-    const int64_t gate = begin_of(args.gate, row) - begin;
+    const int64_t gate = begin_of_row(args.gate, row) - begin;
     return compute(args, begin, begin + n,
                    [&](int64_t i, int64_t count) { return gated(args, scale, gate + i, count); });
   }

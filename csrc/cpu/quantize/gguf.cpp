@@ -185,7 +185,7 @@ void run_gguf(const RepackArgs& args) {
       std::memset(args.out.as<uint8_t>() + panel * args.spec.panel_bytes(), 0, args.spec.codes_at());
       for (int64_t n = panel * kPanelColumns; n < (panel + 1) * kPanelColumns; n++)
         if (const GgufFault fault = pack_column<Type>(args, n, column); fault != GgufFault::none)
-          __atomic_store_n(args.gguf.fault, fault, __ATOMIC_RELAXED);
+          __atomic_store_n(args.gguf.fault, static_cast<int>(fault), __ATOMIC_RELAXED);
     });
   });
 }

@@ -7,7 +7,7 @@
 #include "core/parallel.hpp"
 #include "core/scratch.hpp"
 #include "cpu/loops.hpp"
-#include "cpu/rms_norm/row_begin.hpp"
+#include "cpu/row_begin.hpp"
 #include "cpu/root_mean_square.hpp"
 #include "cpu/rows.hpp"
 #include "cpu/simd/math.hpp"

@@ -15,7 +15,7 @@
 #include "core/scratch.hpp"
 #include "cpu/gate_slopes.hpp"
 #include "cpu/loops.hpp"
-#include "cpu/rms_norm/row_begin.hpp"
+#include "cpu/row_begin.hpp"
 #include "cpu/root_mean_square.hpp"
 #include "cpu/rows.hpp"
 

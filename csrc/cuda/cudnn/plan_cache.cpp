@@ -6,6 +6,7 @@
 #include <cstdio>
 #include <map>
 #include <mutex>
+#include <optional>
 
 #include "core/once.hpp"
 #include "cuda/cudnn/library.hpp"
@@ -53,19 +54,21 @@ Plan make_and_keep(const AttentionShape& shape, const CudnnDevice& device, const
   return plan;
 }
 
-// A cuDNN that has no handle for the device refuses too: our own rows need none.
-Plan read_or_make(const AttentionShape& shape, const Place& place) try {
+Plan read_or_make(const AttentionShape& shape, const Place& place) {
   const InContext here(place.device);
-  const HandleFor handle(place);
-  const CudnnDevice device{.handle = handle.get()};
+  std::optional<HandleFor> handle;
+  try {
+    handle.emplace(place);
+  } catch (const Error& error) {  // no handle for the device: a refusal, as our own rows need none
+    return {.graph = nullptr, .refused = error.what()};
+  }
+  const CudnnDevice device{.handle = handle->get()};
   const std::string path =
       cached_plan_path(concat("attention ", cudnn_version(), " ", text_of(shape)),
                        concat(architecture(place.device), "-", multiprocessors(place.device)));
   if (const auto image = read_cached(path))  // from another build of cuDNN, or damaged: made again
     if (Plan plan = read_plan(*image, device); plan.graph) return plan;
   return make_and_keep(shape, device, path);
-} catch (const Error& error) {
-  return {.graph = nullptr, .refused = error.what()};
 }
 
 }  // namespace

@@ -17,6 +17,7 @@ from lowbit.documents.whole_file import replaced_file
 from lowbit.models.croppable_cache import croppable_cache, recurrent_layers_of
 from lowbit.models.croppable_states import CroppableStates
 from lowbit.models.growing_cache import GrowingLayer
+from lowbit.models.recurrent_layers import STATE_DTYPES
 
 _FORMAT = "lowbit.cache"
 _PARTS = ("conv", "state")
@@ -71,7 +72,10 @@ def load_cache(model: nn.Module, path: str | Path) -> DynamicCache:
         raise ValueError(f"load_cache: {path} must be a safetensors file, got one that is not: {error}") from None
     if about.get("format") != _FORMAT:
         raise ValueError(f"load_cache: {path} must be a file of save_cache, got format {about.get('format')!r}")
-    cache = croppable_cache(model, int(about["every"]), getattr(torch, about["state_dtype"]))
+    dtypes = {str(dtype).removeprefix("torch."): dtype for dtype in STATE_DTYPES}
+    if (told := about.get("state_dtype", "float32")) not in dtypes:
+        raise ValueError(f"load_cache: {path} must have states of {' or '.join(dtypes)}, got {told!r}")
+    cache = croppable_cache(model, int(about["every"]), dtypes[told])
     kinds = [_kind_of(layer) for layer in cache.layers]
     if kinds != (told := json.loads(about["layers"])):
         raise ValueError(f"load_cache: {path} must be of a model with the layers {kinds}, got {told}")

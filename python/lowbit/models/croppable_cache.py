@@ -38,8 +38,8 @@ def croppable_cache(model: nn.Module, every: int = 256, state_dtype: torch.dtype
         A ``DynamicCache``. Its layers are those of a new one, but for the recurrent ones.
 
     Raises:
-        ValueError: ``every`` is below 1, ``state_dtype`` is another one, the model has no recurrent layers, or one whose states cannot be kept. The
-            message names it.
+        ValueError: ``every`` is below 1, ``state_dtype`` is neither float32 nor bfloat16, the model has no recurrent
+            layers, or one whose states cannot be kept. The message names it.
 
     Example:
         >>> cache = lowbit.croppable_cache(model)

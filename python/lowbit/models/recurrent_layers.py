@@ -118,9 +118,9 @@ def scanned(
             return scan(*of_part, **given, state=state)
 
         return layer.recur(go_on, [tensor for moves, tensor in zip(timed, tensors, strict=True) if moves])
-    state = None if cache is None else cache.get_recurrent_state(index)
-    state = served_state(state)
-    if state is not None and state.is_contiguous():
+    held = None if cache is None else cache.get_recurrent_state(index)
+    state = served_state(held)
+    if state is not None and state is held and state.is_contiguous():
         return scan(*tensors, **given, state=state, in_place=True)[0]
     y, state = scan(*tensors, **given, state=state)
     if cache is not None:

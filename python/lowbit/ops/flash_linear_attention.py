@@ -38,7 +38,7 @@ def gated_delta_rule_by_fla(
     Shapes and dtypes are checked as on the CPU. The numbers of g and cu_seqlens are not: that would wait for the GPU.
 
     Raises:
-        NotImplementedError: fla is not installed, cannot be imported, or has no such function.
+        NotImplementedError: fla is not installed, cannot be imported, has no such function, or refuses the call.
     """
     given = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "state": state, "l2norm": l2norm, "scale": scale}
     registration.check("gated_delta_rule", given | {"cu_seqlens": cu_seqlens})
@@ -48,14 +48,19 @@ def gated_delta_rule_by_fla(
     group = v.shape[2] // q.shape[2]
     if group > 1:  # not all versions of fla take fewer heads of keys
         q, k = (tensor.repeat_interleave(group, dim=2) for tensor in (q, k))
-    o, last = function(
-        q, k, v, g, beta,
-        scale=scale,
-        initial_state=None if state is None else state.float(),
-        output_final_state=True,
-        use_qk_l2norm_in_kernel=l2norm,
-        cu_seqlens=None if cu_seqlens is None else cu_seqlens.long(),
-    )  # fmt: skip
+    try:
+        o, last = function(
+            q, k, v,
+            g=g,
+            beta=beta,
+            scale=scale,
+            initial_state=None if state is None else state.float(),
+            output_final_state=True,
+            use_qk_l2norm_in_kernel=l2norm,
+            cu_seqlens=None if cu_seqlens is None else cu_seqlens.long(),
+        )  # fmt: skip
+    except AssertionError as error:  # its chunks take no float32 in some versions
+        raise NotImplementedError(f"gated_delta_rule: flash-linear-attention refuses this call: {error}") from error
     return o.to(v.dtype), last.to(torch.float32 if state is None else state.dtype)
 
 

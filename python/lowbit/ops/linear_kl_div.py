@@ -148,6 +148,11 @@ class _Divergence(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        with torch.autocast(grad_out.device.type, enabled=False):
+            return _Divergence._gradients(ctx, grad_out)
+
+    @staticmethod
+    def _gradients(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, bias, teacher_x, teacher_weight, teacher_bias, lse, teacher_lse = ctx.saved_tensors
         head, teacher_head = ctx.heads
         needs_x, needs_head, needs_bias = ctx.needs_input_grad[:3]

@@ -221,6 +221,8 @@ def linear_cross_entropy(
             f"{op}: labels must have the shape of x without the last dimension, here {list(x.shape[:-1])}, "
             f"got {list(labels.shape)}"
         )
+    if stored is not None:
+        head = head.detach()  # it may say the dtype of its model (typed_linear.py)
     op_args = args_of_head(op, head, stored)
     formula = LossFormula(ignore_index, logit_scale, softcap or 0.0, label_smoothing, z_loss)
     rows = x.reshape(-1, x.shape[-1])

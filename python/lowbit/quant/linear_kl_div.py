@@ -62,6 +62,7 @@ def linear_kl_div(
     Example:
         >>> loss = lowbit.linear_kl_div(hidden, lm_head.weight, taught, teacher.lm_head.weight, lm_head.stored)
     """
+    head, teacher_head = head if stored is None else head.detach(), teacher_head.detach()  # it may say its model's dtype
     if reduction not in REDUCTIONS:
         raise ValueError(f"{_NAME}: reduction must be one of {', '.join(REDUCTIONS)}, got {reduction!r}")
     ours = _head("", head, stored, x, bias, logit_scale, softcap)

@@ -16,7 +16,6 @@ from torch.nn.modules.module import _has_any_global_hook
 from lowbit.ops.lora_linear import LowRankFactors, lora_linear
 from lowbit.quant.fused import is_eager
 from lowbit.quant.lora_layers import base_of, factors_of, is_step
-from lowbit.quant.quant_linear import QuantLinear
 
 
 def forward_of(cls: type) -> Callable[..., Any]:
@@ -32,7 +31,7 @@ def forward_of(cls: type) -> Callable[..., Any]:
         if not adapters:
             return function(self, x, *args, **kwargs)
         base = base_of(self)
-        return lora_linear(x, base.weight, base.bias, base.op_args, base.row_number, adapters)
+        return lora_linear(x, base.W_q, base.bias, base.op_args, base.row_number, adapters)
 
     return forward
 
@@ -42,7 +41,7 @@ def _adapters_to_train(layer: Any, x: Tensor) -> list[LowRankFactors]:
     if not torch.is_grad_enabled() or not is_eager(x) or not is_step(layer) or _has_any_global_hook():
         return []
     base = base_of(layer)
-    if type(layer) is QuantLinear or x.shape[-1:] != (base.in_features,):
+    if x.shape[-1:] != (base.in_features,):
         return []
     adapters = factors_of(layer)
     factors = [factor for down, up, _ in adapters for factor in (down, up)]

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lowbit.quant.fused import has_hooks
 from lowbit.quant.linear_kl_div import linear_kl_div
-from lowbit.quant.quant_linear import QuantLinear
+from lowbit.quant.typed_linear import PRODUCTS
 
 _NAME = "distillation_loss"
 
@@ -117,7 +117,8 @@ def _counted(labels: Tensor | None, mask: Tensor | None, hidden: Tensor) -> Tens
 
 def _is_linear(head: Any) -> bool:
     """Return whether a head computes the product with its weight and nothing else."""
-    return type(head) in (nn.Linear, QuantLinear) and not has_hooks(head)
+    plain = type(head) is nn.Linear and type(head.weight) in (Tensor, nn.Parameter)
+    return (plain or type(head) in PRODUCTS) and not has_hooks(head)
 
 
 def _check_vocabulary(words: int, taught: int) -> None:

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows of strided tensors, for the norms.
+// Rows of strided tensors.
 #pragma once
 
 #include "core/tensor_view.hpp"
