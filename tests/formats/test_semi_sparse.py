@@ -62,7 +62,7 @@ def test_the_two_largest_of_each_four_are_packed_as_the_reference_says(row: str,
         assert torch.equal(got.codes, wanted.codes) and (got.codes[0, 2:4] == 128).all()
 
 
-@pytest.mark.parametrize("row", rows("repack"))
+@pytest.mark.parametrize("row", [row for row in rows("repack") if "gguf" not in row])
 def test_layouts_give_the_same_codes_and_bytes(row: str) -> None:
     for (n, k), group_size in itertools.product(((1, 4), (17, 36), (33, 260)), GROUP_SIZES):
         codes, groups = semi_sparse_codes(n, k), -(-k // group_size) if group_size else 1
