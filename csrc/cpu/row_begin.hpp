@@ -1,11 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows of strided tensors.
+// Rows of strided tensors. In an unnamed namespace, since kernels of several instruction sets include it.
 #pragma once
 
 #include "core/tensor_view.hpp"
-#include "cpu/loops.hpp"
 
-namespace lowbit::cpu::LOWBIT_ISA_NAME {
+namespace lowbit::cpu {
 namespace {
 
 // Where a row of the last dimension begins.
@@ -17,4 +16,4 @@ inline int64_t begin_of_row(const TensorView& tensor, int64_t row) {
 }
 
 }  // namespace
-}  // namespace lowbit::cpu::LOWBIT_ISA_NAME
+}  // namespace lowbit::cpu

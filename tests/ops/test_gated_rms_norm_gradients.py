@@ -69,8 +69,10 @@ def roundings(x: Tensor, gate: Tensor, weight: Tensor, grad_y: Tensor, options: 
     return of_x, of_gate, (of_n + ACTIVATION + 3 + x.shape[0]) * written.sum(0)
 
 
-def assert_gradients(found: Tensors, tensors: Tensors, grad_y: Tensor, options: dict[str, Any], what: str) -> None:
+def assert_row_has_gradients(row: str, tensors: Tensors, grad_y: Tensor, options: dict[str, Any]) -> None:
     """Within the roundings of float32, and of each to its dtype."""
+    with forced(row):
+        found = gradients(lambda *leaves: lowbit.gated_rms_norm(*leaves, EPS, **options), tensors, grad_y)
     wanted = gradients(lambda *wide: formula(*wide, options), tuple(each.double() for each in tensors), grad_y.double())
     for name, ours, exact, number, tensor in zip(
         ("x", "gate", "weight"), found, wanted, roundings(*tensors, grad_y, options), tensors, strict=True
@@ -78,7 +80,7 @@ def assert_gradients(found: Tensors, tensors: Tensors, grad_y: Tensor, options: 
         assert ours.dtype == tensor.dtype and ours.shape == tensor.shape
         roundoff, error = testing.ROUNDOFF[str(ours.dtype).removeprefix("torch.")], U * number
         rounding = roundoff * (exact.abs() + error + torch.finfo(ours.dtype).smallest_normal)
-        testing.assert_within(ours, exact, error + rounding + 1e-30, what=f"{what}: gradient of {name}")
+        testing.assert_within(ours, exact, error + rounding + 1e-30, what=f"{row}: gradient of {name}")
 
 
 @pytest.mark.core
@@ -98,13 +100,7 @@ def test_every_row_has_the_gradients_of_the_formula(
             grad_y = (torch.randn(m, n) / 64).to(x.dtype)  # of large tensors float16 has no gradients of size 1
             options = {"group_size": group_size, "activation": activation, "gate_first": gate_first}
             with subtests.test(m=m, n=n, turn=turn):
-                with forced(backward_row):
-                    found = gradients(
-                        lambda *leaves, options=options: lowbit.gated_rms_norm(*leaves, EPS, **options),
-                        (x, gate, weight),
-                        grad_y,
-                    )
-                assert_gradients(found, (x, gate, weight), grad_y, options, backward_row)
+                assert_row_has_gradients(backward_row, (x, gate, weight), grad_y, options)
 
 
 def test_large_gates(backward_row: str) -> None:
@@ -112,13 +108,7 @@ def test_large_gates(backward_row: str) -> None:
     gate = torch.tensor([-80.0, -20.0, 60.0, 1e4])[:, None].expand(4, 32)
     for gate_first in (False, True):
         options = {"group_size": 16, "activation": "silu", "gate_first": gate_first}
-        with forced(backward_row):
-            found = gradients(
-                lambda *leaves, options=options: lowbit.gated_rms_norm(*leaves, EPS, **options),
-                (x, gate, weight),
-                grad_y,
-            )
-        assert_gradients(found, (x, gate, weight), grad_y, options, backward_row)
+        assert_row_has_gradients(backward_row, (x, gate, weight), grad_y, options)
 
 
 @pytest.mark.parametrize("gate_first", [False, True])

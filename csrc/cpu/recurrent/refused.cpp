@@ -5,6 +5,7 @@
 
 #include "core/parallel.hpp"
 #include "cpu/recurrent/sequences.hpp"
+#include "cpu/row_begin.hpp"
 
 namespace lowbit::cpu {
 
@@ -42,13 +43,6 @@ bool all_are(Wanted wanted, const TensorView& tensor, int64_t at, int64_t count)
   return all_are<uint16_t>(wanted, tensor.as<uint16_t>() + at, count, 0x8000, infinity);
 }
 
-// Row `row` of the last dimension begins here.
-int64_t begin_of(const TensorView& g, int64_t row) {
-  int64_t at = 0;
-  for (int dim = g.rank - 2; dim >= 0; row /= g.size(dim), dim--) at += row % g.size(dim) * g.stride[dim];
-  return at;
-}
-
 struct Values {
   std::string_view op, name;
   const TensorView& tensor;  // dense rows
@@ -58,7 +52,7 @@ struct Values {
 
 void refuse_in_row(const Values& values, int64_t row) {
   const TensorView& tensor = values.tensor;
-  const int64_t begin = begin_of(tensor, row);
+  const int64_t begin = begin_of_row(tensor, row);
   int64_t i = 0;
   while (all_are(values.wanted, tensor, begin + i, 1)) i++;
   int64_t index[4] = {0, 0, 0, i};
@@ -79,7 +73,7 @@ void refuse_others(const Values& values) {
     const int64_t begin = task * block, end = begin + block < rows ? begin + block : rows;
     if (is_one_run && all_are(values.wanted, tensor, begin * columns, (end - begin) * columns)) return;
     for (int64_t row = begin; row < end; row++) {
-      if (all_are(values.wanted, tensor, begin_of(tensor, row), columns)) continue;
+      if (all_are(values.wanted, tensor, begin_of_row(tensor, row), columns)) continue;
       for (int64_t first = bad; row < first && !bad.compare_exchange_weak(first, row);) {}
       return;
     }

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from lowbit.ops.decoded_rows import PANEL
 from lowbit.ops.forward_mode import refuse_tangents
 from lowbit.ops.input_gradient import input_gradient
 from lowbit.ops.linear import LinearArgs
@@ -29,7 +30,6 @@ from lowbit.ops.registration import function_of, register
 register()
 _linear_function = function_of("linear")
 _ROWS, _WORDS = 256, 4096  # of a block of logits: 4 MiB of float32, and some more of them for probabilities
-_PANEL = 16
 
 
 class Head(NamedTuple):
@@ -71,7 +71,7 @@ class _Words:
         self.packed = weight.dtype is torch.uint8
         self.bias = None if bias is None else bias[start:stop].float()
         if self.packed:
-            self.weight = weight[start // _PANEL : -(-stop // _PANEL)]
+            self.weight = weight[start // PANEL : -(-stop // PANEL)]
         else:
             self.weight = weight[start:stop].float()
 
