@@ -137,7 +137,14 @@ def _kinds(model: nn.Module) -> list[tuple[_Kind, ...]]:
     from lowbit.models.fused_mamba2 import fuse_mamba2, may_be_mamba2
     from lowbit.models.fused_mixture import fuse_mixture, has_packed_experts
     from lowbit.models.fused_self_attention import fuse_self_attention, may_be_self_attention
+    from lowbit.models.fused_shared_layer import fuse_shared_layer, may_be_shared_layer
     from lowbit.models.fused_short_conv import fuse_short_conv, may_be_short_conv
+    from lowbit.models.shared_block import (
+        fuse_shared_attention,
+        fuse_shared_mlp,
+        may_be_shared_attention,
+        may_be_shared_mlp,
+    )
 
     columns = _rotary_columns(model)
     attention = _Kind(lambda _, module: may_be_attention(module), lambda module: fuse_attention(module, columns))
@@ -149,6 +156,9 @@ def _kinds(model: nn.Module) -> list[tuple[_Kind, ...]]:
     ]
     mixture = _Kind(lambda _, module: has_packed_experts(module), fuse_mixture)
     latent = _Kind(lambda _, module: may_be_latent_attention(module), fuse_latent_attention)
+    shared_attention = _Kind(lambda _, module: may_be_shared_attention(module), lambda module: fuse_shared_attention(module, columns))
+    shared_mlp = _Kind(lambda _, module: may_be_shared_mlp(module), fuse_shared_mlp)
+    shared_layer = _Kind(lambda _, module: may_be_shared_layer(module), fuse_shared_layer)
     self_attention = _Kind(lambda _, module: may_be_self_attention(module), fuse_self_attention)
     encoder_layer = _Kind(may_be_encoder_layer, fuse_encoder_layer)
     cross_layer = _Kind(may_be_cross_layer, fuse_cross_layer)
@@ -158,8 +168,8 @@ def _kinds(model: nn.Module) -> list[tuple[_Kind, ...]]:
     decoder = _Kind(lambda name, module: bool(name) and has_fused_layers(module), fuse_decoder)
     model = _Kind(lambda _, module: has_fused_decoder(module), fuse_causal_lm)
     mlp = _Kind(lambda _, module: is_mlp(module), fuse_mlp)
-    parts = (*recurrent, self_attention, attention, latent, norm, layer_norm, mlp)
-    return [(gated_norm,), parts, (mixture,), (encoder_layer, cross_layer, layer), (encoder, cross_decoder, decoder), (model,)]
+    parts = (*recurrent, shared_attention, shared_mlp, self_attention, attention, latent, norm, layer_norm, mlp)
+    return [(gated_norm,), parts, (mixture,), (encoder_layer, cross_layer, shared_layer, layer), (encoder, cross_decoder, decoder), (model,)]
 
 
 def _recurrent(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import inspect
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -86,7 +86,7 @@ class FusedAttention(AttentionPiece):
         cache = past_key_values if layer_past is None else layer_past
         facts, attend = self.facts, ALL_ATTENTION_FUNCTIONS.get(self.config._attn_implementation)
         layers = self.plain_projections() if is_inference(hidden_states) and not self.training else None
-        if layers is None or attend is None or not _is_rotary(position_embeddings, facts["embedded"]):
+        if layers is None or attend is None or not is_rotary(position_embeddings, facts["embedded"]):
             if position_embeddings is not None or facts["embedded"]:
                 named["position_embeddings"] = position_embeddings
             return super().forward(
@@ -95,17 +95,31 @@ class FusedAttention(AttentionPiece):
                 **({"past_key_values": past_key_values} | named if facts["takes_cache"] else named),
                 **kwargs,
             )
-        batch, length, _ = hidden_states.shape
-        qkv = facts["merged"](layers, hidden_states).view(batch, length, -1, facts["head_dim"])
+        qkv = facts["merged"](layers, hidden_states)
+        return self.attended(attend, qkv, position_embeddings, attention_mask, cache, kwargs)
+
+    def attended(
+        self,
+        attend: Callable[..., tuple[Tensor, Tensor | None]],
+        qkv: Tensor,
+        position_embeddings: Any,
+        mask: Tensor | None,
+        cache: Any,
+        more: dict[str, Any],
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the result of the module for its projections ``[B, L, n]``, and the weights that ``attend``
+        returns."""
+        facts, (batch, length, _) = self.facts, qkv.shape
+        qkv = qkv.view(batch, length, -1, facts["head_dim"])
         if facts["of_keys"] != 1.0:
             self.keys_in(qkv).mul_(facts["of_keys"])
         if facts["half_rotary"]:
             position_embeddings = whole_columns(position_embeddings)
         query, key, value = self._append(qkv, position_embeddings, cache)
-        options = facts["options"] | kwargs
+        options = facts["options"] | more
         if facts["sinks"] is not None:
             options[_SINK] = self._parameters[facts["sinks"]]
-        out, weights = attend(self, query, key, value, attention_mask, dropout=0.0, **options)
+        out, weights = attend(self, query, key, value, mask, dropout=0.0, **options)
         out = out.reshape(batch, length, -1)
         if facts["layout"]["gated"]:
             out = out * qkv[:, :, 1 : 2 * query.shape[1] : 2].flatten(2).sigmoid()
@@ -160,7 +174,7 @@ def pair_of(embeddings: Any) -> Any:
     return (embeddings.real, embeddings.imag) if is_complex else embeddings
 
 
-def _is_rotary(embeddings: tuple[Tensor, Tensor] | None, wanted: bool) -> bool:
+def is_rotary(embeddings: tuple[Tensor, Tensor] | None, wanted: bool) -> bool:
     """Whether cos and sin have the form that the module got when it was fused; some modules get none."""
     return embeddings[0].dim() == 3 if wanted and embeddings is not None else (embeddings is None) is not wanted
 
@@ -176,7 +190,13 @@ def may_be_attention(module: nn.Module) -> bool:
     return bool(_names(module, [*((name,) for name in _PACKED), APART])) and bool(_names(module, zip(_OUT)))
 
 
-def fuse_attention(module: nn.Module, rotary_columns: Sequence[int]) -> str:
+def fuse_attention(
+    module: nn.Module,
+    rotary_columns: Sequence[int],
+    piece: type[FusedAttention] = FusedAttention,
+    adapters: tuple[str, ...] = (),
+    given: dict[str, Any] | None = None,
+) -> str:
     """Fuse ``module``, an attention module of transformers, or return the reason why it stays unchanged.
 
     The module is called with random tokens before and after. The queries, keys, values and options that it passes to
@@ -187,8 +207,11 @@ def fuse_attention(module: nn.Module, rotary_columns: Sequence[int]) -> str:
         module: the attention module.
         rotary_columns: the numbers of columns of a head that the model's rotary embeddings may rotate; none of a model
             without one.
+        piece: the class that it gets.
+        adapters: the names of submodules that add to the projections, which ``piece`` knows.
+        given: more arguments of the trial calls.
     """
-    facts = _names_of(module)
+    facts = _names_of(module) | {"adapters": adapters}
     problem = _problem(module, facts)
     if problem:
         return problem
@@ -208,7 +231,7 @@ def fuse_attention(module: nn.Module, rotary_columns: Sequence[int]) -> str:
     may_lack = not rotary_columns or "position_embeddings" in inspect.signature(type(module).forward).parameters
     without = (0,) if may_lack else ()
     for columns, half_rotary in itertools.product(rotary_columns or without, (False, True)):
-        call = _call(facts["hidden"], columns // 2 if half_rotary else columns)
+        call = _call(facts["hidden"], columns // 2 if half_rotary else columns) | (given or {})
         seen = recorded(recording_probe(module), call)
         if seen is None:
             continue
@@ -224,9 +247,9 @@ def fuse_attention(module: nn.Module, rotary_columns: Sequence[int]) -> str:
         facts |= {"half_rotary": half_rotary, "embedded": columns > 0}
         facts["gated"] = _is_gated(module, facts, seen["query"])
         for layout in _layouts(facts, _numbers_of(module)):
-            FusedAttention.take(probe := recording_probe(module), facts | layout)
+            piece.take(probe := recording_probe(module), facts | layout)
             if agree(seen, recorded(probe, call)):
-                FusedAttention.take(module, facts | layout)
+                piece.take(module, facts | layout)
                 return ""
     return "it does not compute rotary attention as the fused one does"
 
@@ -293,7 +316,7 @@ def _problem(module: nn.Module, facts: dict[str, Any]) -> str:
     if missing:
         return not_packed(missing[0], children.get(missing[0]))
     idle = {name for name, child in children.items() if child is None or type(child) in IDLE}
-    known = {*names, out, *facts["norm_names"], *idle}
+    known = {*names, out, *facts["norm_names"], *facts["adapters"], *idle}
     if not set(children) <= known:
         return f"it has {', '.join(sorted(set(children) - known))}"
     if any(value is not None for value in module._buffers.values()):

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from transformers import GenerationMixin
 
 from lowbit.models.croppable_cache import is_croppable
-from lowbit.models.fused_decoder import FusedDecoder, hidden_of, probe_of_stack, stand_ins, with_children
+from lowbit.models.fused_decoder import FusedDecoder, hidden_of, probe_of_stack, stand_ins
 from lowbit.models.fused_layer import as_returned
 from lowbit.models.layer_program import NORMS
 from lowbit.models.steps import KeptPrograms
 from lowbit.models.token_loop import Generation, serves
 from lowbit.models.token_run import MULTIPLIERS, numbers_of
-from lowbit.quant.fused import Fused, probe_of
+from lowbit.quant.fused import Fused, probe_of, with_children
 
 _PREPARES = "prepare_inputs_for_generation"
 _OF_TRANSFORMERS = (
@@ -132,7 +132,7 @@ def _how_it_joins(module: nn.Module, facts: dict[str, Any]) -> dict[str, Any] | 
 
     plain = probe_of_stack(
         decoder,
-        layers=stand_ins(lambda layer, x, **kwargs: as_returned(part(x), layer.facts["joins"].behind), layers),
+        layers=stand_ins(lambda layer, x, *args, **kwargs: as_returned(part(x), layer.facts["joins"].behind), layers),
         **{facts["embedding"]: part, facts["norm"]: part},
     )
     plain.__class__ = decoder.unfused

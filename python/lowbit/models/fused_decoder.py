@@ -17,7 +17,7 @@ from lowbit.models.fused_layer import FusedDecoderLayer, as_returned, cache_of, 
 from lowbit.models.layer_joins import MASKS
 from lowbit.models.steps import KeptPrograms
 from lowbit.ops.tracing import is_traced
-from lowbit.quant.fused import Fused, named, probe_of
+from lowbit.quant.fused import Fused, named, probe_of, with_children
 
 _RECORDED = ("output_hidden_states", "output_attentions", "output_router_logits")
 _NOT_HANDED_ON = "fuse: the model does not hand the result of each layer to the next, as it did when it was fused"
@@ -55,15 +55,6 @@ class FusedDecoder(FusedStack):
     """A decoder of fused layers."""
 
     compute = staticmethod(in_one_call)
-
-
-def with_children(module: nn.Module, **children: Any) -> nn.Module:
-    """Return a copy of the module for one call, with ``children`` replacing submodules. The module itself does not
-    change, because other threads and hooks use it."""
-    cls = type(module)
-    twin = cls.__new__(cls)
-    twin.__dict__.update(module.__dict__, _modules=module._modules | children)
-    return twin
 
 
 def stand_ins(call: Callable[..., Tensor], layers: Sequence[nn.Module]) -> tuple[_StandIn, ...]:
@@ -145,6 +136,8 @@ def fuse_decoder(module: nn.Module) -> str:
     kept = [mixer.layer_idx for layer in layers for mixer in layer.facts["mixers"][:1]]
     if len(set(kept)) < len(kept):
         return "two of its layers write to one layer of the cache (layer_idx)"
+    if len({layer.facts["reads"] for layer in layers}) > 1:
+        return "its layers have different names for their arguments"
     kinds = _kinds_if_only_handing_on(module, layers)
     if kinds is None:
         return "it does not hand one cache and the result of each layer to the next"
@@ -156,6 +149,7 @@ def fuse_decoder(module: nn.Module) -> str:
             "list": "layers",
             "depth": depth_of(module),
             "kinds": kinds,
+            "reads": layers[0].facts["reads"],
             "attention": attention,
             "limited": [mixer for layer in layers for mixer in layer.facts["limited"]],
             "behind": [layer.facts["joins"].behind for layer in layers],
@@ -207,18 +201,22 @@ def _called(
     module: nn.Module, x: Tensor, layers: tuple[nn.Module, ...], results: list[Tensor]
 ) -> tuple[Tensor, list[_Call]]:
     """Call the module with layers that return their entries of ``results``, and return its result and the calls."""
-    calls: list[_Call] = []
+    calls, same = list[_Call](), list[bool]()
     of_layers = dict(zip(layers, results, strict=True))
 
-    def call(layer: nn.Module, x: Tensor, /, **kwargs: Any) -> Any:
-        calls.append((layer, x, (*(kwargs.get(name) for name in _SHARED), cache_of(kwargs))))
+    def call(layer: nn.Module, x: Tensor, /, *args: Any, **kwargs: Any) -> Any:
+        given, reads = kwargs | named(layer, args), layer.facts["reads"]
+        first, index = given.get(reads.first, calls[0][1] if calls else x), given.get(reads.index, len(calls))
+        same.append(index == len(calls) and first.equal(calls[0][1] if calls else x))
+        usual = reads.named(given)
+        calls.append((layer, x, (*(usual.get(name) for name in _SHARED), cache_of(usual))))
         return as_returned(of_layers[layer], layer.facts["joins"].behind)
 
     probe = probe_of_stack(module, layers=stand_ins(call, layers))
     before = dict(probe.__dict__)
     result = _result(probe, x)
     kept = before.keys() == probe.__dict__.keys() and all(map(is_, before.values(), probe.__dict__.values()))
-    return (result if kept else x.new_empty(0)), calls  # Attributes that were set on the copy would be lost.
+    return (result if kept and all(same) else x.new_empty(0)), calls  # Attributes that were set on the copy would be lost.
 
 
 def probe_of_stack(module: nn.Module, **children: Any) -> nn.Module:

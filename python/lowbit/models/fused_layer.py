@@ -19,13 +19,14 @@ from lowbit.models.fused_mixture import FusedMixture
 from lowbit.models.fused_self_attention import FusedSelfAttention
 from lowbit.models.half_steps import HALF_STEPS
 from lowbit.models.latent_states import FEW
-from lowbit.models.layer_joins import MASKS, joins_of
+from lowbit.models.layer_joins import MASKS, OF_ALL_LAYERS, USUAL, Reads, joins_of
 from lowbit.models.layer_program import NORMS, LayerProgram
 from lowbit.models.lowbit_attention import lowbit_attention, weights_are_recorded
 from lowbit.models.recurrent_steps import RECURRENT_STEPS, why_no_steps
+from lowbit.models.shared_block import FusedSharedAttention
 from lowbit.models.steps import MISSING, KeptPrograms
 from lowbit.ops.tracing import is_traced
-from lowbit.quant.fused import Fused, has_own_tensors, hooked, is_inference
+from lowbit.quant.fused import Fused, arguments_of, has_own_tensors, hooked, is_inference
 from lowbit.quant.unchanged import Attributes
 
 _RECORDS = {"output_router_logits", "output_attentions", "output_hidden_states"}
@@ -50,9 +51,9 @@ class FusedDecoderLayer(Fused):
     place."""
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if args or is_traced():
-            return super().forward(hidden_states, *args, **kwargs)
         facts = self.facts
+        if args or is_traced() or facts["reads"].first:  # which a call of one layer need not have as its input
+            return super().forward(hidden_states, *args, **kwargs)
         y = in_one_call((self,), facts, hidden_states, (kwargs,))
         return super().forward(hidden_states, **kwargs) if y is None else as_returned(y, facts["joins"].behind)
 
@@ -84,6 +85,9 @@ def in_one_call(
         return None
     if x.shape[1] > FEW and isinstance(facts["attention"], FusedLatentAttention):
         return None  # the modules project keys, which is faster for so many queries
+    reads = facts.get("reads", USUAL)
+    if reads is not USUAL:
+        calls = [*map(reads.named, calls)]
     kinds, dtype, crosses, cache = facts["kinds"], x.dtype, of_encoder is not None, cache_of(calls[0])
     of_token = _is_token(x, facts.get("limited", ()), cache)
     if of_token is None:
@@ -181,6 +185,8 @@ def may_be_layer(module: nn.Module) -> bool:
     """Whether the module may be a decoder layer: it has attention or a recurrent layer that is fused, or the names of
     one, or it is a half."""
     children = module._modules.values()
+    if any(isinstance(child, FusedSharedAttention) for child in children):
+        return False  # a block, which is a part of the layers that share it
     causal = any(isinstance(child, FusedSelfAttention) and child.is_causal for child in children)
     half = isinstance(module._modules.get(_LONE_HALF), tuple(HALF_STEPS))
     return bool(halves_of(module)) or causal or half or any(isinstance(child, _MIXERS) for child in children)
@@ -199,11 +205,12 @@ def fuse_decoder_layer(module: nn.Module) -> str:
         return problem
     mixers = {name: child for name, child in pieces.items() if isinstance(child, _MIXERS)}
     attention = next((child for child in mixers.values() if isinstance(child, _ATTENTION)), None)
-    sides = len(mixers) > 1
+    reads = reads_of(module)
+    sides = len(mixers) > 1 or reads is not USUAL
     recurrent = tuple(name for name, child in mixers.items() if child is not attention)
     halves = tuple(name for name, piece in pieces.items() if _returns_more(piece))
     hidden = next((child.facts["hidden"] for child in mixers.values()), None) or _width_of(pieces.values())
-    joins = joins_of(module, tuple(pieces), halves, hidden, padded=recurrent if sides else ())
+    joins = joins_of(module, tuple(pieces), halves, hidden, padded=recurrent if sides else (), reads=reads)
     if joins is None:
         return "it does not join its pieces as a decoder layer does"
     FusedDecoderLayer.take(
@@ -212,7 +219,8 @@ def fuse_decoder_layer(module: nn.Module) -> str:
             "pieces": list(pieces.items()),
             "containers": [("", Attributes(module, without=("training", "facts")))],
             "activations": {},
-            "arguments": (),
+            "arguments": () if reads is USUAL else arguments_of(module),
+            "reads": reads,
             "mixers": [*mixers.values()],
             "sides": sides,
             "limited": [mixer for mixer in mixers.values() if limits_of(mixer)],
@@ -231,6 +239,12 @@ def halves_of(module: nn.Module) -> tuple[str, ...]:
     """Return the names of attention and of the half behind it, or an empty tuple if the module is no decoder layer."""
     second = next((name for name in _SECOND_HALVES if name in module._modules), None)
     return (HALVES[0], second) if second is not None and HALVES[0] in module._modules else ()
+
+
+def reads_of(module: nn.Module) -> Reads:
+    """Return the names of the arguments of a layer."""
+    names = {*OF_ALL_LAYERS.masks, OF_ALL_LAYERS.first, OF_ALL_LAYERS.index}
+    return OF_ALL_LAYERS if names.issubset(arguments_of(module)) else USUAL
 
 
 def limits_of(mixer: nn.Module) -> bool:

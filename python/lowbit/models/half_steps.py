@@ -25,6 +25,7 @@ from lowbit.models.lowbit_attention import softcap_program
 from lowbit.models.mlp_steps import MLP_STEPS
 from lowbit.models.products import projected
 from lowbit.models.recurrent_steps import RECURRENT_STEPS
+from lowbit.models.shared_block import FusedSharedAttention, projected_with_adapters
 from lowbit.models.steps import Steps, Written
 from lowbit.ops.program import NONE, Program
 from lowbit.quant.fused import Fused, hooked
@@ -40,12 +41,18 @@ def attention_steps(steps: Steps, attention: AttentionPiece, i: int, kind: int, 
     if not all(norm.weight.is_contiguous() for norm in of_heads):
         return None
     facts = attention.facts
-    qkv = projected(steps, facts["merged"], projections, x)
+    shared = isinstance(attention, FusedSharedAttention)
+    if shared:
+        qkv = projected_with_adapters(steps, attention, projections, i, x)
+    else:
+        qkv = projected(steps, facts["merged"], projections, x)
+    if qkv is None:
+        return None
     if attention.piece is FusedSelfAttention and not steps.causal:  # no cache, no rotary embedding, no norms
         mask, heads = Program.input(3 + 3 * kind), (facts["kv_heads"], facts["head_dim"])
         attended = steps.program.self_attention(qkv, *heads, _scale_of(facts), mask, steps.cu_seqlens)
     else:
-        attended = _of_cache(steps, attention, kind, qkv)
+        attended = _of_cache(steps, attention, kind, qkv, i if shared else None)
     if attended is None:
         return None
     _note_attention(steps, attention)
@@ -89,7 +96,7 @@ def _note_attention(steps: Steps, attention: AttentionPiece) -> None:
     steps.note(attention.__dict__, "is_causal", *attention.facts["noted"].names)
 
 
-def _of_cache(steps: Steps, attention: AttentionPiece, kind: int, qkv: int) -> int | None:
+def _of_cache(steps: Steps, attention: AttentionPiece, kind: int, qkv: int, index: int | None) -> int | None:
     """Write the step that adds the new tokens to the keys and values of the layer, and the attention to these. Return
     None if a layer before has a rotary embedding of another form."""
     program, facts = steps.program, attention.facts
@@ -101,7 +108,7 @@ def _of_cache(steps: Steps, attention: AttentionPiece, kind: int, qkv: int) -> i
         factors = torch.ones(columns, device="cpu")
         attention.keys_in(factors.view(-1, facts["head_dim"])).fill_(facts["of_keys"])
         program.scale_columns(qkv, program.constant(factors))
-    keys, values = steps.keep(KeysAndValues(facts["kv_heads"], facts["head_dim"]), kind, attention)
+    keys, values = steps.keep(KeysAndValues(facts["kv_heads"], facts["head_dim"]), kind, attention, index)
     norms = [program.constant(norm.weight) for norm in facts["norms"]]
     if norms:
         norms += (facts["norm"]["eps"], facts["norm"]["offset"])
@@ -137,6 +144,7 @@ HALF_STEPS: dict[type[Fused], Callable[..., Written | None]] = {
     FusedLatentAttention: latent_attention_steps,
     FusedMixture: mixture_steps,
     FusedSelfAttention: attention_steps,
+    FusedSharedAttention: attention_steps,
     **MLP_STEPS,
     **RECURRENT_STEPS,
 }

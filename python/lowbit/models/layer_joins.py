@@ -29,6 +29,27 @@ Terms = tuple[tuple[float, int], ...]
 
 MASKS = ("attention_mask", "mamba_attention_mask")
 """The arguments of a layer with attention and a recurrent layer side by side that are their masks."""
+@dataclass(frozen=True, slots=True)
+class Reads:
+    """The names that a layer has for its arguments."""
+
+    masks: tuple[str, str] = MASKS
+    """The masks of attention and of a recurrent layer."""
+    first: str = ""
+    """The input of the first layer."""
+    index: str = ""
+    """The index of the layer."""
+
+    def named(self, call: dict[str, Any]) -> dict[str, Any]:
+        """Return the arguments of a call with the usual names, without those that all calls of a program have."""
+        rest = {name: value for name, value in call.items() if name not in (*self.masks, self.first, self.index)}
+        return rest | {usual: call.get(name) for usual, name in zip(MASKS, self.masks, strict=True)}
+
+
+USUAL = Reads()
+OF_ALL_LAYERS = Reads(("causal_mask", MASKS[0]), "original_hidden_states", "layer_idx")
+"""The names of Zamba 2, whose shared blocks read the input of the first layer beside that of their own."""
+
 OF_ENCODER = ("encoder_hidden_states", "encoder_attention_mask")
 """The arguments of a layer that are the result of an encoder and its mask."""
 WIDE = "residual_in_fp32"
@@ -49,6 +70,8 @@ class Join:
     terms: Terms
     crosses: bool = False
     """Whether the piece is attention to the result of an encoder."""
+    beside: bool = False
+    """Whether the input of the first layer lies beside the sum, as columns behind it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +111,8 @@ def joins_of(
     widths: dict[str, int] | None = None,
     crosses: bool = False,
     padded: tuple[str, ...] = (),
+    reads: Reads = USUAL,
+    index: int = 0,
 ) -> Joins | None:
     """Return how ``layer`` joins its pieces, or None if it does something else.
 
@@ -98,6 +123,8 @@ def joins_of(
         widths: the numbers of columns of the results of pieces that have others; 0 for those of their input.
         crosses: whether the layer also gets the result of an encoder and a mask of it.
         padded: the pieces that get the second of two masks (`MASKS`).
+        reads: the names of the arguments.
+        index: the index of the layer.
     """
     generator = torch.Generator("cpu").manual_seed(0)
 
@@ -107,13 +134,14 @@ def joins_of(
     def large(columns: int) -> Tensor:
         return torch.full((*_SHAPE, columns), _LARGE, device="cpu", dtype=torch.float16)
 
-    found = _called(layer, names, halves, hidden, widths or {}, crosses, padded, random)
+    options = (widths or {}, crosses, padded)
+    found = _called(layer, names, halves, hidden, *options, random, reads=reads, index=index)
     if found is None:
         return None
     x, calls, y, behind = found
     sources, pieces = [x], []
     for called in calls:
-        pieces.append(Join(called.name, _terms(called.given, sources), called.crosses))
+        pieces.append(Join(called.name, _terms(called.given, sources), called.crosses, called.beside))
         sources.append(called.result)
     result = _terms(y, sources)
     if not result or not all(piece.terms for piece in pieces):
@@ -121,7 +149,7 @@ def joins_of(
     wide = bool(getattr(layer, WIDE, False))
     if wide and not _is_wide(layer, names, halves, hidden, result):
         return None
-    in_half = _called(layer, names, halves, hidden, widths or {}, crosses, padded, large)
+    in_half = _called(layer, names, halves, hidden, *options, large, reads=reads, index=index)
     wanted = torch.tensor(sum(factor * _LARGE for factor, _ in result)).half()
     clamps = in_half is None or not torch.allclose(in_half[2], wanted, rtol=1e-3)
     return Joins(tuple(pieces), result, clamps, behind, wide)
@@ -153,6 +181,7 @@ class _Call:
     given: Tensor
     result: Tensor
     crosses: bool
+    beside: bool
 
 
 def _called(
@@ -165,12 +194,15 @@ def _called(
     padded: tuple[str, ...],
     made: Callable[[int], Tensor],
     wide: bool = False,
+    reads: Reads = USUAL,
+    index: int = 0,
 ) -> tuple[Tensor, list[_Call], Tensor, tuple[None, ...] | None] | None:
     """Call the layer with pieces that return what ``made`` makes for their number of columns. Return its input, the
     calls of its pieces, its result and what is behind this, or None if it has another signature or does not call each
     piece once, with its mask."""
     x, calls, same_masks = made(hidden), [], []
-    masks: dict[str, Tensor | None] = {name: made(1) for name in MASKS} if padded else {MASKS[0]: None}
+    masks: dict[str, Tensor | None] = {name: made(1) for name in reads.masks} if padded else {reads.masks[0]: None}
+    more: dict[str, Any] = {reads.first: made(hidden), reads.index: index} if reads.first else {}
     of_encoder = {name: made(hidden) for name in OF_ENCODER if crosses}
 
     def stand_in(name: str) -> nn.Module:
@@ -179,8 +211,11 @@ def _called(
             states = (kwargs.get("key_value_states"), kwargs.get("attention_mask"))
             result = made(widths.get(name, hidden) or given.shape[-1])
             if padded and (name in halves or name in padded):
-                same_masks.append(kwargs.get("attention_mask") is masks[MASKS[name in padded]])
-            calls.append(_Call(name, given.clone(), result, crosses and all(map(is_, states, of_encoder.values()))))
+                same_masks.append(kwargs.get("attention_mask") is masks[reads.masks[name in padded]])
+            beside = bool(more) and given.shape[-1] == 2 * hidden and given[..., hidden:].equal(more[reads.first])
+            of_sum = given[..., :hidden] if beside else given
+            crossing = crosses and all(map(is_, states, of_encoder.values()))
+            calls.append(_Call(name, of_sum.clone(), result, crossing, beside))
             return (result.clone(), None) if name in halves else result.clone()
 
         piece = probe_of(submodule_at(layer, name))
@@ -193,7 +228,7 @@ def _called(
     if hasattr(probe, WIDE):
         setattr(probe, WIDE, wide)  # float32 would round the sums of a probe in float64
     try:
-        y = probe(x.clone(), **masks, position_embeddings=(x, x), past_key_values=None, **of_encoder)
+        y = probe(x.clone(), **masks, position_embeddings=(x, x), past_key_values=None, **of_encoder, **more)
     except (TypeError, RuntimeError, ValueError, AttributeError, KeyError):  # another signature
         return None
     behind = None

@@ -11,7 +11,7 @@ from torch import nn
 from lowbit.models.fused_attention import IDLE, AttentionPiece
 from lowbit.models.fused_layer import OPTIONS
 from lowbit.models.half_steps import HALF_STEPS
-from lowbit.models.layer_joins import Joins, joins_of
+from lowbit.models.layer_joins import USUAL, Joins, joins_of
 from lowbit.models.layer_program import NORMS
 from lowbit.models.steps import KeptPrograms
 from lowbit.quant.fused import arguments_of, has_own_tensors, hooked
@@ -75,16 +75,20 @@ class LayerPieces:
                 return f"hooks on {path}.{hook}" if path else f"hooks on {hook}"
         return ""
 
-    def joins(self, crosses: bool = False) -> Joins | None:
-        """Return how the layer joins its pieces, or None if it does something else."""
+    def joins(self, hidden: int = 0, **more: Any) -> Joins | None:
+        """Return how the layer joins its pieces, or None if it does something else.
+
+        ``hidden`` is the number of columns of the stream, by default what attention reads; ``more`` are further arguments
+        of `joins_of`."""
         attentions = self.attentions()
         widths = {path: piece.out_features for path, piece in self.pieces.items() if type(piece) is QuantLinear}
-        widths |= dict.fromkeys(self.activations, 0)
+        norms = [path for path, piece in self.pieces.items() if isinstance(piece, NORMS)]
+        widths |= dict.fromkeys((*self.activations, *norms), 0)
         for path, piece in attentions.items():
             if piece.facts["out"] is None:
                 widths[path] = piece.facts["kv_heads"] * piece.facts["head_dim"]
-        hidden = next(iter(attentions.values())).facts["hidden"]
-        joins = joins_of(self.layer, tuple(self.pieces), tuple(attentions), hidden, widths, crosses)
+        hidden = hidden or next(iter(attentions.values())).facts["hidden"]
+        joins = joins_of(self.layer, tuple(self.pieces), tuple(attentions), hidden, widths, **more)
         served = joins is not None and joins.behind is None and self._are_of_linears(joins)
         return joins if served else None
 
@@ -106,6 +110,7 @@ class LayerPieces:
             "hidden": self.pieces[attention].facts["hidden"],
             "joins": joins,
             "arguments": arguments_of(self.layer),
+            "reads": USUAL,
             "kinds": (0,),
             "kept": KeptPrograms(),
         }

@@ -151,6 +151,8 @@ class LayerProgram(Steps):
             piece, number = submodule_at(layer, join.name), facts["activations"].get(join.name)
             if number is None:
                 given = self._narrow(sums.of(join.terms), joins.wide and not joins.reads_pieces(join))
+                if join.beside:
+                    given = self.side_by_side([(given, facts["hidden"]), (Program.input(0), facts["hidden"])])
                 if type(piece) is not QuantLinear and piece.piece in RECURRENT_STEPS and not joins.are_read_once(join):
                     given = self.program.scaled_add(given)  # a recurrent layer masks padding in its input
                 of_states = facts.get("sides", False) and type(piece) is not QuantLinear and piece.piece in RECURRENT_STEPS

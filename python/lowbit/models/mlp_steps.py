@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from lowbit.models.shared_block import FusedSharedMLP, added_to_halves
 from lowbit.models.steps import Steps, Written
 from lowbit.quant.fused import Fused, hooked
 from lowbit.quant.fused_mlp import FusedMLP, scalars_of
@@ -53,8 +54,9 @@ def mlp_steps(steps: Steps, mlp: FusedMLP, i: int, kind: int, x: int) -> Written
             hidden = steps.program.pointwise(hidden, facts["function"], parameters=facts.get("numbers", ()))
     else:
         whole = base_of(first)
-        halves, added = split_parts(whole, 2), steps.halves(first, x)
-        if halves is None:
+        halves = split_parts(whole, 2)
+        added = added_to_halves(steps, mlp, i, x) if isinstance(mlp, FusedSharedMLP) else steps.halves(first, x)
+        if halves is None or added is None:
             return None
         steps.note_linear(whole)
         steps.note_addresses([each for each in (whole.weight, whole.bias) if each is not None])
@@ -82,5 +84,5 @@ def _scaled(steps: Steps, facts: dict[str, Any], first: nn.Module, up: nn.Module
     return steps.product(up, x, mul=program.scaled_add(scaled, gate=scaled, scale=factor))
 
 
-MLP_STEPS: dict[type[Fused], Callable[..., Written | None]] = {FusedGatedMLP: gated_mlp_steps, FusedMLP: mlp_steps}
+MLP_STEPS: dict[type[Fused], Callable[..., Written | None]] = {FusedGatedMLP: gated_mlp_steps, FusedMLP: mlp_steps, FusedSharedMLP: mlp_steps}
 """The function that writes the steps of each class of MLP, as `HALF_STEPS`."""

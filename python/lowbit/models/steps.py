@@ -63,11 +63,12 @@ class Steps(Unchanged):
         self.norms: list[Tensor] = []
         """The weights of norms, which have the dtype of activations."""
 
-    def keep(self, memory: Memory, kind: int, module: nn.Module) -> list[int]:
-        """Record what a module keeps of earlier tokens, and return the operands."""
+    def keep(self, memory: Memory, kind: int, module: nn.Module, index: int | None = None) -> list[int]:
+        """Record what a module keeps of earlier tokens in the layer ``index`` of the cache, by default the one that it
+        names, and return the operands."""
         first = sum(each.count for each, _, _ in self.memories)
         self.note(module.__dict__, "layer_idx")
-        self.memories.append((memory, kind, getattr(module, "layer_idx", None)))
+        self.memories.append((memory, kind, getattr(module, "layer_idx", None) if index is None else index))
         return [Program.state(first + i) for i in range(memory.count)]
 
     def takes_rotation(self, half_rotary: bool) -> bool:
@@ -127,6 +128,14 @@ class Steps(Unchanged):
         """Write the first factors of the adapters on a layer; return what its two halves of outputs add."""
         (added,) = self.adapters((layer,), x)
         return [None, None] if added is None else [added._replace(up=up) for up in added.up.chunk(2)]
+
+    def side_by_side(self, parts: Sequence[tuple[int, int]]) -> int:
+        """Write a copy of operands, each with its number of columns, beside each other."""
+        whole, at = self.program.columns(parts[0][0], sum(count for _, count in parts)), 0
+        for part, count in parts:
+            self.program.heads(part, 1, count, 0, count, whole, at)
+            at += count
+        return whole
 
     def linear(
         self,

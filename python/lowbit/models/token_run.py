@@ -16,13 +16,13 @@ from torch.utils.hooks import RemovableHandle
 
 from lowbit.models.croppable_states import CroppableStates
 from lowbit.models.fused_attention import pair_of, whole_columns
-from lowbit.models.fused_decoder import FusedDecoder, stand_ins, with_children
+from lowbit.models.fused_decoder import FusedDecoder, stand_ins
 from lowbit.models.fused_layer import as_returned, calls_lowbit_attention
 from lowbit.models.growing_cache import GrowingSlidingLayer
 from lowbit.models.layer_program import NORMS, LayerProgram
 from lowbit.models.steps import MISSING
 from lowbit.ops.tracing import is_traced
-from lowbit.quant.fused import Fused, has_hooks, is_inference
+from lowbit.quant.fused import Fused, has_hooks, is_inference, with_children
 from lowbit.quant.lora_layers import is_step
 
 AHEAD = 64  # tokens per check of the model, per batch of rotary embeddings and per reservation in the cache
@@ -302,7 +302,7 @@ def rotary_embeddings(
     decoder, seen = parts.decoder, []
     facts = decoder.facts
 
-    def call(_: nn.Module, x: Tensor, /, position_embeddings: Any = None, **kwargs: Any) -> Any:
+    def call(_: nn.Module, x: Tensor, /, *args: Any, position_embeddings: Any = None, **kwargs: Any) -> Any:
         seen.append(pair_of(position_embeddings))
         return as_returned(x, facts["behind"][len(seen) - 1])
 

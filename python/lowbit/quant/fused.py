@@ -175,6 +175,15 @@ def probe_of(module: nn.Module, **children: nn.Module) -> nn.Module:
     return probe
 
 
+def with_children(module: nn.Module, **children: Any) -> nn.Module:
+    """Return a copy of the module for one call, with ``children`` replacing submodules. The module itself does not
+    change, because other threads and hooks use it."""
+    cls = type(module)
+    twin = cls.__new__(cls)
+    twin.__dict__.update(module.__dict__, _modules=module._modules | children)
+    return twin
+
+
 def submodule_at(module: nn.Module, path: str) -> nn.Module | None:
     """Return the submodule with this qualified name, or None; the module itself for an empty one."""
     for name in path.split(".") if path else ():

@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -49,7 +49,7 @@ class FusedMLP(Fused):
 
     def _refit(self) -> bool:
         """Find the numbers of the activation again, which were learned or rounded to another dtype since."""
-        found, facts = _facts(self), self.facts
+        found, facts = _facts(self, {}), self.facts
         if found is None or any(found[name] != facts[name] for name in found if name != "numbers"):
             return False
         activations = [(name, notes, _numbers(self._modules[name])) for name, notes, _ in facts["activations"]]
@@ -80,15 +80,28 @@ def _numbers(activation: nn.Module) -> list[float]:
     return [float(each) for each in scalars_of(activation) if each.numel()]
 
 
-def fuse_mlp(module: nn.Module) -> str:
+def fuse_mlp(
+    module: nn.Module,
+    piece: type[FusedMLP] = FusedMLP,
+    tried: nn.Module | None = None,
+    given: dict[str, Any] | None = None,
+    holds: Callable[[dict[str, Any]], bool] = bool,
+) -> str:
     """Fuse ``module``, for which `is_mlp` holds, or return the reason why it stays unchanged.
 
     A probe call, in which both layers return random tensors, shows which is first, and what becomes of its result.
+
+    Args:
+        module: the MLP.
+        piece: the class that it gets.
+        tried: what is called in its place.
+        given: more arguments of the call.
+        holds: whether what was found out about ``tried`` holds for the module.
     """
     if hook := hooked(module, module._modules):
         return f"hooks on {hook}"
-    facts = _facts(module)
-    if facts is None:
+    facts = _facts(module if tried is None else tried, given or {})
+    if facts is None or not holds(facts):
         return "its linear layers are not joined by an activation that the op has"
     children = [(name, child) for name, child in module._modules.items() if child is not None]
     linears = (facts["first"], facts["up"], facts["last"])
@@ -99,7 +112,7 @@ def fuse_mlp(module: nn.Module) -> str:
             (name, Attributes(child, ("training",)), _numbers(child)) for name, child in children if name not in linears
         ],
     }
-    FusedMLP.take(module, facts)
+    piece.take(module, facts)
     return ""
 
 
@@ -115,11 +128,11 @@ def activation_of(module: nn.Module) -> int | None:
         return None
     if not isinstance(y, Tensor) or y.shape != x.shape:
         return None
-    return next((number for number, act in enumerate(activation_functions) if _alike(act(x), y)), None)
+    return next((number for number, act in enumerate(activation_functions) if alike(act(x), y)), None)
 
 
 @torch.no_grad()
-def _facts(module: nn.Module) -> dict[str, Any] | None:
+def _facts(module: nn.Module, more: dict[str, Any]) -> dict[str, Any] | None:
     generator = torch.Generator("cpu").manual_seed(0)
     linears = {name: base_of(child) for name, child in module._modules.items() if is_product(child)}
     calls: list[tuple[str, Tensor]] = []
@@ -146,7 +159,7 @@ def _facts(module: nn.Module) -> dict[str, Any] | None:
         calls.clear()
         x = torch.randn(2, width, generator=generator, device="cpu")
         try:
-            y = probe(x)
+            y = probe(x, **more)
         except (TypeError, RuntimeError, ValueError, AttributeError, IndexError):  # another signature
             continue
         if len(calls) != len(linears) or not isinstance(y, Tensor) or not all(given.equal(x) for _, given in calls[:-1]):
@@ -182,7 +195,7 @@ def _gated(results: list[Tensor], h: Tensor, scales: Sequence[float]) -> dict[st
     for number, act in enumerate(activation_functions):
         for first, scale in itertools.product((0, 1), scales):
             gate, up = results[first], results[1 - first]
-            if gate.shape == up.shape == h.shape and _alike(act(gate * scale) * up, h):
+            if gate.shape == up.shape == h.shape and alike(act(gate * scale) * up, h):
                 return {"activation": number, "function": 0, "gate": None, "first": first, "of_gate": scale}
     return None
 
@@ -191,12 +204,12 @@ def _between(a: Tensor, h: Tensor) -> dict[str, Any] | None:
     """Return how h follows from a: the activation, and whether a is gate and up."""
     halves = a.chunk(2, dim=-1)
     for number, act in enumerate(activation_functions):
-        if h.shape == a.shape and _alike(act(a), h):
+        if h.shape == a.shape and alike(act(a), h):
             return {"activation": number, "function": 0, "gate": None}
         for gate, up in ((0, 1), (1, 0)) if h.shape == halves[0].shape else ():
-            if halves[gate].shape == halves[up].shape and _alike(act(halves[gate]) * halves[up], h):
+            if halves[gate].shape == halves[up].shape and alike(act(halves[gate]) * halves[up], h):
                 return {"activation": number, "function": 0, "gate": gate}
-    if h.shape == a.shape and _alike(a.relu().square(), h):
+    if h.shape == a.shape and alike(a.relu().square(), h):
         return {"activation": 0, "function": RELU_SQUARED, "gate": None}
     return _xielu(a.double(), h.double()) if h.shape == a.shape else None
 
@@ -206,10 +219,11 @@ def _xielu(a: Tensor, h: Tensor) -> dict[str, Any] | None:
     below = a.clamp(max=0)
     terms = torch.stack([a.relu().square().flatten(), (below.expm1() - below).flatten(), a.flatten()], dim=1)
     numbers = torch.linalg.lstsq(terms, h.flatten()[:, None]).solution
-    if not _alike((terms @ numbers).view_as(h), h):
+    if not alike((terms @ numbers).view_as(h), h):
         return None
     return {"activation": 0, "function": XIELU, "gate": None, "numbers": tuple(numbers.flatten().tolist())}
 
 
-def _alike(a: Tensor, b: Tensor) -> bool:
+def alike(a: Tensor, b: Tensor) -> bool:
+    """Whether two results differ by no more than the order of their sums."""
     return bool((a - b).abs().max() <= _TOLERANCE * b.abs().max())
