@@ -17,7 +17,7 @@ transformers has no decay per channel in these functions, so with --per-channel 
 With --backward: gated_delta_rule and selective_scan and their gradients of all inputs, through autograd.
 
 With --model: four layers of the shape of Qwen3.5-0.8B, Granite-4.0-H-1B, LFM2-1.2B, Mamba-1.4B, Mamba2-2.7B,
-Falcon-Mamba-7B, Jamba-3B or Kimi-Linear (with 16 experts) with random weights and a head of 4096 words, a prompt of 512
+Falcon-Mamba-7B, Jamba-3B, Zamba2-1.2B (two of the layers with a shared block) or Kimi-Linear (with 16 experts) with random weights and a head of 4096 words, a prompt of 512
 tokens and the tokens after it, through transformers in bfloat16, with int4 weights before and after `lowbit.fuse`, and
 fused but module by module; and a token of `generate`.
 """
@@ -47,6 +47,8 @@ from transformers import (
     MambaForCausalLM,
     Qwen3_5ForCausalLM,
     Qwen3_5TextConfig,
+    Zamba2Config,
+    Zamba2ForCausalLM,
 )
 from transformers.models.mamba import modeling_mamba as mamba
 from transformers.models.mamba2 import modeling_mamba2 as mamba2
@@ -238,6 +240,10 @@ SHAPES = {
     "jamba": (JambaForCausalLM, JambaConfig, dict(
         hidden_size=2560, intermediate_size=8192, num_attention_heads=20, num_key_value_heads=1, num_experts=1,
         num_experts_per_tok=1, mamba_d_state=16, mamba_dt_rank=160, attn_layer_period=4, attn_layer_offset=2,
+    )),
+    "zamba2": (Zamba2ForCausalLM, Zamba2Config, dict(
+        hidden_size=2048, intermediate_size=8192, num_attention_heads=32, n_mamba_heads=64, mamba_d_state=128,
+        use_shared_attention_adapter=True, use_mem_rope=True, layers_block_type=2 * ["mamba", "hybrid"], num_logits_to_keep=0,
     )),
     "kimi_linear": (KimiLinearForCausalLM, KimiLinearConfig, dict(
         pad_token_id=0, hidden_size=2304, intermediate_size=9216, num_attention_heads=32, num_key_value_heads=32,
