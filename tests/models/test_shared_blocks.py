@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 import torch
 from decoders import CONFIGS, answer, logits, prompt, transformers
-from hybrids import close, padded, same_caches
+from hybrids import close, padded, same_caches, same_gradients
 from torch import nn
 
 import lowbit
+from lowbit.models import fused_mamba2
 from lowbit.models.fused_causal_lm import FusedCausalLM
 from lowbit.models.fused_decoder import FusedDecoder
 from lowbit.models.shared_block import FusedSharedAttention, FusedSharedMLP
@@ -148,6 +149,19 @@ def test_the_modules_of_a_block_say_the_same_by_themselves(name: str, calls: lis
             close(one, two)
     same_caches(*caches)
     assert not calls
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients_pass_through_shared_blocks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = made(name)
+    same_gradients(model, fused(model), monkeypatch, fused_mamba2, "ssd")
+
+
+@torch.no_grad()
+def test_a_copy_of_a_fused_model_is_one_call_too(calls: list[int]) -> None:
+    other = copy.deepcopy(fused(model := made("two blocks")))
+    close(logits(other, prompt()), logits(model, prompt()))
+    assert calls == [STATES]
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -32,6 +32,8 @@ def fuse(model: nn.Module) -> FusedModules:
     - A gated delta net (Qwen3-Next, Qwen3.5, OLMo-hybrid, Kimi-Linear) runs on `gated_delta_rule`, a Mamba-2 mixer
       (Mamba2, Bamba, Granite 4, Falcon-H1, Nemotron-H, Zamba2) on `ssd`, a Mamba-1 mixer (Mamba, Falcon-Mamba, Jamba)
       on `selective_scan`, and these, as the short convolutions of LFM2, on `causal_conv1d`; with their gradients.
+    - Attention and MLP of a block that several layers share (Zamba 2), with the adapters of each use, become parts of
+      the call of all layers.
     - In a mixture of experts, the router, the experts and the shared experts become one call.
     - A decoder layer whose modules are fused, recurrent ones too, becomes one call, with
       ``attn_implementation="lowbit"`` and a cache that grows in place.
@@ -156,7 +158,9 @@ def _kinds(model: nn.Module) -> list[tuple[_Kind, ...]]:
     ]
     mixture = _Kind(lambda _, module: has_packed_experts(module), fuse_mixture)
     latent = _Kind(lambda _, module: may_be_latent_attention(module), fuse_latent_attention)
-    shared_attention = _Kind(lambda _, module: may_be_shared_attention(module), lambda module: fuse_shared_attention(module, columns))
+    shared_attention = _Kind(
+        lambda _, module: may_be_shared_attention(module), lambda module: fuse_shared_attention(module, columns)
+    )
     shared_mlp = _Kind(lambda _, module: may_be_shared_mlp(module), fuse_shared_mlp)
     shared_layer = _Kind(lambda _, module: may_be_shared_layer(module), fuse_shared_layer)
     self_attention = _Kind(lambda _, module: may_be_self_attention(module), fuse_self_attention)
@@ -169,7 +173,8 @@ def _kinds(model: nn.Module) -> list[tuple[_Kind, ...]]:
     model = _Kind(lambda _, module: has_fused_decoder(module), fuse_causal_lm)
     mlp = _Kind(lambda _, module: is_mlp(module), fuse_mlp)
     parts = (*recurrent, shared_attention, shared_mlp, self_attention, attention, latent, norm, layer_norm, mlp)
-    return [(gated_norm,), parts, (mixture,), (encoder_layer, cross_layer, shared_layer, layer), (encoder, cross_decoder, decoder), (model,)]
+    layers = (encoder_layer, cross_layer, shared_layer, layer)
+    return [(gated_norm,), parts, (mixture,), layers, (encoder, cross_decoder, decoder), (model,)]
 
 
 def _recurrent(

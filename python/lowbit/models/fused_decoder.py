@@ -216,7 +216,8 @@ def _called(
     before = dict(probe.__dict__)
     result = _result(probe, x)
     kept = before.keys() == probe.__dict__.keys() and all(map(is_, before.values(), probe.__dict__.values()))
-    return (result if kept and all(same) else x.new_empty(0)), calls  # Attributes that were set on the copy would be lost.
+    fits = kept and all(same)  # Attributes that were set on the copy would be lost.
+    return (result if fits else x.new_empty(0)), calls
 
 
 def probe_of_stack(module: nn.Module, **children: Any) -> nn.Module:

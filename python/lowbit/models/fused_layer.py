@@ -86,7 +86,7 @@ def in_one_call(
     if x.shape[1] > FEW and isinstance(facts["attention"], FusedLatentAttention):
         return None  # the modules project keys, which is faster for so many queries
     reads = facts.get("reads", USUAL)
-    if reads is not USUAL:
+    if reads.first:
         calls = [*map(reads.named, calls)]
     kinds, dtype, crosses, cache = facts["kinds"], x.dtype, of_encoder is not None, cache_of(calls[0])
     of_token = _is_token(x, facts.get("limited", ()), cache)
@@ -206,7 +206,7 @@ def fuse_decoder_layer(module: nn.Module) -> str:
     mixers = {name: child for name, child in pieces.items() if isinstance(child, _MIXERS)}
     attention = next((child for child in mixers.values() if isinstance(child, _ATTENTION)), None)
     reads = reads_of(module)
-    sides = len(mixers) > 1 or reads is not USUAL
+    sides = len(mixers) > 1 or bool(reads.first)
     recurrent = tuple(name for name, child in mixers.items() if child is not attention)
     halves = tuple(name for name, piece in pieces.items() if _returns_more(piece))
     hidden = next((child.facts["hidden"] for child in mixers.values()), None) or _width_of(pieces.values())
@@ -219,7 +219,7 @@ def fuse_decoder_layer(module: nn.Module) -> str:
             "pieces": list(pieces.items()),
             "containers": [("", Attributes(module, without=("training", "facts")))],
             "activations": {},
-            "arguments": () if reads is USUAL else arguments_of(module),
+            "arguments": arguments_of(module) if reads.first else (),
             "reads": reads,
             "mixers": [*mixers.values()],
             "sides": sides,

@@ -11,7 +11,6 @@ from __future__ import annotations
 from torch import nn
 
 from lowbit.models.fused_layer import FusedDecoderLayer, limits_of, reads_of
-from lowbit.models.layer_joins import USUAL
 from lowbit.models.layer_pieces import LayerPieces
 from lowbit.models.recurrent_steps import RECURRENT_STEPS, why_no_steps
 from lowbit.models.shared_block import FusedSharedAttention
@@ -20,7 +19,7 @@ from lowbit.models.shared_block import FusedSharedAttention
 def may_be_shared_layer(module: nn.Module) -> bool:
     """Whether the module may be such a layer: it gets the input of the first one, and has a recurrent layer and attention
     of a shared block in its submodules."""
-    if reads_of(module) is USUAL:
+    if not reads_of(module).first:
         return False
     parts = [*module.modules()]
     return any(isinstance(part, FusedSharedAttention) for part in parts) and any(

@@ -29,6 +29,18 @@ Terms = tuple[tuple[float, int], ...]
 
 MASKS = ("attention_mask", "mamba_attention_mask")
 """The arguments of a layer with attention and a recurrent layer side by side that are their masks."""
+OF_ENCODER = ("encoder_hidden_states", "encoder_attention_mask")
+"""The arguments of a layer that are the result of an encoder and its mask."""
+WIDE = "residual_in_fp32"
+"""The attribute of a layer that sums its result in float32."""
+_SHAPE = (2, 3)  # batch and tokens of the probe
+_LARGE = 65024.0
+"""A number of float16 that layers which clamp their results make smaller."""
+_TOLERANCE = 1e-9  # relative to the largest value, in float64
+_ZERO = 1e-7
+"""A smaller factor is the rounding of 0. No model multiplies a whole half by so little."""
+
+
 @dataclass(frozen=True, slots=True)
 class Reads:
     """The names that a layer has for its arguments."""
@@ -49,17 +61,6 @@ class Reads:
 USUAL = Reads()
 OF_ALL_LAYERS = Reads(("causal_mask", MASKS[0]), "original_hidden_states", "layer_idx")
 """The names of Zamba 2, whose shared blocks read the input of the first layer beside that of their own."""
-
-OF_ENCODER = ("encoder_hidden_states", "encoder_attention_mask")
-"""The arguments of a layer that are the result of an encoder and its mask."""
-WIDE = "residual_in_fp32"
-"""The attribute of a layer that sums its result in float32."""
-_SHAPE = (2, 3)  # batch and tokens of the probe
-_LARGE = 65024.0
-"""A number of float16 that layers which clamp their results make smaller."""
-_TOLERANCE = 1e-9  # relative to the largest value, in float64
-_ZERO = 1e-7
-"""A smaller factor is the rounding of 0. No model multiplies a whole half by so little."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,8 +20,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from lowbit.models.adapter_factors import Added
 from lowbit.models.fused_attention import FusedAttention, fuse_attention, is_rotary, may_be_attention
 from lowbit.models.steps import Steps
-from lowbit.quant.fused import has_hooks, is_inference, probe_of, with_children
 from lowbit.ops.linear import activation_functions
+from lowbit.quant.fused import has_hooks, is_inference, probe_of, with_children
 from lowbit.quant.fused_mlp import FusedMLP, alike, fuse_mlp
 from lowbit.quant.lora_layers import base_of, is_product
 from lowbit.quant.quant_linear import QuantLinear
