@@ -6,7 +6,13 @@
 
 namespace lowbit::gpu {
 
-float float_of_half(uint32_t bits) { return __builtin_bit_cast(_Float16, static_cast<uint16_t>(bits)); }
+// Without the compiler's conversion, which is a call of its library: products of warpgroups spent a tenth of their time in it.
+float float_of_half(uint32_t bits) {
+  const uint32_t sign = (bits & 0x8000) << 16, rest = bits & 0x7fff;
+  const float small = static_cast<float>(rest) * 0x1p-24f;  // of numbers below the smallest normal one
+  const uint32_t moved = (rest << 13) + ((rest < 0x7c00 ? 127 - 15 : 255 - 31) << 23);  // inf and nan keep the largest exponent
+  return __builtin_bit_cast(float, sign | (rest < 0x400 ? __builtin_bit_cast(uint32_t, small) : moved));
+}
 
 uint32_t pair_of_bf16(float low, float high) {
   const auto rounded = [](float a) {
@@ -100,14 +106,22 @@ const unsigned char* place_of(const unsigned char* matrices, const Steps& steps,
   if (!steps.lines) return reinterpret_cast<const unsigned char*>(address);
   return reinterpret_cast<const unsigned char*>(address ^ (address >> 7 & 7) << 4);
 }
-// Word of 8 along k of a column of the second factor.
-uint32_t word_of(const unsigned char* matrices, bool rows_are_k, const Steps& steps, int column, int word) {
-  uint16_t halves[2];
-  for (int i = 0; i < 2; i++) {
-    const int k = 2 * word + i, row = rows_are_k ? k : column;
-    std::memcpy(&halves[i], place_of(matrices, steps, row, rows_are_k ? column : k), 2);
+// The 8 words along k of a row of a matrix: two pieces of 16 bytes.
+using Words8 = std::array<uint32_t, 8>;
+Words8 words_of_row(const unsigned char* matrices, const Steps& steps, int row) {
+  Words8 words;
+  for (int piece = 0; piece < 2; piece++) std::memcpy(&words[4 * piece], place_of(matrices, steps, row, 8 * piece), 16);
+  return words;
+}
+// Those of two columns that lie side by side, where a row is a k.
+std::array<Words8, 2> words_of_columns(const unsigned char* matrices, const Steps& steps, int column) {
+  std::array<Words8, 2> words{};
+  for (int k = 0; k < 16; k++) {
+    uint32_t both;
+    std::memcpy(&both, place_of(matrices, steps, k, column), 4);
+    for (int i = 0; i < 2; i++) words[i][k / 2] |= (both >> 16 * i & 0xffff) << 16 * (k % 2);
   }
-  return uint32_t{halves[1]} << 16 | halves[0];
+  return words;
 }
 
 // of(word, i): a word of a factor as a number of type Wide; kEach of them in a word.
@@ -122,19 +136,32 @@ void multiply_words(C (*c)[4], int count, const FirstFactor& first, bool rows_ar
   std::array<const uint32_t*, 4> rows;  // of the lanes of g, two rows each
   for (unsigned i = 0; i < 4; i++) rows[i] = registers_of(all, g * 4 + i);
   auto make = [=] {
-    for (int j = 0; j < count; j++)
-      for (unsigned i = 0; i < 4; i++) {
+    const auto numbers_of = [&](const Words8& words, bool is_second) {
+      std::array<Wide, 8 * kEach> numbers;
+      for (int i = 0; i < 8 * kEach; i++) numbers[i] = of(words[i / kEach], i % kEach, is_second);
+      return numbers;
+    };
+    std::array<Wide, 8 * kEach> x[2];
+    for (int half = 0; half < 2; half++) {
+      Words8 words;
+      for (int word = 0; word < 8; word++) words[word] = first.registers ? rows[word % 4][word / 4 * 2 + half] : 0;
+      if (!first.registers)
+        words = words_of_row(static_cast<const unsigned char*>(first.rows), steps, static_cast<int>(row) + half * 8);
+      x[half] = numbers_of(words, false);
+    }
+    for (int j = 0; j < count; j++) {
+      const auto* matrices = static_cast<const unsigned char*>(second);
+      const int column = 8 * j + 2 * static_cast<int>(t);
+      const std::array<Words8, 2> words =
+          rows_are_k ? words_of_columns(matrices, steps, column)
+                     : std::array{words_of_row(matrices, steps, column), words_of_row(matrices, steps, column + 1)};
+      for (int i = 0; i < 4; i++) {
+        const auto y = numbers_of(words[i % 2], true);
         Wide sum{};
-        for (int word = 0; word < 8; word++) {
-          const uint32_t x = first.registers ? rows[static_cast<unsigned>(word) % 4][word / 4 * 2 + i / 2]
-                                             : word_of(static_cast<const unsigned char*>(first.rows), false,
-                                                       steps, static_cast<int>(row + i / 2 * 8), word);
-          const uint32_t y = word_of(static_cast<const unsigned char*>(second), rows_are_k, steps,
-                                     8 * j + static_cast<int>(2 * t + i % 2), word);
-          for (int each = 0; each < kEach; each++) sum += of(x, each, false) * of(y, each, true);
-        }
+        for (int k = 0; k < 8 * kEach; k++) sum += x[i / 2][k] * y[k];
         c[j][i] = kept(adds ? c[j][i] : C{}, sum);
       }
+    }
   };
   // The whole warp, or nothing: a lane alone would see registers of others that have gone on. That is
   // one time in 16, since it makes those before it too: else a wait that is missing would seldom be seen.
