@@ -1,19 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // Device sources on the host: what NVRTC predefines, for g++. All that is no template is compiled once (*_on_host.cpp)
-// and linked to every kernel: the step of an optimizer takes 0.5 s of g++, and took 0.9 s with all of it in here.
+// and linked to every kernel.
 #pragma once
 
-#include <array>
-#include <cfloat>
-#include <cmath>
-#include <cstdint>
-#include <cstdio>
-#include <cstdlib>
-#include <cstring>
-#include <iterator>
-#include <string_view>
-#include <type_traits>
-#include <utility>
+#include "std_on_host.hpp"
 
 struct alignas(8) uint2 { unsigned x, y; };
 struct alignas(16) uint4 { unsigned x, y, z, w; };
@@ -38,8 +28,8 @@ struct Exchanged {
 Exchanged exchange(const std::array<uint32_t, 6>& words);
 
 // Shared memory of one declaration, between guards.
-constexpr std::size_t kGuard = 1024;
-void add_shared(unsigned char* guarded, std::size_t bytes);
+constexpr size_t kGuard = 1024;
+void add_shared(unsigned char* guarded, size_t bytes);
 template <class T, int line>
 T& shared() {
   alignas(kGuard) static unsigned char guarded[kGuard + sizeof(T) + kGuard];
@@ -49,7 +39,7 @@ T& shared() {
 }
 
 // Memory that the launch brings.
-void fail_for_dynamic_bytes(std::size_t used);
+void fail_for_dynamic_bytes(size_t used);
 template <class T, int line>
 T& dynamic_shared() {
   if (sizeof(T) > dynamic_bytes) fail_for_dynamic_bytes(sizeof(T));
@@ -94,12 +84,12 @@ inline float __int_as_float(int a) { return __builtin_bit_cast(float, a); }
 inline int __float_as_int(float a) { return __builtin_bit_cast(int, a); }
 inline float __uint_as_float(unsigned a) { return __builtin_bit_cast(float, a); }
 inline unsigned __float_as_uint(float a) { return __builtin_bit_cast(unsigned, a); }
-inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
+inline float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
 inline float __fdiv_rn(float a, float b) { return a / b; }
-inline float __fsqrt_rn(float a) { return std::sqrt(a); }
+inline float __fsqrt_rn(float a) { return sqrtf(a); }
 inline float __int2float_rn(int a) { return static_cast<float>(a); }
 inline int __float2int_rn(float a) {  // nan: 0; what does not fit: the nearest that does
-  return a != a ? 0 : a >= 0x1p31f ? INT32_MAX : a < -0x1p31f ? INT32_MIN : static_cast<int>(std::nearbyintf(a));
+  return a != a ? 0 : a >= 0x1p31f ? INT32_MAX : a < -0x1p31f ? INT32_MIN : static_cast<int>(nearbyintf(a));
 }
 
 // Words that only printed score programs use.
@@ -110,12 +100,16 @@ inline float __fsub_rn(float a, float b) { return a - b; }
 inline float __fmul_rn(float a, float b) { return a * b; }
 template <class T>
 T __ldg(const T* p) { return *p; }
-inline int atomicExch(int* p, int value) { return std::exchange(*p, value); }
 template <class T>
-T atomicAdd(T* p, T value) { return std::exchange(*p, *p + value); }
-inline unsigned atomicMax(unsigned* p, unsigned value) { return std::exchange(*p, value > *p ? value : *p); }
+T atomicExch(T* p, T value) {
+  const T before = *p;
+  return *p = value, before;
+}
+template <class T>
+T atomicAdd(T* p, T value) { return atomicExch(p, *p + value); }
+inline unsigned atomicMax(unsigned* p, unsigned value) { return atomicExch(p, value > *p ? value : *p); }
 inline double __longlong_as_double(long long a) { return __builtin_bit_cast(double, a); }
-inline long long __double2ll_rn(double a) { return std::llrint(a); }
+inline long long __double2ll_rn(double a) { return llrint(a); }
 
 template <class T>
 void __stcs(T* to, T value) { *to = value; }

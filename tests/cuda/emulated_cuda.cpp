@@ -245,8 +245,8 @@ EMULATED nvrtcCompileProgram(void* handle, int count, const char* const* options
   const fs::path kept = kept_image(*program);
   if (fs::exists(kept)) return program->image = read(kept), kSuccess;
   for (std::size_t i = 0; i < program->names.size(); i++)
-    if (program->names[i].find('/') != std::string::npos)  // the others are the C++ library, which g++ has
-      write(folder / program->names[i], program->texts[i]);
+    write(folder / program->names[i],  // the others are the C++ library, which std_on_host.hpp has
+          program->names[i].find('/') != std::string::npos ? program->texts[i] : "");
   write(folder / "kernels.cpp", program->source);
   const std::string at = folder.string();
   const std::string made = environment("LOWBIT_CUDA_PATH");

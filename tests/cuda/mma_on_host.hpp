@@ -12,7 +12,7 @@ uint32_t fma_bf16x2(uint32_t a, uint32_t b, uint32_t c);
 
 inline uint32_t load_once(const uint32_t* p) { return *p; }
 inline uint2 load_once(const uint2* p) {
-  if (reinterpret_cast<uintptr_t>(p) % 8) std::fprintf(stderr, "load of 8 bytes is not aligned\n"), std::abort();
+  if (reinterpret_cast<uintptr_t>(p) % 8) fprintf(stderr, "load of 8 bytes is not aligned\n"), abort();
   return *p;
 }
 

@@ -21,9 +21,9 @@ void wait_for_groups() { make_copies(kPending); }
 void multiply_f16(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]);
 
 inline float power_of_2(float a) {
-  const float power = std::exp2(a);
+  const float power = exp2f(a);
   return power < 0x1p-126f ? 0.0f : power;
 }
-inline float reciprocal(float a) { return std::abs(a) > 0x1p126f ? 0.0f : 1.0f / a; }
+inline float reciprocal(float a) { return fabsf(a) > 0x1p126f ? 0.0f : 1.0f / a; }
 
 }  // namespace lowbit::cuda
