@@ -20,6 +20,7 @@ OTHERS = {
     "formats/spec.py": "names of the numbers",
     "peers/bitsandbytes.py": "names of bitsandbytes",
     "models/folded_weights.py": "float weights, before they are packed",
+    "models/attention_in_training.py": "norms, and how heads lie",
     "models/fused_attention.py": "norms",
     "models/fused_self_attention.py": "how heads lie in the product",
     "models/half_steps.py": "norms",

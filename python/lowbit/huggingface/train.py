@@ -183,13 +183,14 @@ def _loaded(model: str, is_file: bool, config: str | None) -> tuple[nn.Module, A
 
     from lowbit.huggingface.load_gguf import load_gguf
     from lowbit.huggingface.lowbit_config import LowbitConfig
+    from lowbit.models.fuse import fuse
 
     if is_file:
         if config is not None:
             raise ValueError(
                 f"train: config must not be given with a GGUF file, whose codes are trained on, got {config}"
             )
-        return load_gguf(model, activations="float", fuse=False)
+        return load_gguf(model, activations="float")
     if not Path(model).exists() and Path(model).parent != Path() and model.count("/") != 1:
         raise FileNotFoundError(f"train: MODEL must be a file, a folder or a name of the Hub, {model} does not exist")
     packed = hasattr(AutoConfig.from_pretrained(model), "quantization_config")
@@ -197,6 +198,7 @@ def _loaded(model: str, is_file: bool, config: str | None) -> tuple[nn.Module, A
         raise ValueError(f"train: config must not be given with a model that is quantized already, got {config}")
     given = {} if packed else {"quantization_config": LowbitConfig(config or DEFAULT_CONFIG)}
     network = AutoModelForCausalLM.from_pretrained(model, attn_implementation="lowbit", **given)
+    fuse(network)
     return network, AutoTokenizer.from_pretrained(model)
 
 

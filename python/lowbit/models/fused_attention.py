@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from lowbit.models.attention_in_training import may_train, trained_heads
 from lowbit.models.decoder_pieces import APART
 from lowbit.models.growing_cache import GrowingLayer, GrowingSlidingLayer, new_tokens
 from lowbit.models.hybrid_cache import growing_layer
@@ -85,6 +86,13 @@ class FusedAttention(AttentionPiece):
         named = {} if layer_past is None else {"layer_past": layer_past}  # as GPT-NeoX calls the cache
         cache = past_key_values if layer_past is None else layer_past
         facts, attend = self.facts, ALL_ATTENTION_FUNCTIONS.get(self.config._attn_implementation)
+        heads = None if attend is None else trained_heads(self, hidden_states, position_embeddings)
+        if heads is not None:
+            query, key, value = heads
+            if cache is not None:
+                key, value = cache.update(key, value, self.layer_idx)
+            out, weights = attend(self, query, key, value, attention_mask, dropout=0.0, **facts["options"] | kwargs)
+            return self._modules[facts["out"]](out.reshape(*hidden_states.shape[:2], -1)), weights
         layers = self.plain_projections() if is_inference(hidden_states) and not self.training else None
         if layers is None or attend is None or not is_rotary(position_embeddings, facts["embedded"]):
             if position_embeddings is not None or facts["embedded"]:
@@ -225,6 +233,7 @@ def fuse_attention(
         "norms": norms,
         "said": [said_eps(norm) for norm in norms],
         "noted": Attributes(module, without=READ_NOW),
+        "trains_alike": False,
     }
     # A module that may get no cos and sin says so in its signature (Granite 4 hybrid); others may get what is not tried,
     # unless the model has no rotary embeddings (Nemotron-H, Jamba).
@@ -249,9 +258,19 @@ def fuse_attention(
         for layout in _layouts(facts, _numbers_of(module)):
             piece.take(probe := recording_probe(module), facts | layout)
             if agree(seen, recorded(probe, call)):
-                piece.take(module, facts | layout)
+                facts |= layout
+                facts["trains_alike"] = may_train(module, facts) and _trains_alike(recording_probe(module), call, seen)
+                piece.take(module, facts)
                 return ""
     return "it does not compute rotary attention as the fused one does"
+
+
+def _trains_alike(probe: nn.Module, call: dict[str, Any], seen: dict[str, Any]) -> bool:
+    """Whether a `recording_probe` drops nothing in training."""
+    probe.training = True
+    with torch.random.fork_rng(devices=[]):
+        again = recorded(probe, call)
+    return agree(seen, again) and not again["dropout"]
 
 
 def _names(module: nn.Module, choices: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
@@ -358,6 +377,7 @@ def _record(
 ) -> tuple[Tensor, None]:
     """Record the arguments and return the queries as the result, or the values if only these have its size."""
     known = {name: option for name, option in options.items() if name not in _NOT_OPTIONS}
+    probe.seen["dropout"] = options.get("dropout", 0.0)
     if known.get("is_causal", ...) == getattr(probe, "is_causal", None):  # which attention functions read themselves
         del known["is_causal"]
     probe.seen.update(query=query, key=key, value=value, options=known)

@@ -33,6 +33,7 @@ _MODULES = {
     "route": "route",
     "gated_delta_rule": "gated_delta_rule",
     "gated_rms_norm": "gated_rms_norm",
+    "rms_norm": "rms_norm",
     "ssd": "ssd",
     "selective_scan": "selective_scan",
 }

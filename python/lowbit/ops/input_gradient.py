@@ -29,20 +29,29 @@ _SLICE = 2**20  # weights in a slice: 4 MB in float32, which stay in the cache b
 BFLOAT16_PRODUCTS = _C.isa()["chosen"] in ("amx", "avx512_bf16")  # on other CPUs, torch's are slower than float32
 
 
-def input_gradient(grad_out: Tensor, weight: Tensor, weight_args: WeightArgs) -> Tensor:
-    """Return ``grad_out`` ``[..., n]`` times the weight, ``[..., k]``, in the dtype of ``grad_out`` or in float32."""
+def input_gradient(grad_out: Tensor, weight: Tensor, weight_args: WeightArgs, total: Tensor | None = None) -> Tensor:
+    """Return ``grad_out`` ``[..., n]`` times the weight, ``[..., k]``, in the dtype of ``grad_out`` or in float32.
+
+    ``total`` is an earlier result for another weight, to which this one is added in place.
+    """
     n, k, *rest = weight_args
     in_bfloat16 = grad_out.dtype is torch.bfloat16 and weight.is_cpu and BFLOAT16_PRODUCTS
     if in_bfloat16 or not weight.is_cpu:
-        return grad_out @ _dequantize_op(weight, n, k, *rest, grad_out)
+        return _added(total, grad_out, _dequantize_op(weight, n, k, *rest, grad_out))
     grad_out = grad_out.float()
     panels = max(1, _SLICE // (PANEL * k))
     if is_traced() or panels >= weight.shape[0]:
-        return grad_out @ _dequantize_op(weight, n, k, *rest)
-    rows, total = grad_out.reshape(-1, n), None
+        return _added(total, grad_out, _dequantize_op(weight, n, k, *rest))
+    rows = grad_out.reshape(-1, n)
     for start in range(0, n, PANEL * panels):
         stop = min(start + PANEL * panels, n)
-        columns = decoded_rows(weight, weight_args, start, stop)
-        part = rows[:, start:stop]
-        total = part @ columns if total is None else total.addmm_(part, columns)
+        total = _added(total, rows[:, start:stop], decoded_rows(weight, weight_args, start, stop))
+    assert total is not None
     return total.view(*grad_out.shape[:-1], k)
+
+
+def _added(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
+    if total is None:
+        return a @ b
+    total.view(-1, b.shape[1]).addmm_(a.reshape(-1, a.shape[-1]), b)
+    return total

@@ -1,22 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LoRA over a packed linear layer as one autograd Function:
+"""LoRA over packed linear layers that read one x, as one autograd Function:
 
-    y = x @ w.T + bias + sum over adapters of scaling * (x @ down.T) @ up.T
+    y = x @ w.T + bias + sum over adapters of scaling * (x @ down.T) @ up.T        for each layer
 
 The parts of adapters are added by the products that make them, in the forward and to the gradient of x: a sum of its own
-takes as long as the product of a low rank.
+takes as long as the product of a low rank. The factors that read x are joined, so that x is read once for all of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lowbit.ops.input_gradient import input_gradient
-from lowbit.ops.linear import LinearArgs
+from lowbit.ops.linear import LinearArgs, linear
 from lowbit.ops.registration import function_of, register
 
 register()
@@ -26,64 +26,138 @@ LowRankFactors = tuple[Tensor, Tensor, float]
 """down ``[r, k]``, up ``[n, r]`` and the scaling of an adapter."""
 
 
-def lora_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, op_args: LinearArgs, row: int, adapters: Sequence[LowRankFactors]
-) -> Tensor:
-    """Compute a packed layer and its adapters, eager and with gradients by x and the factors.
+class LoraLayer(NamedTuple):
+    """A packed layer with its adapters: the arguments of `lowbit.ops.linear.linear`, whose bias is frozen, and factors
+    in the dtype of x."""
 
-    Args:
-        x: ``[..., k]``.
-        weight, bias, op_args, row: as in `lowbit.ops.linear.linear`; the bias is frozen.
-        adapters: at least one, whose factors have the dtype of x.
-    """
-    downs, ups, scalings = zip(*adapters, strict=True)
-    return _LoraLinear.apply(x, weight, bias, op_args, row, scalings, *downs, *ups)
+    weight: Tensor
+    bias: Tensor | None
+    op_args: LinearArgs
+    row: int
+    adapters: Sequence[LowRankFactors]
+
+
+class Layout(NamedTuple):
+    """What is no tensor of layers that read one x. The layers' tensors are those of `tensors_of`."""
+
+    op_args: tuple[LinearArgs, ...]
+    rows: tuple[int, ...]
+    layers: tuple[int, ...]
+    """The layer of each adapter."""
+    ranks: tuple[int, ...]
+    scalings: tuple[float, ...]
+
+    def parts(self, tensors: Sequence[Any]) -> tuple[Sequence[Any], ...]:
+        """Split tensors into weights, biases, downs and ups."""
+        layers, adapters = len(self.rows), len(self.ranks)
+        ends = (0, layers, 2 * layers, 2 * layers + adapters, 2 * layers + 2 * adapters)
+        return tuple(tensors[begin:end] for begin, end in zip(ends[:-1], ends[1:], strict=True))
+
+
+def layout_of(layers: Sequence[LoraLayer]) -> Layout:
+    adapters = [(i, down.shape[0], scaling) for i, layer in enumerate(layers) for down, _, scaling in layer.adapters]
+    of_adapters = tuple(zip(*adapters, strict=True)) or ((), (), ())
+    return Layout(tuple(each.op_args for each in layers), tuple(each.row for each in layers), *of_adapters)
+
+
+def tensors_of(layers: Sequence[LoraLayer]) -> list[Tensor | None]:
+    adapters = [adapter for layer in layers for adapter in layer.adapters]
+    frozen = [*(each.weight for each in layers), *(each.bias for each in layers)]
+    return [*frozen, *(down for down, _, _ in adapters), *(up for _, up, _ in adapters)]
+
+
+def lora_linear(x: Tensor, *layers: LoraLayer) -> tuple[Tensor, ...]:
+    """Compute layers that read x ``[..., k]``, eager and with gradients by x and the factors; the results."""
+    return _LoraLinear.apply(x, layout_of(layers), *tensors_of(layers))
+
+
+def products(x: Tensor, layout: Layout, tensors: Sequence[Any]) -> tuple[list[Tensor], Tensor]:
+    """Return the results of the layers, and of the joined downs ``[m, sum of ranks]``; x is contiguous."""
+    weights, biases, downs, ups = layout.parts(tensors)
+    calls = zip(weights, biases, layout.op_args, layout.rows, strict=True)
+    ys = [_linear_function(x, weight, *op_args, bias, 0, None, None, row) for weight, bias, op_args, row in calls]
+    rows = rows_of(x)
+    inner = rows @ torch.cat(downs).T if downs else rows.new_empty(0)
+    for part, up, layer, scaling in zip(_split(inner, layout, 1), ups, layout.layers, layout.scalings, strict=True):
+        rows_of(ys[layer]).addmm_(part, up.T, alpha=scaling)
+    return ys, inner
+
+
+def gradients(x: Tensor, of_ys: Sequence[Tensor], inner: Tensor, layout: Layout, tensors: Sequence[Any],
+              needs_x: bool, needs: Sequence[bool]) -> list[Tensor | None]:  # fmt: skip
+    """Return the gradients of x and then of the tensors, where they are needed."""
+    weights, biases, downs, ups = layout.parts(tensors)
+    *_, needs_downs, needs_ups = layout.parts(needs)
+    rows, of_rows = rows_of(x), [rows_of(of_y) for of_y in of_ys]
+    of_inner = torch.empty_like(inner)
+    of_downs: list[Tensor | None] = [None] * len(downs)
+    of_ups: list[Tensor | None] = [None] * len(ups)
+    of_parts = _split(of_inner, layout, 1)
+    for i, (part, layer, scaling) in enumerate(
+        zip(_split(inner, layout, 1), layout.layers, layout.scalings, strict=True)
+    ):
+        torch.addmm(of_parts[i], of_rows[layer], ups[i], beta=0, alpha=scaling, out=of_parts[i])
+        if needs_ups[i]:  # the transposed product is the faster one
+            of_ups[i] = (part.T @ of_rows[layer]).mul_(scaling).T.contiguous()
+    if any(needs_downs):
+        found = _split(of_inner.T @ rows, layout, 0)
+        of_downs = [of_down if needed else None for of_down, needed in zip(found, needs_downs, strict=True)]
+    of_x = None
+    if needs_x:
+        for weight, op_args, of_row in zip(weights, layout.op_args, of_rows, strict=True):
+            of_x = input_gradient(of_row, weight, op_args[:-1], of_x)
+        of_x = of_x.to(x.dtype)  # type: ignore[union-attr]  # there is a layer
+        if downs:
+            of_x.addmm_(of_inner, torch.cat(downs))
+        of_x = of_x.view(x.shape)
+    return [of_x, *[None] * (len(weights) + len(biases)), *of_downs, *of_ups]
+
+
+def composed(x: Tensor, layout: Layout, tensors: Sequence[Any]) -> list[Tensor]:
+    """Return the results of the layers, computed by functions that can be differentiated more than once."""
+    weights, biases, downs, ups = layout.parts(tensors)
+    calls = zip(weights, layout.op_args, biases, layout.rows, strict=True)
+    ys = [linear(x, weight, op_args, bias, row=row) for weight, op_args, bias, row in calls]
+    for down, up, layer, scaling in zip(downs, ups, layout.layers, layout.scalings, strict=True):
+        ys[layer] = ys[layer] + x @ down.T @ up.T * scaling
+    return ys
+
+
+def differentiable_gradients(
+    composed: Any, inputs: Sequence[Any], needs: Sequence[bool], of_ys: Sequence[Tensor]
+) -> list[Tensor | None]:
+    """Return the gradients of ``composed(*inputs)`` by the inputs that need one, for ``create_graph=True``."""
+    # Aliases, so that what one input is made of another does not count.
+    aliases = [each.view_as(each) if needed else each for each, needed in zip(inputs, needs, strict=True)]
+    wanted = [alias for alias, needed in zip(aliases, needs, strict=True) if needed]
+    found = iter(torch.autograd.grad(composed(*aliases), wanted, of_ys, create_graph=True))
+    return [next(found) if needed else None for needed in needs]
 
 
 class _LoraLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, op_args: LinearArgs, row: int,
-                scalings: tuple[float, ...], *factors: Tensor) -> Tensor:  # fmt: skip
-        y = _linear_function(x.contiguous(), weight, *op_args, bias, 0, None, None, row)
-        rows, of_rows = _rows_of(x), _rows_of(y)
-        downs, ups = _halves(factors)
-        inner = [rows @ down.T for down in downs]
-        for part, up, scaling in zip(inner, ups, scalings, strict=True):
-            of_rows.addmm_(part, up.T, alpha=scaling)
-        ctx.save_for_backward(x, weight, *factors, *inner)
-        ctx.op_args, ctx.scalings = op_args, scalings
-        return y
+    def forward(ctx: Any, x: Tensor, layout: Layout, *tensors: Any) -> tuple[Tensor, ...]:
+        ys, inner = products(x.contiguous(), layout, tensors)
+        ctx.save_for_backward(x, inner, *tensors)
+        ctx.layout = layout
+        return tuple(ys)
 
     @staticmethod
-    def backward(ctx: Any, grad_out: Tensor) -> tuple[Any, ...]:
-        x, weight, *saved = ctx.saved_tensors
-        count = len(ctx.scalings)
-        factors, inner = saved[: 2 * count], saved[2 * count :]
-        downs, ups = _halves(factors)
-        rows, of_rows = _rows_of(x), _rows_of(grad_out)
-        if torch.is_grad_enabled():  # this backward is differentiated too: by x and the factors, not by what is saved
-            inner = [rows @ down.T for down in downs]
-        needs_x, *needs = ctx.needs_input_grad[:1] + ctx.needs_input_grad[6:]
-        of_inner = [of_rows @ up * scaling for up, scaling in zip(ups, ctx.scalings, strict=True)]
-        of_downs = [part.T @ rows if needs[i] else None for i, part in enumerate(of_inner)]
-        of_ups = [
-            of_rows.T @ (part * scaling) if needs[count + i] else None
-            for i, (part, scaling) in enumerate(zip(inner, ctx.scalings, strict=True))
-        ]
-        of_x = None
-        if needs_x:
-            *weight_args, _ = ctx.op_args
-            of_x = input_gradient(of_rows, weight, weight_args).to(x.dtype)
-            for part, down in zip(of_inner, downs, strict=True):
-                of_x.addmm_(part, down)
-            of_x = of_x.view(x.shape)
-        return of_x, None, None, None, None, None, *of_downs, *of_ups
+    def backward(ctx: Any, *of_ys: Tensor) -> tuple[Any, ...]:
+        x, inner, *tensors = ctx.saved_tensors
+        needs_x, _, *needs = ctx.needs_input_grad
+        if torch.is_grad_enabled():
+            inputs, wanted = (x, *tensors), (needs_x, *needs)
+            found = differentiable_gradients(lambda x, *rest: composed(x, ctx.layout, rest), inputs, wanted, of_ys)
+        else:
+            found = gradients(x, of_ys, inner, ctx.layout, tensors, needs_x, needs)
+        return found[0], None, *found[1:]
 
 
-def _rows_of(x: Tensor) -> Tensor:
+def rows_of(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1])
 
 
-def _halves(factors: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-    half = len(factors) // 2
-    return factors[:half], factors[half:]
+def _split(joined: Tensor, layout: Layout, dim: int) -> Sequence[Tensor]:
+    """Split what the joined downs computed into the parts of the adapters."""
+    return joined.split(layout.ranks, dim) if layout.ranks else ()

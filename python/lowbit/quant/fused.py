@@ -184,6 +184,18 @@ def with_children(module: nn.Module, **children: Any) -> nn.Module:
     return twin
 
 
+@torch.no_grad()
+def is_same_in_training(probe: nn.Module, x: Tensor, wanted: Tensor) -> bool:
+    """Return whether a module whose result in evaluation mode is ``wanted`` returns the same in training mode: nothing is
+    dropped. ``probe`` is a `probe_of` it, in evaluation mode before and after."""
+    probe.training = True
+    try:
+        with torch.random.fork_rng(devices=[]):
+            return probe(x).equal(wanted)
+    finally:
+        probe.training = False
+
+
 def submodule_at(module: nn.Module, path: str) -> nn.Module | None:
     """Return the submodule with this qualified name, or None; the module itself for an empty one."""
     for name in path.split(".") if path else ():

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lowbit.ops.rms_norm import rms_norm
-from lowbit.quant.fused import Fused, is_inference, probe_of
+from lowbit.quant.fused import Fused, is_eager, probe_of
 
 EPS = ("variance_epsilon", "eps")
 """The names of the attribute in different modules."""
@@ -27,7 +27,7 @@ class FusedRMSNorm(Fused):
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self._parameters.get("weight")  # None if the module was parametrized after fusing
-        if weight is None or x.dtype is not weight.dtype or not is_inference(x) or not self.is_as_fused():
+        if weight is None or x.dtype is not weight.dtype or not is_eager(x) or not self.is_as_fused():
             return super().forward(x)
         return rms_norm(x, weight, self.facts["eps"], offset=self.facts["offset"])
 

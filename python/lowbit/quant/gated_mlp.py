@@ -17,8 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from lowbit.ops.linear import activation_functions, linear
+from lowbit.ops.lora_gated_mlp import lora_gated_mlp
 from lowbit.ops.tracing import is_traced
-from lowbit.quant.fused import Fused, FusedModules, has_own_tensors, hooked, not_packed, probe_of
+from lowbit.quant.fused import Fused, FusedModules, has_own_tensors, hooked, is_same_in_training, not_packed, probe_of
+from lowbit.quant.lora_forward import trained_layers
 from lowbit.quant.lora_layers import is_product, plain_children
 from lowbit.quant.quant_linear import QuantLinear
 from lowbit.quant.unchanged import Attributes
@@ -33,14 +35,24 @@ class FusedGatedMLP(Fused):
     in place."""
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.training or hooked(self, _NOT_CALLED):  # hooks may have been added after fusing
+        if hooked(self, _NOT_CALLED):  # hooks may have been added after fusing
             return super().forward(x)
         layers, activation = self._modules, self.activation()
-        gate, up = layers["gate_proj"], layers["up_proj"]
-        if activation is None or type(gate) is not QuantLinear or type(up) is not QuantLinear:  # such as an adapter
+        gate, up, down = (layers[name] for name in GATED_LAYERS)
+        if activation is not None and self.trains_alike() and not hooked(self, GATED_LAYERS[-1:]):
+            trained = trained_layers((gate, up), x, down)
+            if trained is not None:
+                return lora_gated_mlp(x, *trained, activation)
+        if (
+            self.training or activation is None or type(gate) is not QuantLinear or type(up) is not QuantLinear
+        ):  # such as an adapter
             return super().forward(x)
         gated = linear(x, gate.weight, gate.op_args, gate.bias, activation, row=gate.row_number)
-        return layers["down_proj"](linear(x, up.weight, up.op_args, up.bias, mul=gated, row=up.row_number))
+        return down(linear(x, up.weight, up.op_args, up.bias, mul=gated, row=up.row_number))
+
+    def trains_alike(self) -> bool:
+        """Return whether the module computes in training what it computes otherwise: nothing of it is dropped."""
+        return self.facts["trains_alike"] and self.facts["own"].hold(self)
 
     def activation(self) -> int | None:
         """Return the number of the activation that ``act_fn`` computes, or None if the op does not have it. If the
@@ -49,7 +61,7 @@ class FusedGatedMLP(Fused):
         if function is not facts["act_fn"] or type(function) is not facts["kind"] or not facts["noted"].hold(function):
             if is_traced():
                 return None
-            facts = self.facts = _facts(function)
+            facts = self.facts = facts | _facts(function)
         return facts["activation"]
 
 
@@ -62,7 +74,8 @@ def fuse_gated_mlps(model: nn.Module) -> FusedModules:
     of the max value; ``down_proj`` may round an int8 activation to an adjacent code.
 
     A module with hooks on ``gate_proj``, ``up_proj`` or ``act_fn`` is not fused. A fused module calls all three as
-    before while it has such hooks, and in training mode. If its ``act_fn`` is replaced, it uses the new one.
+    before while it has such hooks. If its ``act_fn`` is replaced, it uses the new one. With gradients, a fused module
+    whose result is the same in training mode is one autograd Function, with LoRA of peft or without.
 
     Args:
         model: any module. Its names, parameters and state dict stay as they are.
@@ -149,6 +162,10 @@ def _fuse(module: nn.Module, facts: dict[str, Any]) -> bool:
     x = torch.randn(2, module.gate_proj.in_features, dtype=torch.float32, device="cpu", generator=generator)
     probe = probe_of(module, **plain_children(module))
     wanted = probe(x)
+    facts |= {
+        "own": Attributes(module, without=("facts", "training")),
+        "trains_alike": is_same_in_training(probe, x, wanted),
+    }
     FusedGatedMLP.take(probe, facts)
     same = bool((probe(x) - wanted).abs().max() <= 1e-2 * wanted.abs().max())
     if same:
