@@ -12,10 +12,13 @@ import cross_built
 import pytest
 
 ROOT = Path(__file__).parents[2]
-# A share of the core tests that takes a minute of one core each; an import of torch takes half of that.
+# A share of the core tests that takes a minute of one core each; an import of torch takes half of that. Not a Cortex-A53,
+# as for programs of C: torch's wheel ends by an illegal instruction there.
 SHARE = {
-    "neon": ("tests/ops/test_rms_norm.py", "_neon and not _neon_dot"),
-    "neon_dot": ("tests/ops/test_linear.py", "linear_int4_int8_neon_dot"),
+    "neon": ("neoverse-n1", "tests/ops/test_rms_norm.py", "_neon and not _neon_dot"),
+    "neon_dot": ("neoverse-n1", "tests/ops/test_linear.py", "linear_int4_int8_neon_dot"),
+    "neon_i8mm": ("max", "tests/ops/test_linear.py", "linear_int4_int8_neon_i8mm"),
+    "neon_bf16": ("max", "tests/ops/test_linear.py", "linear_int8_neon_bf16"),
 }
 
 
@@ -50,6 +53,14 @@ def test_the_instruction_set_is_the_best_that_the_processor_has_and_lowbit_isa_a
 def test_ops_are_within_budget_of_float64_under_qemu(isa: str) -> None:
     cross_built.skip_without("arm/python/lowbit/liblowbit.so", "arm")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("LOWBIT_", "PYTEST_"))}
-    # Not a Cortex-A53, as for programs of C: torch's wheel ends by an illegal instruction there.
-    environment |= {"LOWBIT_ISA": isa, "QEMU_CPU": "neoverse-n1"}
-    cross_built.run_tests("arm_python", *SHARE[isa], environment)
+    processor, file, names = SHARE[isa]
+    environment |= {"LOWBIT_ISA": isa, "QEMU_CPU": processor}
+    cross_built.run_tests("arm_python", file, names, environment)
+
+
+def test_a_c_program_writes_the_bytes_of_x86() -> None:
+    cross_built.skip_without("arm/csrc/liblowbit.so", "arm")
+    done = subprocess.run([ROOT / "tools/arm", "--objects"], capture_output=True, text=True)
+    if done.returncode == 77:
+        pytest.skip("no aarch64-linux-gnu-g++-12 or no qemu-aarch64-static on this machine: tools/test_env")
+    assert done.returncode == 0 and done.stdout.count("the bytes of x86-64") == 7, done.stdout + done.stderr

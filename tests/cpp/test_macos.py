@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""macOS on 64-bit Arm: what asks the system for something compiles by clang with PyPI's ziglang. Nothing runs."""
+"""macOS on 64-bit Arm: what asks the system for something compiles by clang with PyPI's ziglang, and macOS has the functions
+of C that it calls. Nothing runs."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
+import re
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -19,10 +22,18 @@ UNITS = {
     "sim": sorted(CSRC.glob("sim/*.cpp")),
     **{f"recorder/{name}": [CSRC / f"recorder/{name}.cpp"] for name in ("folder", "ring", "watcher")},
 }
+# Of C++ and the linker, not of C: names with namespaces and types, exceptions, the handle of a library.
+NOT_OF_C = re.compile("__Z|___cxa_|___gxx_personality_v0$|__Unwind_|___dso_handle$")
+
+
+def of_the_system(folder: str) -> set[str]:
+    """The names that macOS's libSystem shows, by the stub that ziglang ships."""
+    root = Path(folder) / "ziglang" if folder else Path(importlib.util.find_spec("ziglang").submodule_search_locations[0])
+    return set(re.findall(r"[\s,\['](_[\w$]+)", (root / "lib/libc/darwin/libSystem.tbd").read_text()))
 
 
 @pytest.mark.parametrize("unit", UNITS)
-def test_sources_compile(unit: str, tmp_path: Path) -> None:
+def test_sources_compile_and_call_what_macos_has(unit: str, tmp_path: Path) -> None:
     folder = os.environ.get("LOWBIT_TEST_ZIG", "")
     environment = os.environ | {"PYTHONPATH": folder, "ZIG_GLOBAL_CACHE_DIR": str(tmp_path)}
     if not folder and importlib.util.find_spec("ziglang") is None:
@@ -32,4 +43,9 @@ def test_sources_compile(unit: str, tmp_path: Path) -> None:
     flags = ["-std=c++20", "-O0", "-Wall", "-Wextra", "-Werror", f"-I{CSRC}", f"-I{ROOT / 'python/lowbit/include'}"]
     command = [ROOT / "tools/macos_compiler", "c++", "-c", "-o", tmp_path / "unit.o", source, *flags]
     done = subprocess.run(list(map(str, command)), env=environment, capture_output=True, text=True)
-    assert done.returncode == 0 and (tmp_path / "unit.o").exists(), done.stderr
+    assert done.returncode == 0, done.stderr
+    if (nm := shutil.which("llvm-nm-19")) is None:
+        pytest.skip("no llvm-nm-19 on this machine: tools/test_env --only arm")
+    listed = subprocess.run([nm, "-u", "-j", tmp_path / "unit.o"], capture_output=True, text=True, check=True)
+    called = {name for name in listed.stdout.split() if not NOT_OF_C.match(name)}
+    assert called and called <= of_the_system(folder), sorted(called - of_the_system(folder))
