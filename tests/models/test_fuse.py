@@ -35,6 +35,24 @@ def test_a_float_model_says_which_layers_are_not_packed() -> None:
     assert "left: model.layers.0.mlp, model.layers.1.mlp: gate_proj is Linear, no QuantLinear" in repr(lowbit.fuse(model))
 
 
+class Table(nn.Module):
+    """A module without an input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Parameter(torch.randn(4, 64))
+
+    def forward(self) -> Tensor:
+        return self.rows
+
+
+def test_modules_without_an_input_or_a_forward_are_passed_over() -> None:
+    model = made("llama")
+    model.model.layers[0].table, model.model.layers[0].none = Table(), nn.ModuleDict({"table": Table()})
+    model.model.layers[0].none.forward = None
+    assert any("self_attn" in name for name in lowbit.fuse(model))
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_of_prompts_and_of_steps_stay(name: str) -> None:
     model = made(name)

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fused modules in training: a gated MLP is one Function, and so are the projections of attention, their heads and
-norms. Their gradients beside float64, and what runs the module's own code."""
+"""A fused gated MLP in training is one Function: its gradients beside float64, and what runs the module's own code."""
 
 from __future__ import annotations
 
@@ -8,16 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from roundings import assert_close
 from torch import Tensor, nn
 
 peft = pytest.importorskip("peft")
 
 import lowbit  # noqa: E402
-from lowbit.ops.lora_linear import LoraLayer, lora_linear  # noqa: E402
-from lowbit.ops.rms_norm import rms_norm  # noqa: E402
-from lowbit.ops.rope_append import rope_append  # noqa: E402
-from lowbit.ops.rotary_heads import rotary_heads  # noqa: E402
-from lowbit.testing import ROUNDOFF  # noqa: E402
 
 K, N = 96, 160
 ROWS = (2, 7)
@@ -84,17 +79,6 @@ def in_float64(mlp: Any, x: Tensor, grad: Tensor) -> list[Tensor]:
 
     y = product("down_proj", mlp.act_fn(product("gate_proj", x)) * product("up_proj", x))
     return [y.detach(), *torch.autograd.grad(y, [x, *wide.values()], grad.double())]
-
-
-def assert_close(
-    found: list[Tensor], wanted: list[Tensor], roundings: float, dtype: torch.dtype = torch.float32
-) -> None:
-    """Each within so many roundings of its largest value."""
-    allowed = roundings * ROUNDOFF[str(dtype).removeprefix("torch.")]
-    assert len(found) == len(wanted)
-    for ours, exact in zip(found, wanted, strict=True):
-        assert ours.dtype is dtype
-        assert bool((ours.double() - exact).abs().max() <= allowed * exact.abs().max()), (ours, exact)
 
 
 @pytest.mark.parametrize("targets", [LAYERS, ["up_proj"], ["gate_proj", "down_proj"], []], ids=" ".join)
@@ -208,118 +192,3 @@ def test_gradients_add_up_over_two_steps() -> None:
     for factor, first in zip(factors(mlp), once, strict=True):
         assert torch.equal(factor.grad, 2 * first)
     assert len({factor.grad.data_ptr() for factor in factors(mlp)}) == 6
-
-
-@pytest.mark.parametrize("shape", [(0,), (1,), (3, 5)], ids=str)
-def test_layers_that_read_one_x(shape: tuple[int, ...]) -> None:
-    """Of other formats and sizes, with two adapters, one and none."""
-    configs = [lowbit.int4_weight_only(32), lowbit.nf4_weight_only(32), lowbit.int8_weight_only()]
-    sizes, counts = (48, 20, 33), (2, 0, 1)
-    bases = [
-        lowbit.QuantLinear.from_linear(nn.Linear(K, n, bias=n != 20), config.spec(torch.float32))
-        for n, config in zip(sizes, configs, strict=True)
-    ]
-    adapters = [
-        [(torch.randn(r, K), torch.randn(n, r), r / 3.0) for r in range(2, 2 + count)]
-        for n, count in zip(sizes, counts, strict=True)
-    ]
-    trained = [factor.requires_grad_() for each in adapters for down, up, _ in each for factor in (down, up)]
-    x, grads = torch.randn(*shape, K).requires_grad_(), [torch.randn(*shape, n) for n in sizes]
-    layers = [
-        LoraLayer(base.weight, None if base.bias is None else base.bias.detach(), base.op_args, base.row_number, each)
-        for base, each in zip(bases, adapters, strict=True)
-    ]
-    found = lora_linear(x, *layers)
-    wide = [each.detach().double().requires_grad_() for each in (x, *trained)]
-    left, wanted = iter(wide[1:]), []
-    for base, each in zip(bases, adapters, strict=True):
-        y = nn.functional.linear(
-            wide[0], base.dequantize().double(), None if base.bias is None else base.bias.detach().double()
-        )
-        for _, _, scaling in each:
-            y = y + scaling * wide[0] @ next(left).T @ next(left).T
-        wanted.append(y)
-    assert_close([y.detach() for y in found], wanted, K + 4) if x.numel() else None
-    of_ours = torch.autograd.grad(found, [x, *trained], grads)
-    of_exact = torch.autograd.grad(wanted, wide, [grad.double() for grad in grads])
-    if x.numel():
-        assert_close(list(of_ours), list(of_exact), sum(sizes) + 8)
-    else:
-        assert all(bool((grad == 0).all()) for grad in of_ours)
-
-
-def normalized(x: Tensor, weight: Tensor, offset: float) -> Tensor:
-    return x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * (offset + weight)
-
-
-@pytest.mark.parametrize("offset", [0.0, 1.0])
-@pytest.mark.parametrize("add", [False, True], ids=["no sum", "sum"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_rms_norm_has_the_gradients_of_float64(dtype: torch.dtype, add: bool, offset: float) -> None:
-    x, weight, term, grad = (
-        torch.randn(3, 5, K).to(dtype),
-        torch.randn(K).to(dtype),
-        torch.randn(3, 5, K).to(dtype),
-        torch.randn(3, 5, K).to(dtype),
-    )
-    x[0, 0] *= 1e-3  # eps matters
-    inputs = [each.requires_grad_() for each in ([x, weight, term] if add else [x, weight])]
-    y = rms_norm(x, weight, 1e-6, offset=offset, add=term if add else None)
-    wide = [each.detach().double().requires_grad_() for each in inputs]
-    exact = normalized(wide[0], wide[1], offset) + (wide[2] if add else 0)
-    found = [y.detach(), *torch.autograd.grad(y, inputs, grad)]
-    wanted = [exact.detach(), *torch.autograd.grad(exact, wide, grad.double())]
-    assert_close(found, wanted, K if dtype is torch.float32 else 2, dtype)
-
-
-def test_rms_norm_can_be_differentiated_twice() -> None:
-    x, weight = torch.randn(3, 7, dtype=torch.float32).requires_grad_(), torch.randn(7).requires_grad_()
-
-    def second_order(function: Any, x: Tensor, weight: Tensor) -> list[Tensor]:
-        first = torch.autograd.grad(function(x, weight).square().sum(), [x, weight], create_graph=True)
-        return list(torch.autograd.grad(sum(each.square().sum() for each in first), [x, weight]))
-
-    wide = [each.detach().double().requires_grad_() for each in (x, weight)]
-    wanted = second_order(lambda x, weight: normalized(x, weight, 1.0), *wide)
-    assert_close(second_order(lambda x, weight: rms_norm(x, weight, offset=1.0), x, weight), wanted, 200)
-
-
-@pytest.mark.parametrize("columns", [16, 8], ids=["whole heads", "half of each head"])
-@pytest.mark.parametrize("normed", [False, True], ids=["no norms", "norms of heads"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_heads_have_the_gradient_of_float64(dtype: torch.dtype, normed: bool, columns: int) -> None:
-    batch, length, queries, keys, size = 2, 5, 4, 2, 16
-    qkv = torch.randn(batch, length, queries + 2 * keys, size).to(dtype).requires_grad_()
-    angle = torch.rand(1, length, columns // 2).mul(6).repeat(1, 1, 2)
-    cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
-    norms = (torch.randn(size).to(dtype), torch.randn(size).to(dtype)) if normed else None
-    found = rotary_heads(qkv, cos, sin, keys, norms, 1e-6 if normed else 0.0, 1.0 if normed else 0.0)
-    wide = qkv.detach().double().requires_grad_()
-    heads = list(wide.transpose(1, 2).split([queries, keys, keys], dim=1))
-    for i in range(2):
-        x = normalized(heads[i], norms[i].double(), 1.0) if norms else heads[i]
-        turned, rest = x[..., :columns], x[..., columns:]
-        swapped = torch.cat((-turned[..., columns // 2 :], turned[..., : columns // 2]), -1)
-        heads[i] = torch.cat((turned * cos.double() + swapped * sin.double(), rest), -1)
-    grads = [torch.randn(each.shape).to(dtype) for each in found]
-    of_ours = torch.autograd.grad(found, qkv, grads)
-    of_exact = torch.autograd.grad(heads, wide, [grad.double() for grad in grads])
-    assert_close(
-        [*map(Tensor.detach, found), *of_ours],
-        [*map(Tensor.detach, heads), *of_exact],
-        4 * size if dtype is torch.float32 else 6,
-        dtype,
-    )
-    with torch.no_grad():  # the op makes them
-        kept = [torch.empty(batch, keys, length, size, dtype=dtype) for _ in range(2)]
-        theirs = rope_append(
-            qkv, cos, sin, *kept, 0, *(norms or ()), **({"eps": 1e-6, "offset": 1.0} if normed else {})
-        )
-    assert all(map(torch.equal, found, (theirs, *kept)))
-
-
-def test_a_second_derivative_of_heads_is_refused() -> None:
-    qkv, angle = torch.randn(1, 3, 4, 8).requires_grad_(), torch.rand(1, 3, 8)
-    queries, _, _ = rotary_heads(qkv, angle.cos(), angle.sin(), 1)
-    with pytest.raises(NotImplementedError, match="the backward of rotary heads"):
-        torch.autograd.grad(queries.square().sum(), qkv, create_graph=True)

@@ -48,7 +48,7 @@ def fuse(model: nn.Module) -> FusedModules:
     `fuse` calls each module with random input before and after, and leaves it unchanged if its result differs. Names,
     parameters and the state dict stay the same. A module runs its original code under autocast or torch.compile, with
     hooks, and on devices other than the CPU; under gradients too, but for recurrent layers, RMSNorms, gated MLPs and
-    attention with a rotary embedding, which have autograd Functions, with LoRA of peft or without.
+    most attention with a rotary embedding, which have autograd Functions, with LoRA of peft or without.
 
     Args:
         model: any module; its quantized layers and its norms are fused.

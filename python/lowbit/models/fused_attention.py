@@ -259,7 +259,11 @@ def fuse_attention(
             piece.take(probe := recording_probe(module), facts | layout)
             if agree(seen, recorded(probe, call)):
                 facts |= layout
-                facts["trains_alike"] = may_train(module, facts) and _trains_alike(recording_probe(module), call, seen)
+                facts["trains_alike"] = (
+                    piece is FusedAttention
+                    and may_train(module, facts)
+                    and _trains_alike(recording_probe(module), call, seen)
+                )
                 piece.take(module, facts)
                 return ""
     return "it does not compute rotary attention as the fused one does"

@@ -19,11 +19,11 @@ from lowbit.models.shared_block import FusedSharedAttention
 def may_be_shared_layer(module: nn.Module) -> bool:
     """Whether the module may be such a layer: it gets the input of the first one, and has a recurrent layer and attention
     of a shared block in its submodules."""
-    if not reads_of(module).first:
-        return False
     parts = [*module.modules()]
-    return any(isinstance(part, FusedSharedAttention) for part in parts) and any(
-        isinstance(part, tuple(RECURRENT_STEPS)) for part in parts
+    return (
+        any(isinstance(part, FusedSharedAttention) for part in parts)
+        and any(isinstance(part, tuple(RECURRENT_STEPS)) for part in parts)
+        and bool(reads_of(module).first)
     )
 
 

@@ -84,5 +84,9 @@ def _scaled(steps: Steps, facts: dict[str, Any], first: nn.Module, up: nn.Module
     return steps.product(up, x, mul=program.scaled_add(scaled, gate=scaled, scale=factor))
 
 
-MLP_STEPS: dict[type[Fused], Callable[..., Written | None]] = {FusedGatedMLP: gated_mlp_steps, FusedMLP: mlp_steps, FusedSharedMLP: mlp_steps}
+MLP_STEPS: dict[type[Fused], Callable[..., Written | None]] = {
+    FusedGatedMLP: gated_mlp_steps,
+    FusedMLP: mlp_steps,
+    FusedSharedMLP: mlp_steps,
+}
 """The function that writes the steps of each class of MLP, as `HALF_STEPS`."""

@@ -27,8 +27,8 @@ LowRankFactors = tuple[Tensor, Tensor, float]
 
 
 class LoraLayer(NamedTuple):
-    """A packed layer with its adapters: the arguments of `lowbit.ops.linear.linear`, whose bias is frozen, and factors
-    in the dtype of x."""
+    """A packed layer with its adapters, if it has any: the arguments of `lowbit.ops.linear.linear`, whose bias is frozen,
+    and factors in the dtype of x."""
 
     weight: Tensor
     bias: Tensor | None
@@ -55,12 +55,14 @@ class Layout(NamedTuple):
 
 
 def layout_of(layers: Sequence[LoraLayer]) -> Layout:
+    """Return what is no tensor of the layers."""
     adapters = [(i, down.shape[0], scaling) for i, layer in enumerate(layers) for down, _, scaling in layer.adapters]
     of_adapters = tuple(zip(*adapters, strict=True)) or ((), (), ())
     return Layout(tuple(each.op_args for each in layers), tuple(each.row for each in layers), *of_adapters)
 
 
 def tensors_of(layers: Sequence[LoraLayer]) -> list[Tensor | None]:
+    """Return the weights of the layers, then their biases, downs and ups."""
     adapters = [adapter for layer in layers for adapter in layer.adapters]
     frozen = [*(each.weight for each in layers), *(each.bias for each in layers)]
     return [*frozen, *(down for down, _, _ in adapters), *(up for _, up, _ in adapters)]
@@ -83,6 +85,7 @@ def products(x: Tensor, layout: Layout, tensors: Sequence[Any]) -> tuple[list[Te
     return ys, inner
 
 
+@torch.autocast("cpu", enabled=False)  # a backward may run in one that its forward did not
 def gradients(x: Tensor, of_ys: Sequence[Tensor], inner: Tensor, layout: Layout, tensors: Sequence[Any],
               needs_x: bool, needs: Sequence[bool]) -> list[Tensor | None]:  # fmt: skip
     """Return the gradients of x and then of the tensors, where they are needed."""
@@ -130,7 +133,8 @@ def differentiable_gradients(
     # Aliases, so that what one input is made of another does not count.
     aliases = [each.view_as(each) if needed else each for each, needed in zip(inputs, needs, strict=True)]
     wanted = [alias for alias, needed in zip(aliases, needs, strict=True) if needed]
-    found = iter(torch.autograd.grad(composed(*aliases), wanted, of_ys, create_graph=True))
+    ys = [(y, of_y) for y, of_y in zip(composed(*aliases), of_ys, strict=True) if y.requires_grad]
+    found = iter(torch.autograd.grad([y for y, _ in ys], wanted, [of_y for _, of_y in ys], create_graph=True))
     return [next(found) if needed else None for needed in needs]
 
 
@@ -155,6 +159,7 @@ class _LoraLinear(torch.autograd.Function):
 
 
 def rows_of(x: Tensor) -> Tensor:
+    """Return ``x [..., k]`` as ``[m, k]``."""
     return x.reshape(-1, x.shape[-1])
 
 

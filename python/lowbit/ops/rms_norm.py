@@ -70,7 +70,7 @@ class _RmsNorm(torch.autograd.Function):
         if needs_x:
             of_x = rms_norm_gradient(wide, scale, grad, weight.float() + ctx.offset).to(x.dtype)
         if needs_weight:
-            of_weight = (grad * wide * scale).flatten(0, -2).sum(0).to(weight.dtype)
+            of_weight = (grad * wide * scale).reshape(-1, x.shape[-1]).sum(0).to(weight.dtype)
         return of_x, of_weight, None, None, grad_y if needs_add else None
 
     @staticmethod

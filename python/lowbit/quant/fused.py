@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The base class of modules that `lowbit.fuse` made faster. The class of a module changes in place and can change back.
-Calls other than plain inference are computed as before."""
+Calls that a class does not compute, such as those under autocast, are computed as before."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def is_eager(x: Tensor) -> bool:
 
 def arguments_of(module: nn.Module) -> tuple[str, ...]:
     """Return the names of the positional arguments of a module behind its input."""
-    _, *others = inspect.signature(module.forward).parameters.values()
+    others = [*inspect.signature(module.forward).parameters.values()][1:]
     return tuple(each.name for each in others if each.kind is each.POSITIONAL_OR_KEYWORD)
 
 
@@ -176,7 +176,7 @@ def probe_of(module: nn.Module, **children: nn.Module) -> nn.Module:
 
 
 def with_children(module: nn.Module, **children: Any) -> nn.Module:
-    """Return a copy of the module for one call, with ``children`` replacing submodules. The module itself does not
+    """Return a copy of the module for one call, with ``children``, if any, replacing submodules. The module itself does not
     change, because other threads and hooks use it."""
     cls = type(module)
     twin = cls.__new__(cls)
