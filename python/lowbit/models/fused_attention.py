@@ -7,7 +7,6 @@ then a call of the attention function that the model uses.
 
 from __future__ import annotations
 
-import copy
 import inspect
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -15,22 +14,21 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lowbit.models.attention_in_training import may_train, trained_heads
+from lowbit.models.attention_probe import agree, recorded, recording_probe, trains_alike
 from lowbit.models.decoder_pieces import APART
 from lowbit.models.growing_cache import GrowingLayer, GrowingSlidingLayer, new_tokens
 from lowbit.models.hybrid_cache import growing_layer
 from lowbit.ops.rope_append import HALVES, NEIGHBOURS, NEIGHBOURS_OF_HALVES, rope_append
-from lowbit.quant.fused import Fused, hooked, is_inference, not_packed, probe_of
+from lowbit.quant.fused import Fused, hooked, is_inference, not_packed
 from lowbit.quant.fused_norm import norm_facts, said_eps
-from lowbit.quant.lora_layers import base_of, is_product, plain_children
+from lowbit.quant.lora_layers import base_of, is_product
 from lowbit.quant.merged import MergedLinear
 from lowbit.quant.quant_linear import QuantLinear
 from lowbit.quant.unchanged import Attributes
 
-_TOLERANCE = 1e-4  # relative to the largest value: the same float32 products, rotated in another order
 _SINK = "s_aux"
 """The option of attention functions that is a parameter of the module (gpt-oss)."""
 _PROBED = 3  # number of tokens in the probe
@@ -38,13 +36,8 @@ _PACKED = ("qkv_proj", "query_key_value", "Wqkv", "wqkv")
 _OUT = ("o_proj", "dense", "out_proj", "wo", "Wo")
 _HEAD_NORMS = (("q_norm", "k_norm"), ("query_layernorm", "key_layernorm"), ("q_layernorm", "k_layernorm"))
 _ROTATIONS = (HALVES, NEIGHBOURS, NEIGHBOURS_OF_HALVES)
-_RECORDING = "lowbit_recording"
-"""The name of the attention function that records its arguments. Only the configuration of a probe names it."""
 IDLE = (nn.Dropout, nn.Identity)
 """Modules that do nothing outside of training."""
-_NOT_OPTIONS = ("dropout", "past_key_values", "position_ids", "output_attentions")
-"""What modules pass to the attention function without an effect on its result: they are in evaluation mode, and may hand
-on arguments that they do not know."""
 READ_NOW = {"config", "facts", "is_causal", "layer_idx", "training"}  # attributes that are read in each call
 
 
@@ -262,19 +255,11 @@ def fuse_attention(
                 facts["trains_alike"] = (
                     piece is FusedAttention
                     and may_train(module, facts)
-                    and _trains_alike(recording_probe(module), call, seen)
+                    and trains_alike(recording_probe(module), call, seen)
                 )
                 piece.take(module, facts)
                 return ""
     return "it does not compute rotary attention as the fused one does"
-
-
-def _trains_alike(probe: nn.Module, call: dict[str, Any], seen: dict[str, Any]) -> bool:
-    """Whether a `recording_probe` drops nothing in training."""
-    probe.training = True
-    with torch.random.fork_rng(devices=[]):
-        again = recorded(probe, call)
-    return agree(seen, again) and not again["dropout"]
 
 
 def _names(module: nn.Module, choices: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
@@ -325,14 +310,6 @@ def _layouts_of_heads(facts: dict[str, Any]) -> Iterator[dict[str, Any]]:
             yield {"rotates": False, "layout": layout}
 
 
-def recording_probe(module: nn.Module) -> nn.Module:
-    """Return a copy of an attention module, without LoRA, whose attention function records its arguments."""
-    probe = probe_of(module, **plain_children(module))
-    probe.config = copy.deepcopy(module.config)
-    probe.config._attn_implementation = _RECORDING
-    return probe
-
-
 def _problem(module: nn.Module, facts: dict[str, Any]) -> str:
     children, names, out = module._modules, facts["projections"], facts["out"]
     missing = [name for name in (*names, out) if not is_product(children.get(name))]
@@ -362,44 +339,3 @@ def _call(hidden: int, columns: int) -> dict[str, Any]:
         "past_key_values": None,
     }
     return call | ({"position_embeddings": (angle.cos(), angle.sin())} if columns else {})
-
-
-@torch.no_grad()
-def recorded(probe: nn.Module, call: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the arguments of the attention function in this call and the result of the call, or None if the call fails
-    or does not reach the attention function."""
-    probe.seen = seen = {}
-    try:
-        seen["out"] = probe(**call)[0]
-    except (TypeError, RuntimeError, ValueError, AttributeError):  # The module has another signature.
-        return None
-    return seen if "query" in seen else None
-
-
-def _record(
-    probe: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any
-) -> tuple[Tensor, None]:
-    """Record the arguments and return the queries as the result, or the values if only these have its size."""
-    known = {name: option for name, option in options.items() if name not in _NOT_OPTIONS}
-    probe.seen["dropout"] = options.get("dropout", 0.0)
-    if known.get("is_causal", ...) == getattr(probe, "is_causal", None):  # which attention functions read themselves
-        del known["is_causal"]
-    probe.seen.update(query=query, key=key, value=value, options=known)
-    result = query if query.shape[-1] == value.shape[-1] else value
-    return result.transpose(1, 2).contiguous(), None
-
-
-def agree(wanted: dict[str, Any], got: dict[str, Any] | None) -> bool:
-    """Whether two calls passed the same to the attention function, and had the same result."""
-    return (
-        got is not None
-        and got["options"] == wanted["options"]
-        and all(
-            got[name].shape == wanted[name].shape
-            and bool((got[name] - wanted[name]).abs().max() <= _TOLERANCE * wanted[name].abs().max())
-            for name in ("query", "key", "value", "out")
-        )
-    )
-
-
-AttentionInterface.register(_RECORDING, _record)

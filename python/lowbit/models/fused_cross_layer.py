@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
-from lowbit.models.fused_attention import AttentionPiece, recorded, recording_probe
+from lowbit.models.attention_probe import recorded, recording_probe
+from lowbit.models.fused_attention import AttentionPiece
 from lowbit.models.fused_layer import cache_of, in_one_call
 from lowbit.models.fused_self_attention import FusedSelfAttention
 from lowbit.models.layer_joins import OF_ENCODER

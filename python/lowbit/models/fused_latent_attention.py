@@ -16,7 +16,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lowbit import _C
 from lowbit.formats.spec import LinearSpec, StoredWeight
-from lowbit.models.fused_attention import IDLE, READ_NOW, agree, pair_of, recorded, recording_probe, whole_columns
+from lowbit.models.attention_probe import agree, recorded, recording_probe
+from lowbit.models.fused_attention import IDLE, READ_NOW, pair_of, whole_columns
 from lowbit.models.latent_states import HeadWeights, LatentStates
 from lowbit.models.lowbit_attention import lowbit_attention
 from lowbit.ops.rope_append import (

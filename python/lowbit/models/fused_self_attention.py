@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from lowbit.models.attention_probe import agree, recorded, recording_probe
 from lowbit.models.decoder_pieces import APART
-from lowbit.models.fused_attention import IDLE, READ_NOW, AttentionPiece, agree, recorded, recording_probe
+from lowbit.models.fused_attention import IDLE, READ_NOW, AttentionPiece
 from lowbit.ops.rope_append import HALVES
 from lowbit.quant.fused import arguments_of, has_own_tensors, hooked, is_inference, named
 from lowbit.quant.merged import MergedLinear
