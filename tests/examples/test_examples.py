@@ -170,11 +170,15 @@ def test_linear_attention_trains_with_the_curve_of_transformers() -> None:
     assert "model.layers.*.linear_attn x 3" in text and "model.layers.*.linear_attn.norm x 3" in text
     parts = re.split(r"^(whole|LoRA): (\d+) numbers are trained$", text, flags=re.MULTILINE)[1:]
     assert parts[0::3] == ["whole", "LoRA"] and int(parts[4]) < 0.2 * int(parts[1]), text
+    curves = []
     for part in parts[2::3]:
         rows = [[float(cell) for cell in line.split()] for line in part.splitlines() if re.match(r" +\d+ +\d", line)]
-        first, last = rows[0], rows[-1]
-        assert last[0] == 10 and all(after < before - 0.1 for before, after in zip(first[1:], last[1:], strict=True)), text
+        assert rows[-1][0] == 10, text
+        curves.append(rows)
         assert float(re.search(r"^largest difference of 10 steps: ([\d.]+)$", part, re.MULTILINE)[1]) < 1e-3, text
+    # From 5.6 to 4.1 and 4.6. What LoRA gains in ten steps is less than the batches of Python's library differ by.
+    (_, *first), (_, *last) = curves[0][0], curves[0][-1]
+    assert all(after < before - 0.5 for before, after in zip(first, last, strict=True)), text
 
 
 def test_float8_training_learns_as_float_does() -> None:
