@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tests of models with recurrent layers share: a padded prompt, and how close logits must be."""
+"""What tests of models with recurrent layers share: a padded prompt, how close logits must be, and calls by a model and by
+its fused copy."""
 
 from __future__ import annotations
 
@@ -8,8 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from decoders import prompt
+from decoders import answer, logits, prompt, transformers
 from torch import Tensor, nn
+
+from lowbit.models.fused_causal_lm import FusedCausalLM
+from lowbit.models.token_run import AHEAD
 
 BUDGET = 2e-4  # of the largest logit: a few layers of float32 sums in another order
 
@@ -63,3 +67,50 @@ def same_caches(one: Any, two: Any, budget: float = BUDGET) -> None:
             if held is not None:
                 assert held.dtype is wanted.dtype
                 close(held, wanted, budget)
+
+
+def cache_name(model: nn.Module) -> str:
+    """Return the name that the model has for its cache."""
+    return "cache_params" if model.config.model_type in ("mamba", "falcon_mamba", "mamba2") else "past_key_values"
+
+
+def in_parts(models: list[nn.Module], parts: list[Tensor]) -> tuple[Tensor, Any]:
+    """Logits of the parts, each by its model, with one cache, and that cache."""
+    cache, told = transformers.DynamicCache(config=models[0].config), []
+    for model, part in zip(models, parts, strict=True):
+        told.append(model(part, **{cache_name(model): cache}, use_cache=True).logits)
+    return torch.cat(told, 1), cache
+
+
+def one_call_each(model: nn.Module, other: nn.Module, calls: list[int], states: int) -> None:
+    """A prompt and tokens behind it are one call each of the fused model, with these states."""
+    parts = list(prompt(2, 11).split([7, *4 * [1]], 1))
+    wanted, theirs = in_parts(5 * [model], parts)
+    got, mine = in_parts(5 * [other], parts)
+    assert calls == 5 * [states]
+    close(got, wanted)
+    same_caches(mine, theirs)
+    close(logits(other, prompt(2, 11), use_cache=False), logits(model, prompt(2, 11), use_cache=False))
+
+
+def padding_is_masked(model: nn.Module, other: nn.Module, calls: list[int], states: int) -> None:
+    """On the left, as `generate` wants it."""
+    ids, seen = padded()
+    got, wanted = (logits(each, ids, attention_mask=seen) for each in (other, model))
+    assert calls == [states]
+    close(got[seen.bool()], wanted[seen.bool()])
+
+
+def tokens_are_runs(model: nn.Module, other: nn.Module, runs: list[bool], exact: bool) -> None:
+    """The tokens are those of transformers' loop, and if ``exact`` those of the modules too; int8 activations that are on
+    the edge may round to the next code."""
+    more = {"eos_token_id": None, "max_new_tokens": AHEAD + 6, "pad_token_id": 0}
+    got = answer(other, prompt(), **more)
+    assert runs == (AHEAD + 5) * [True]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delattr(FusedCausalLM, "_sample")
+        assert torch.equal(answer(other, prompt(), **more), got)
+    (ids, seen), told = padded(), len(runs)
+    got = answer(other, ids, attention_mask=seen)
+    assert all(runs) and len(runs) > told
+    assert not exact or torch.equal(got, answer(model, ids, attention_mask=seen))

@@ -10,12 +10,21 @@ from typing import Any
 import pytest
 import torch
 from decoders import CONFIGS, answer, logits, prompt, transformers
-from hybrids import BUDGET, close, padded, same_caches
-from torch import Tensor, nn
+from hybrids import (
+    BUDGET,
+    cache_name,
+    close,
+    in_parts,
+    one_call_each,
+    padded,
+    padding_is_masked,
+    same_caches,
+    tokens_are_runs,
+)
+from torch import nn
 
 import lowbit
 from lowbit.models.fused_causal_lm import FusedCausalLM
-from lowbit.models.token_run import AHEAD
 from lowbit.quant.typed_linear import TypedQuantLinear
 
 SIZES = dict(vocab_size=97, hidden_size=64, num_hidden_layers=3, pad_token_id=0, eos_token_id=96, bos_token_id=1)
@@ -62,29 +71,11 @@ def fused(model: nn.Module) -> nn.Module:
     return other
 
 
-def cache_name(model: nn.Module) -> str:
-    return "past_key_values" if "Jamba" in type(model).__name__ else "cache_params"
-
-
-def in_parts(models: list[nn.Module], parts: list[Tensor]) -> tuple[Tensor, Any]:
-    """Logits of the parts, each by its model, with one cache, and that cache."""
-    cache, told = transformers.DynamicCache(config=models[0].config), []
-    for model, part in zip(models, parts, strict=True):
-        told.append(model(part, **{cache_name(model): cache}, use_cache=True).logits)
-    return torch.cat(told, 1), cache
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("name", MODELS)
 def test_a_prompt_and_tokens_are_one_call_each(name: str, calls: list[int]) -> None:
     model = made(name)
-    other, parts = fused(model), list(prompt(2, 11).split([7, *4 * [1]], 1))
-    wanted, theirs = in_parts(5 * [model], parts)
-    got, mine = in_parts(5 * [other], parts)
-    assert calls == 5 * [STATES]
-    close(got, wanted)
-    same_caches(mine, theirs)
-    close(logits(other, prompt(2, 11), use_cache=False), logits(model, prompt(2, 11), use_cache=False))
+    one_call_each(model, fused(model), calls, STATES)
 
 
 @pytest.mark.parametrize("name", ["mamba2", "mamba2_narrow", "mamba", "falcon_mamba"])
@@ -122,28 +113,14 @@ def test_a_prompt_in_parts_is_one_prompt(name: str, calls: list[int]) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_padding_is_masked_in_the_call(name: str, calls: list[int]) -> None:
     model = made(name)
-    other, (ids, seen) = fused(model), padded()
-    of_tokens = seen.bool()
-    close(logits(other, ids, attention_mask=seen)[of_tokens], logits(model, ids, attention_mask=seen)[of_tokens])
-    assert calls == [STATES]
+    padding_is_masked(model, fused(model), calls, STATES)
 
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("config", CONFIGS)
 def test_each_token_of_generate_is_a_run(name: str, config: str, runs: list[bool]) -> None:
-    """The tokens are those of transformers' loop, and with int8 weights those of the model before too."""
     model = made(name, config)
-    other, ids = fused(model), prompt()
-    more = {"eos_token_id": None, "max_new_tokens": AHEAD + 6, "pad_token_id": 0}
-    got = answer(other, ids, **more)
-    assert runs == (AHEAD + 5) * [True]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.delattr(FusedCausalLM, "_sample")
-        assert torch.equal(answer(other, ids, **more), got)
-    (ids, seen), told = padded(), len(runs)
-    got = answer(other, ids, attention_mask=seen)
-    assert all(runs) and len(runs) > told
-    assert config == "w4a8" or torch.equal(got, answer(model, ids, attention_mask=seen))
+    tokens_are_runs(model, fused(model), runs, exact=config != "w4a8")
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -11,14 +11,13 @@ from typing import Any
 import pytest
 import torch
 from decoders import CONFIGS, answer, logits, prompt, transformers
-from hybrids import BUDGET, close, padded, same_caches
+from hybrids import BUDGET, close, padded, padding_is_masked, same_caches, tokens_are_runs
 from torch import nn
 
 import lowbit
 from lowbit.models.fused_causal_lm import FusedCausalLM
 from lowbit.models.fused_decoder import FusedDecoder
 from lowbit.models.recurrent_steps import RECURRENT_STEPS
-from lowbit.models.token_run import AHEAD
 
 SIZES = dict(
     vocab_size=97, hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4,
@@ -125,12 +124,10 @@ def test_all_layers_are_one_call(name: str, calls: list[int]) -> None:
 @torch.no_grad()
 @pytest.mark.parametrize("name", MODELS)
 def test_padding_is_masked_in_the_call(name: str, calls: list[int]) -> None:
-    """On the left, as `generate` wants it, and in the middle of a second part."""
+    """On the left, and in the middle of a second part."""
     model = made(name)
     other, (ids, seen) = fused(model), padded()
-    got, wanted = (logits(each, ids, attention_mask=seen) for each in (other, model))
-    assert calls == [states_of(name)]
-    close(got[seen.bool()], wanted[seen.bool()])
+    padding_is_masked(model, other, calls, states_of(name))
     seen[1, 7] = 0
     results = []
     for each in (model, other):
@@ -144,20 +141,8 @@ def test_padding_is_masked_in_the_call(name: str, calls: list[int]) -> None:
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("config", CONFIGS)
 def test_each_token_of_generate_is_a_run(name: str, config: str, runs: list[bool]) -> None:
-    """The tokens are those of transformers' loop, and with int8 weights those of the modules too; int8 activations that
-    are on the edge may round to the next code."""
     model = made(name, config)
-    other, ids = fused(model), prompt()
-    more = {"eos_token_id": None, "max_new_tokens": AHEAD + 6, "pad_token_id": 0}
-    got = answer(other, ids, **more)
-    assert runs == (AHEAD + 5) * [True]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.delattr(FusedCausalLM, "_sample")
-        assert torch.equal(answer(other, ids, **more), got)
-    (ids, seen), told = padded(), len(runs)
-    got = answer(other, ids, attention_mask=seen)
-    assert all(runs) and len(runs) > told
-    assert config == "w4a8" or torch.equal(got, answer(model, ids, attention_mask=seen))
+    tokens_are_runs(model, fused(model), runs, exact=config != "w4a8")
 
 
 @pytest.mark.parametrize("name", MODELS)

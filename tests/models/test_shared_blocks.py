@@ -11,7 +11,16 @@ from typing import Any
 import pytest
 import torch
 from decoders import CONFIGS, answer, logits, prompt, transformers
-from hybrids import close, padded, same_caches, same_gradients
+from hybrids import (
+    close,
+    in_parts,
+    one_call_each,
+    padded,
+    padding_is_masked,
+    same_caches,
+    same_gradients,
+    tokens_are_runs,
+)
 from torch import nn
 
 import lowbit
@@ -19,7 +28,6 @@ from lowbit.models import fused_mamba2
 from lowbit.models.fused_causal_lm import FusedCausalLM
 from lowbit.models.fused_decoder import FusedDecoder
 from lowbit.models.shared_block import FusedSharedAttention, FusedSharedMLP
-from lowbit.models.token_run import AHEAD
 
 SIZES = dict(
     vocab_size=97, hidden_size=64, num_hidden_layers=6, layers_block_type=["mamba", "hybrid", "hybrid", "mamba", "hybrid", "hybrid"],
@@ -64,24 +72,13 @@ def block(model: nn.Module, index: int) -> Any:
     return model.model.layers[index].shared_transformer
 
 
-def in_parts(models: list[nn.Module], parts: list[torch.Tensor]) -> tuple[torch.Tensor, Any]:
-    """Logits of the parts, each by its model, with one cache, and that cache."""
-    cache = transformers.DynamicCache(config=models[0].config)
-    told = [model(part, past_key_values=cache, use_cache=True).logits for model, part in zip(models, parts, strict=True)]
-    return torch.cat(told, 1), cache
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("name", MODELS)
 def test_a_prompt_and_tokens_are_one_call_each(name: str, calls: list[int]) -> None:
     model = made(name)
     other, parts = fused(model), list(prompt(2, 11).split([7, *4 * [1]], 1))
-    wanted, theirs = in_parts(5 * [model], parts)
-    got, mine = in_parts(5 * [other], parts)
-    assert calls == 5 * [STATES]
-    close(got, wanted)
-    same_caches(mine, theirs)
-    close(logits(other, prompt(2, 11), use_cache=False), logits(model, prompt(2, 11), use_cache=False))
+    one_call_each(model, other, calls, STATES)
+    wanted, _ = in_parts(5 * [model], parts)
     for order in ([model, other, *3 * [model]], [other, model, *3 * [other]]):
         close(in_parts(order, parts)[0], wanted)
 
@@ -90,27 +87,14 @@ def test_a_prompt_and_tokens_are_one_call_each(name: str, calls: list[int]) -> N
 @pytest.mark.parametrize("name", MODELS)
 def test_padding_is_masked_in_the_call(name: str, calls: list[int]) -> None:
     model = made(name)
-    other, (ids, seen) = fused(model), padded()
-    of_tokens = seen.bool()
-    close(logits(other, ids, attention_mask=seen)[of_tokens], logits(model, ids, attention_mask=seen)[of_tokens])
-    assert calls == [STATES]
+    padding_is_masked(model, fused(model), calls, STATES)
 
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("config", CONFIGS)
 def test_each_token_of_generate_is_a_run(name: str, config: str, runs: list[bool]) -> None:
     model = made(name, config)
-    other, ids = fused(model), prompt()
-    more = {"eos_token_id": None, "max_new_tokens": AHEAD + 6}
-    got = answer(other, ids, **more)
-    assert runs == (AHEAD + 5) * [True]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.delattr(FusedCausalLM, "_sample")
-        assert torch.equal(answer(other, ids, **more), got)
-    (ids, seen), told = padded(), len(runs)
-    got = answer(other, ids, attention_mask=seen)
-    assert all(runs) and len(runs) > told
-    assert config == "w4a8" or torch.equal(got, answer(model, ids, attention_mask=seen))
+    tokens_are_runs(model, fused(model), runs, exact=config != "w4a8")
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -163,7 +163,7 @@ def has_packed_experts(module: nn.Module) -> bool:
     return any(isinstance(part, QuantExperts) for part in module._modules.values())
 
 
-def _class_of(module: nn.Module) -> type[nn.Module]:
+def _former_class(module: nn.Module) -> type[nn.Module]:
     """Return the class that a module had before it was fused."""
     return module.unfused if isinstance(module, Fused) else type(module)
 
@@ -180,7 +180,7 @@ def fuse_mixture(module: nn.Module) -> str:
     gates = [name for name, part in parts.items() if _is_gate(part)]
     routers = [name for name in parts if name not in (*experts, *shared, *gates)]
     if [len(experts), len(routers)] != [1, 1] or len(shared) > 1 or len(gates) > len(shared):
-        others = ", ".join(f"{name} ({_class_of(part).__name__})" for name, part in parts.items() if name not in experts)
+        others = ", ".join(f"{name} ({_former_class(part).__name__})" for name, part in parts.items() if name not in experts)
         return f"it has {others or 'nothing'} beside experts, instead of a router and shared experts that are fused"
     packed: Any = parts[experts[0]]
     if packed.op_gate is None:
