@@ -3,6 +3,7 @@
 #include LOWBIT_ISA_HEADER
 
 #include "cpu/linear/cross_entropy.hpp"
+#include "cpu/linear/dot.hpp"
 #include "cpu/linear/experts.hpp"
 #include "cpu/linear/gather.hpp"
 #include "cpu/linear/linear.hpp"

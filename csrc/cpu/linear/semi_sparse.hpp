@@ -9,10 +9,10 @@
 //
 // Besides the shuffle and the product, which are once per row, a step has two operations to compute positions, and one
 // for the sum of the codes if activations are unsigned. Dense int8 takes two products of 64 bytes, so the time of one
-// row is bound by memory: 0.625 of the bytes. Dot products are exact and the float operations those of dot.hpp.
+// row is bound by memory: 0.625 of the bytes. Dot products are exact and the float operations those of dot_tile.hpp.
 #pragma once
 
-#include "cpu/linear/dot.hpp"
+#include "cpu/linear/dot_tile.hpp"
 
 namespace lowbit::cpu::LOWBIT_ISA_NAME {
 namespace {
@@ -84,7 +84,8 @@ void semi_sparse_tile(const PackedWeight& weight, const Int8Rows<int8_t>& rows, 
       result[r] = add_sum<Format::int8>(result[r], sums.total(r), rows.sums[(row + r) * rows.sum_count + s], w_scale,
                                         nullptr);
   }
-  finish_tile(weight, sink, row, kRows, panel, result, 1, rows.offsets_from(row));
+  finish_tile(sink, weight.spec.n, PanelEnd(weight, sink, panel, rows.offset != nullptr), row, kRows, panel, result, 1,
+              rows.offsets_from(row));
 }
 
 // The family of micro-kernels for int8 codes and few rows.

@@ -54,6 +54,8 @@ LOWBIT_INLINE void with_x_tiles(bool long_sums, Body&& body) {
 //     .. end, a few whole steps, to the accumulators; block: the k at which the weights begin
 //   scale_of_sum(panel, s): the argument of scale() for a panel
 //   scale(sums, row tile, s, panel's argument, result): adds sum number s of a tile to its results
+//   groups_in_registers(), multiply_groups(row tile, block, results): with kGroupsInRegisters, whether results can be
+//     computed without sums in memory, and their computation
 //   of_rows(row tile, s): what that needs of rows. add(..) adds a row of sums, end(..) ends it if only_scales(sink)
 //   panel_end(sink, panel), store_row(sink, end, row, panel, value): a row of results to y
 //   store_rows(sink, row, count, panel, results): several
@@ -173,6 +175,13 @@ struct TileTask {
   void multiply(const TileResults<Product>& to, const WeightBlock& block, PendingSums<Product>& pending,
                 NextBlock& next) const {
     const int64_t row_tiles = ceil_div(rows, kTileRows);
+    if constexpr (TileUnit::kGroupsInRegisters)
+      if (product.groups_in_registers()) {
+        with_count<kPanelsAtOnce>(block.panels, [&](auto kPanels) {
+          for (int64_t tile = 0; tile < row_tiles; tile++) multiply_groups<kPanels>(to, block, tile);
+        });
+        return;
+      }
     if (product.sums_are_products()) {
       for (int64_t tile = 0; tile < row_tiles; tile++)
         for (int p = 0; p < block.panels; p++) multiply_short_sums(to, block, tile, p);
@@ -267,6 +276,17 @@ struct TileTask {
     if (block.end < product.k) return;
     const int64_t row = row_tile * kTileRows;
     product.store_rows(sink, row, smaller(kTileRows, rows - row), block.panel + p, results);
+  }
+
+  // Sums of groups, which are scaled in registers.
+  template <int kPanels>
+  void multiply_groups(const TileResults<Product>& to, const WeightBlock& block, int64_t row_tile) const {
+    float* results[kPanels];
+    for (int p = 0; p < kPanels; p++) results[p] = to.result[row_tile * to.width + block.column + p];
+    product.template multiply_groups<kPanels>(row_tile, block, results);
+    const int64_t row = row_tile * kTileRows;
+    for (int p = 0; block.end == product.k && p < kPanels; p++)
+      product.store_rows(sink, row, smaller(kTileRows, rows - row), block.panel + p, results[p]);
   }
 
   struct Arrays {

@@ -2,6 +2,7 @@
 // Rows of the ops linear, gather_linear and experts with int8 activations on the tile unit.
 #include LOWBIT_ISA_HEADER
 
+#include "cpu/linear/dot.hpp"
 #include "cpu/linear/tiled_codes.hpp"
 #include "cpu/linear/tiled_rows.hpp"
 

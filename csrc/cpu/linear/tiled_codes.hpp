@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// The integer products of dot.hpp on the tile unit: 16 rows of int8 activations times 16 columns of codes. The packed
-// layout is that of a tile (16 columns x 4 k per row of 64 bytes), so int8 codes are read in place; int4 codes are
-// unpacked first, once for all rows of a pass, and so are all codes where the unit has them joined (tiles.hpp). Sums
-// are exact and the float operations those of dot.hpp: the bits of every other instruction set.
+// The integer products of dot_tile.hpp on the tile unit: 16 rows of int8 activations times 16 columns of codes. The
+// packed layout is that of a tile (16 columns x 4 k per row of 64 bytes), so int8 codes are read in place; int4 codes
+// are unpacked first, once for all rows of a pass, and so are all codes where the unit has them joined (tiles.hpp).
+// Sums are exact and the float operations those of dot_tile.hpp: the bits of every other instruction set.
 #pragma once
 
 #include "cpu/linear/tiled.hpp"
-#include "cpu/linear/dot.hpp"
+#include "cpu/linear/dot_tile.hpp"
 
 namespace lowbit::cpu::LOWBIT_ISA_NAME {
 namespace {
@@ -98,7 +98,8 @@ struct Int8Product {
   }
   LOWBIT_INLINE void store_rows(const Sink& sink, int64_t row, int64_t count, int64_t panel,
                                 const float* results) const {
-    finish_rows(weight, sink.from(row), count, panel, results, kPanelColumns, nullptr, rows.offsets_from(row));
+    finish_rows(sink.from(row), weight.spec.n, panel_end(sink, panel), count, panel, results, kPanelColumns, nullptr,
+                rows.offsets_from(row));
   }
   LOWBIT_INLINE void store_row(const Sink& sink, const PanelEnd& end, int64_t row, int64_t panel, f32x16 value) const {
     finish_row(sink, weight.spec.n, end, row, panel, value, rows.offset);
