@@ -13,7 +13,22 @@ from typing import Any
 
 import pytest
 import torch
-from expert_modules import CLASSES, HIDDEN, INNER, PICKED, TOKENS, E, Experts, InTurns, decoded, layer_of, made, routed
+from expert_modules import (
+    CLASSES,
+    HIDDEN,
+    INNER,
+    PICKED,
+    TOKENS,
+    E,
+    Experts,
+    InTurns,
+    Ungated,
+    UngatedTurned,
+    decoded,
+    layer_of,
+    made,
+    routed,
+)
 from torch import Tensor, nn
 
 import lowbit
@@ -221,6 +236,14 @@ class Untried(Experts):
         raise RuntimeError("only on GPUs")
 
 
+def square(cls: type[Experts], *, told: bool) -> Experts:
+    """Experts whose matrices are square, so that shapes do not tell whether they are transposed."""
+    experts = made(cls, inner=HIDDEN)
+    if not told:
+        del experts.is_transposed
+    return experts
+
+
 def scaled(experts: Experts) -> Experts:
     experts.scale = nn.Parameter(torch.ones(E))
     return experts
@@ -246,6 +269,7 @@ def in_float64(experts: Experts) -> Experts:
     (lambda: scaled(made()), "it has scale beside its weights"),
     (lambda: replaced(made()), "its forward was replaced on the instance"),
     (lambda: other_shape(made()), r"its weights do not fit each other: gate_up_proj \[5, 72, 100\] and down_proj \[5, 100, 37\]"),
+    (lambda: square(UngatedTurned, told=False), r"UngatedTurned computes something else than experts, off by 1\.\de\+00"),
     (lambda: in_float64(made()), "its gate_up_proj is a Parameter of torch.float64"),
 ])  # fmt: skip
 def test_a_module_that_computes_something_else_stays_float(make: Callable[[], nn.Module], reason: str) -> None:
@@ -257,6 +281,15 @@ def test_a_module_that_computes_something_else_stays_float(make: Callable[[], nn
     assert type(model[1]) is cls and all(torch.equal(value, state[key]) for key, value in model[1].state_dict().items())
     with pytest.raises(ValueError, match=f"quantize_: 1 cannot be quantized: {reason}"):
         lowbit.quantize_(model, lowbit.int8_weight_only(), lambda module, name: name == "1")
+
+
+@pytest.mark.parametrize(("cls", "told"), [(Ungated, False), (Ungated, True), (UngatedTurned, True), (InTurns, True)])
+def test_square_weights_are_packed_in_the_order_of_their_class(cls: type[Experts], told: bool) -> None:
+    experts = square(cls, told=told)
+    wanted = copy.deepcopy(experts)
+    lowbit.quantize_(experts, lowbit.int8_weight_only())
+    x, index, weights = routed()
+    assert (experts(x, index, weights) - wanted(x, index, weights)).norm() < 0.02 * wanted(x, index, weights).norm()
 
 
 def test_the_class_is_tried_without_its_hooks_and_without_a_change() -> None:

@@ -260,10 +260,12 @@ def _comparison(module: nn.Module, form: Form, packed_class: type[nn.Module]) ->
 
 def _random(shape: torch.Size, generator: torch.Generator) -> Tensor:
     """Return a random tensor in which all matrices and rows differ. Its memory grows with the sum of the sizes, not
-    their product: all strides are 1, so elements on a diagonal are equal."""
-    strides = [1] * len(shape)
-    values = torch.randn(sum(shape), generator=generator, dtype=torch.float64, device="cpu") * 4 * shape[-1] ** -0.5
-    return values.as_strided(shape, strides)
+    their product: elements repeat. Strides differ by dimension, since equal ones would make square matrices symmetric,
+    and those that a class stores transposed could not be told from others."""
+    strides = range(1, len(shape) + 1)
+    count = 1 + sum(stride * (size - 1) for stride, size in zip(strides, shape, strict=True))
+    values = torch.randn(count, generator=generator, dtype=torch.float64, device="cpu") * 4 * shape[-1] ** -0.5
+    return values.as_strided(shape, [*strides])
 
 
 def parts_in_float64(module: nn.Module) -> dict[str, nn.Module | None]:
