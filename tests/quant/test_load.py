@@ -109,6 +109,7 @@ WRONG = {
     "another version": (lambda state: state["0.layout"][0].add_(2), "0.weight must be .* layout version 4, known are 1 to 3"),
     "another layout": (lambda state: state["0.layout"][-1].add_(9), "0.weight must be .* layout 9, known are 0 x86-panel-16x64, 1 row-major"),
     "cut short": (lambda state: state.update({"0.weight": state["0.weight"][:1]}), r"0.weight must be .*got uint8 \[1, "),
+    "a tensor of another shape": (lambda state: state.update({"2.2.bias": torch.zeros(8)}), r"2.2.bias must have shape \[9\], got \[8\]"),
     "a name is missing": (lambda state: state.pop("2.2.bias"), "names must be those of the model, missing 2.2.bias, unexpected none"),
     "an unknown name": (lambda state: state.update({"7.weight": torch.zeros(1)}), "names must be those of the model, missing none, unexpected 7.weight"),
 }  # fmt: skip

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from lowbit import _C
 from lowbit.formats.spec import StoredWeight, size_text
@@ -70,9 +71,9 @@ def load(model: nn.Module, file: str | Path | Mapping[str, Tensor], *, mmap: boo
 
     Raises:
         FileNotFoundError: the file does not exist, or the folder has no such file.
-        ValueError: the file is damaged or of another type, names are missing or not in the model, or a packed weight
-            does not fit its layer; all this is checked before the model is changed. Also if a non-persistent buffer,
-            which no file holds, would stay on the meta device.
+        ValueError: the file is damaged or of another type, names are missing or not in the model, a tensor has another
+            shape than the model's, or a packed weight does not fit its layer; all this is checked before the model is
+            changed. Also if a non-persistent buffer, which no file holds, would stay on the meta device.
 
     Example:
         >>> torch.save(quantized.state_dict(), "model.pt")
@@ -120,6 +121,8 @@ def _load(model: nn.Module, state: dict[str, Tensor]) -> LayerNames:
     state |= {other: state[first] for other, first in shared.items() if other not in state and first in state}
     _check_names(state, known, beside)
     packed, sparse = [*stored_weights(model, state)], dict(sparse_layers(model, state))
+    checked = {f"{_prefix(name)}{weight.key}" for name, _, weight, _ in packed}
+    _check_shapes(model, state, beside | checked | {weight_in(name) for name in sparse})
     sharing: dict[int, list[nn.Module]] = defaultdict(list)
     for _, module, weight, _ in packed:
         sharing[id(module._parameters[weight.key])].append(module)
@@ -248,6 +251,22 @@ def _check_names(state: Mapping[str, Tensor], known: set[str], beside: set[str])
             f"load: names must be those of the model, missing {first_five(missing)}, "
             f"unexpected {first_five(unexpected)}"
         )
+
+
+def _check_shapes(model: nn.Module, state: Mapping[str, Tensor], checked: set[str]) -> None:
+    """Raise ValueError unless the tensors that are loaded as they are have the shapes of the model's. torch would find
+    out after layers have become packed ones. Names in ``checked``, and modules that load in a way of their own, are not
+    looked at."""
+    for path, module in model.named_modules(remove_duplicate=False):
+        if type(module)._load_from_state_dict is not nn.Module._load_from_state_dict:
+            continue
+        for key, held in (module._parameters | module._buffers).items():
+            name = f"{_prefix(path)}{key}"
+            given = None if name in checked or is_lazy(held) else state.get(name)
+            if held is None or given is None or held.shape == given.shape:
+                continue
+            if held.dim() or given.shape != (1,):  # torch makes a number of such a tensor of an early version
+                raise ValueError(f"load: {name} must have shape {list(held.shape)}, got {list(given.shape)}")
 
 
 def _share_again(model: nn.Module, shared: Mapping[str, str]) -> None:
