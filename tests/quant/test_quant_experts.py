@@ -315,6 +315,9 @@ def test_bad_input_is_refused_by_name() -> None:
         ({"hidden_states": x[:, 1:]}, ValueError, r"experts: x must have shape"),
         ({"hidden_states": x.double()}, TypeError, "experts: x must be float32, bfloat16 or float16, got float64"),
         ({"top_k_index": index.float()}, TypeError, "experts: index must be int32 or int64, got float32"),
+        ({"top_k_index": index.short()}, TypeError, "experts: index must be int32 or int64, got int16"),
+        ({"top_k_weights": weights.long()}, TypeError, "QuantExperts: top_k_weights must be floats, got int64"),
+        ({"top_k_weights": weights > 0.5}, TypeError, "QuantExperts: top_k_weights must be floats, got bool"),
         ({"top_k_index": index + 3}, ValueError, r"experts: index must be 0 to 4, .* = 6"),
         ({"top_k_index": index - 1}, ValueError, r"experts: index must be 0 to 4, .* = -1"),
     ):
@@ -328,6 +331,45 @@ def test_bad_input_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match="quantize_: down_proj of 1 must be finite"):
         lowbit.quantize_(broken, lowbit.int8_weight_only())
     assert type(broken[0]) is nn.Linear and type(broken[1]) is Experts
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_on_the_meta_device_results_have_their_shape_and_dtype(cls: type[Experts]) -> None:
+    """With one op and with two; in autocast too, which torch does not have for that device."""
+    x, index, weights = (tensor.to("meta") for tensor in routed(dtype=torch.bfloat16))
+    for config in (lowbit.int8_weight_only(), lowbit.float8_weight_only()):
+        with torch.device("meta"):
+            experts = cls(bias=True).bfloat16()
+        lowbit.quantize_(experts, config)
+        for op_gate in (experts.op_gate, None):
+            experts.__dict__["op_gate"] = op_gate
+            with torch.autocast("cpu", dtype=torch.float16, enabled=op_gate is None):
+                y = experts(x, index, weights)
+            assert y.is_meta and y.shape == (TOKENS, HIDDEN) and y.dtype == torch.bfloat16
+
+
+def test_in_autocast_a_graph_has_the_dtype_of_the_module() -> None:
+    experts = made(bias=True)
+    lowbit.quantize_(experts, lowbit.int8_weight_only())
+    x, index, weights = routed()
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        y = experts(x, index, weights)
+        assert torch.equal(torch.compile(experts, fullgraph=True, backend="aot_eager")(x, index, weights), y)
+    with torch.no_grad():
+        assert y.dtype == x.dtype and torch.equal(y, experts(x.bfloat16(), index, weights).float())
+
+
+def test_weights_in_fours_are_pruned_by_expert() -> None:
+    """2:4 is a format like others: the result is that of the weights that are left."""
+    experts = made(bias=True)
+    lowbit.quantize_(experts, lowbit.int8_dynamic_activation_int8_semi_sparse_weight())
+    exact, (x, index, weights) = decoded(experts), routed()
+    kept = (exact.gate_up_proj.unflatten(-1, (-1, 4)) != 0).sum(-1)
+    assert int(kept.max()) == 2
+    wanted = exact(x.double(), index, weights.double())
+    assert (experts(x, index, weights) - wanted).norm() < 0.02 * wanted.norm()
+    with pytest.raises(ValueError, match=r"quantize_: gate_up_proj of the model itself must be 2:4 for .*pruned=True"):
+        lowbit.quantize_(made(), lowbit.int8_dynamic_activation_int8_semi_sparse_weight(pruned=True))
 
 
 def test_no_tokens_and_none_of_their_experts() -> None:

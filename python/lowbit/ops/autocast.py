@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`lowbit::linear` in ``torch.autocast``: activations are cast to autocast's dtype, which the result has too, as in
-nn.Linear."""
+"""Ops in ``torch.autocast``: activations are cast to autocast's dtype, which the result has too, as in nn.Linear.
+`lowbit::linear` has kernels for it in the dispatcher; functions of other ops call `in_autocast_dtype`."""
 
 from __future__ import annotations
 
@@ -10,6 +10,14 @@ import torch
 from torch import Tensor
 
 _KEYS = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA"}
+
+
+def in_autocast_dtype(x: Tensor) -> Tensor:
+    """Cast x to the dtype of autocast if that is enabled. This must happen before rounding, since the codes would
+    differ otherwise. torch has no autocast for the meta device, and raises if it is asked."""
+    if x.is_meta or not torch.is_autocast_enabled(x.device.type):
+        return x
+    return x.to(torch.get_autocast_dtype(x.device.type))
 
 
 def register_linear(library: torch.library.Library) -> None:

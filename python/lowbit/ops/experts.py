@@ -14,8 +14,9 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn import functional
 
+from lowbit.ops.autocast import in_autocast_dtype
 from lowbit.ops.forward_mode import refuse_tangents
-from lowbit.ops.gather_linear import grad_of_rows
+from lowbit.ops.gather_linear import check_index, grad_of_rows
 from lowbit.ops.linear import LinearArgs
 from lowbit.ops.registration import function_of, register
 
@@ -73,8 +74,8 @@ def experts(
     down_bias: Tensor | None = None,
 ) -> Tensor:
     """Compute `lowbit.experts` with numbers instead of names, as layers store them."""
-    if torch.is_autocast_enabled(x.device.type):
-        x = x.to(torch.get_autocast_dtype(x.device.type))
+    check_index("experts", index)
+    x = in_autocast_dtype(x)
     given = (x, weights, gate_up_bias, down_bias)
     if forward_ad._current_level >= 0:  # the level is -1 outside forward mode
         refuse_tangents("experts", given)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from lowbit.ops.autocast import in_autocast_dtype
 from lowbit.ops.forward_mode import refuse_tangents
 from lowbit.ops.input_gradient import input_gradient
 from lowbit.ops.linear import LinearArgs
@@ -22,14 +23,20 @@ _call = function_of("gather_linear")
 
 def gather_linear(x: Tensor, weight: Tensor, index: Tensor, op_args: LinearArgs, bias: Tensor | None = None) -> Tensor:
     """Compute `lowbit.gather_linear` with numbers instead of names, as layers store them."""
-    if torch.is_autocast_enabled(x.device.type):
-        x = x.to(torch.get_autocast_dtype(x.device.type))
+    check_index("gather_linear", index)
+    x = in_autocast_dtype(x)
     if forward_ad._current_level >= 0:  # the level is -1 outside forward mode
         refuse_tangents("gather_linear", (x, bias))
     wanted = torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad))
     if wanted and not torch.compiler._is_exporting_flag:  # exported programs get gradients from the dispatcher
         return _GatherLinear.apply(x, weight, index, op_args, bias)
     return _call(x, weight, index, *op_args, bias)
+
+
+def check_index(op: str, index: Tensor) -> None:
+    """Raise TypeError for another dtype of ``index`` than the op takes. The op names those alone that some op takes."""
+    if index.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"{op}: index must be int32 or int64, got {str(index.dtype).removeprefix('torch.')}")
 
 
 def differentiated_gather_linear(

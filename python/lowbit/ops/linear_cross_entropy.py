@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from lowbit.ops.autocast import in_autocast_dtype
 from lowbit.ops.derivatives import is_recorded
 from lowbit.ops.forward_mode import refuse_tangents
 from lowbit.ops.linear import LinearArgs
@@ -48,8 +49,7 @@ def linear_cross_entropy(
 ) -> tuple[Tensor, Tensor]:
     """Compute `lowbit.linear_cross_entropy` with numbers instead of names: the loss, and the logarithm of the sum of
     exponentials of each row."""
-    if torch.is_autocast_enabled(x.device.type):
-        x = x.to(torch.get_autocast_dtype(x.device.type))
+    x = in_autocast_dtype(x)
     if forward_ad._current_level >= 0:  # the level is -1 outside forward mode
         refuse_tangents("linear_cross_entropy", (x, head, bias))
     if head.dtype is torch.uint8:

@@ -188,6 +188,9 @@ def _check(x: Tensor, index: Tensor, weights: Tensor) -> None:
         raise ValueError(f"QuantExperts: top_k_index must have shape [{x.shape[0]}, J], got {list(index.shape)}")
     if weights.shape != index.shape:
         raise ValueError(f"QuantExperts: top_k_weights must have shape {list(index.shape)}, got {list(weights.shape)}")
+    if not weights.is_floating_point():
+        got = str(weights.dtype).removeprefix("torch.")
+        raise TypeError(f"QuantExperts: top_k_weights must be floats, got {got}")
 
 
 def _float_forward(module: nn.Module, *args: Tensor) -> Any:

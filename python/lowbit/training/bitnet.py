@@ -17,13 +17,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from lowbit.formats.intx import int8_dynamic_activation_intx_weight
+from lowbit.ops.autocast import in_autocast_dtype
 from lowbit.ops.fake_quantize import fake_quantize_activations
 from lowbit.quant.kinds import features_of
 from lowbit.quant.load_check import guard
 from lowbit.quant.report import QuantizationReport, ReportRow, model_bytes
 from lowbit.quant.select import select
 from lowbit.training.convert import convert
-from lowbit.training.layers import FakeQuantizedLinear, in_autocast_dtype, prepare_in_place
+from lowbit.training.layers import FakeQuantizedLinear, prepare_in_place
 from lowbit.training.preparing import TwoStepConfig, check_devices, check_no_head, in_order
 
 _INT2 = int8_dynamic_activation_intx_weight(torch.int2, None)

@@ -18,6 +18,7 @@ from torch.nn import functional
 
 from lowbit import _C
 from lowbit.formats.spec import LinearSpec
+from lowbit.ops.autocast import in_autocast_dtype
 from lowbit.ops.fake_quantize import (
     WeightFormat,
     fake_quantize_activations,
@@ -119,13 +120,6 @@ class FakeQuantizedEmbedding(FakeQuantized, nn.Embedding):
         if self.float_class is nn.Embedding:
             return rows
         return rows * rows.new_full((), self.scalar_embed_scale)  # Gemma's embedding
-
-
-def in_autocast_dtype(x: Tensor) -> Tensor:
-    """Cast x to the dtype of autocast if that is enabled. This must happen before rounding, as in the op `linear`,
-    since the codes would differ otherwise."""
-    device = x.device.type
-    return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
 
 
 def prepare_in_place(
