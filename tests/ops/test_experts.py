@@ -190,6 +190,33 @@ def test_autocast_takes_its_dtype_and_forward_mode_is_refused() -> None:
         torch.func.jvp(lambda x: experts(x, mine.gate_up, mine.down, index, weights, *mine.args, gate_of()), (x,), (x,))
 
 
+def test_vmap_is_a_call_for_each_and_second_derivatives_are_refused_by_name() -> None:
+    mine = case(("int8", 0, "symmetric", "float"), True)
+    x, index, weights = routed("many tokens", "float32")
+
+    def run(x: Tensor, index: Tensor = index, weights: Tensor = weights) -> Tensor:
+        return experts(x, mine.gate_up, mine.down, index, weights, *mine.args, gate_of(), mine.gate_up_bias, mine.down_bias)
+
+    xs, indices = torch.stack([x, 2 * x], 1), torch.stack([index, index.flip(0)])
+    assert torch.equal(torch.vmap(run, (1, None))(xs, index), torch.stack([run(x), run(2 * x)]))
+    xs.requires_grad_()
+    shares = weights.clone().requires_grad_()
+    y = torch.vmap(run, (1, 0, None))(xs, indices, shares)
+    wanted = torch.stack([run(x, index, shares), run(2 * x, index.flip(0), shares)])
+    assert torch.equal(y, wanted)
+    of = shares, xs
+    grads = torch.autograd.grad(y.square().sum(), of)
+    leaf = xs.detach().requires_grad_()
+    wanted = torch.stack([run(leaf[:, 0], index, shares), run(leaf[:, 1], index.flip(0), shares)])
+    for got, expected_grad in zip(grads, torch.autograd.grad(wanted.square().sum(), (shares, leaf)), strict=True):
+        torch.testing.assert_close(got, expected_grad)
+    refused = "the backward of experts: no argument may require a gradient, which this op does not have"
+    with pytest.raises(NotImplementedError, match=refused):
+        torch.autograd.grad(run(x, index, shares).square().sum(), shares, create_graph=True)
+    with pytest.raises(NotImplementedError, match=refused):
+        torch.func.grad(lambda x: run(x).sum())(x)
+
+
 def test_any_strides() -> None:
     mine, form = case(("int8", 0, "symmetric", "float"), True), Form()
     x, index, weights = torch.randn(H, 6).T, torch.randint(0, E, (2, 6)).T, torch.rand(2, 6).T

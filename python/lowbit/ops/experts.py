@@ -15,6 +15,7 @@ from torch.autograd import forward_ad
 from torch.nn import functional
 
 from lowbit.ops.autocast import in_autocast_dtype
+from lowbit.ops.derivatives import is_recorded, refuse_derivatives
 from lowbit.ops.forward_mode import refuse_tangents
 from lowbit.ops.gather_linear import check_index, grad_of_rows
 from lowbit.ops.linear import LinearArgs
@@ -80,8 +81,7 @@ def experts(
     if forward_ad._current_level >= 0:  # the level is -1 outside forward mode
         refuse_tangents("experts", given)
     of = [int(number) for number in gate_up_args], [int(number) for number in down_args]
-    wanted = torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in given)
-    if wanted and not torch.compiler._is_exporting_flag:  # exported programs get gradients from the dispatcher
+    if is_recorded(given):
         return _Experts.apply(x, gate_up, down, index, weights, *of, gate, gate_up_bias, down_bias)
     return _call(x, gate_up, down, index, weights, *of, *gate, gate_up_bias, down_bias)
 
@@ -117,16 +117,33 @@ class _Experts(torch.autograd.Function):
     intermediate results [T, k, H] in float32."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, gate_up: Tensor, down: Tensor, index: Tensor, weights: Tensor,
-                gate_up_args: list[int], down_args: list[int], gate: Gate, gate_up_bias: Tensor | None,
+    def forward(x: Tensor, gate_up: Tensor, down: Tensor, index: Tensor, weights: Tensor, gate_up_args: list[int],
+                down_args: list[int], gate: Gate, gate_up_bias: Tensor | None,
                 down_bias: Tensor | None) -> Tensor:  # fmt: skip
-        ctx.save_for_backward(x, gate_up, down, index, weights, gate_up_bias, down_bias)
-        ctx.gate_up_args, ctx.down_args, ctx.gate = gate_up_args, down_args, gate
         return _call(x, gate_up, down, index, weights, gate_up_args, down_args, *gate, gate_up_bias, down_bias)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        *tensors, ctx.gate_up_args, ctx.down_args, ctx.gate, gate_up_bias, down_bias = inputs
+        ctx.save_for_backward(*tensors, gate_up_bias, down_bias)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *given: Any) -> tuple[Tensor, int]:
+        """Make one call for each index of the mapped dimension."""
+        dims = [dim if isinstance(value, Tensor) else None for value, dim in zip(given, in_dims, strict=True)]
+
+        def call(i: int) -> Tensor:
+            return _Experts.apply(
+                *(value if dim is None else value.select(dim, i) for value, dim in zip(given, dims, strict=True))
+            )
+
+        return torch.stack([call(i) for i in range(info.batch_size)]), 0
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         x, gate_up, down, index, weights, gate_up_bias, down_bias = ctx.saved_tensors
+        if torch.is_grad_enabled():  # create_graph=True
+            refuse_derivatives("the backward of experts", (x, weights, gate_up_bias, down_bias, grad_out))
         nobody = index == len(gate_up)
         index = index.masked_fill(nobody, 0)
         sums = _gather_linear(x, gate_up, index, *ctx.gate_up_args, gate_up_bias)

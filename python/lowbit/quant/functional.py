@@ -151,7 +151,8 @@ def experts(
     Raises:
         ValueError: a shape, the activation or a number does not fit, or ``index`` is out of range.
         TypeError: a dtype is not one of the above.
-        NotImplementedError: no kernel row can serve the call, or a forward-mode derivative is requested.
+        NotImplementedError: no kernel row can serve the call; or a second or forward-mode derivative, or one of
+            torch.func, is requested.
     """
     gate_up_args = _op_args("experts", "gate_up_stored", gate_up_stored)
     down_args = _op_args("experts", "down_stored", down_stored)
