@@ -162,14 +162,15 @@ struct Strip {
   const Codes* codes;       // as expand_panel writes them, `stride` apart; or null
   int64_t stride;
   const uint8_t* upcoming;  // the panels that are read next
-  int64_t halves, halves_per_sum;
+  int64_t halves, halves_per_sum, y_size;  // y_size: bytes of an element of y
   PanelView views[kDotPanels];
   PanelEnd ends[kDotPanels];
 
   Strip(const PackedWeight& weight, const Sink& sink, Span panels, const uint8_t* upcoming, const Codes* codes,
         int64_t stride, bool offsets)
       : weight(weight), panels(panels), codes(codes), stride(panels.count() > 1 ? stride : 0), upcoming(upcoming),
-        halves(ceil_div(weight.spec.k, half_k())), halves_per_sum(Sums(weight.spec).k / half_k()) {
+        halves(ceil_div(weight.spec.k, half_k())), halves_per_sum(Sums(weight.spec).k / half_k()),
+        y_size(static_cast<int64_t>(size_of(sink.dtype))) {
     for (int p = 0; p < kDotPanels; p++) {
       const int64_t panel = panels.begin + (p < panels.count() ? p : 0);
       views[p] = view_panel(weight.spec, weight.data, panel);
@@ -206,7 +207,10 @@ void dot_tile(const Strip<kFormat>& strip, const Int8Rows<typename DotOf<kFormat
     const int64_t at = rows.at(row + r);
     a[r] = rows.codes + at * rows.code_stride;
     sums[r] = rows.sums + at * rows.sum_count;
-    for (int p = 0; p < kPanels; p++) result[r][p] = set1(0.0f);
+    for (int p = 0; p < kPanels; p++) {
+      result[r][p] = set1(0.0f);
+      if (kExpanded) sink.prefetch(row + r, strip.panels.begin + (strip.stride ? p : 0), strip.y_size);
+    }
   }
   const uint8_t* const end_ahead = ahead + lines * 64;
   const int64_t lines_per_half = kExpanded ? lines / halves + 1 : 0;

@@ -28,6 +28,13 @@ struct Sink {
   const LowRank* low_rank = nullptr;  // an adapter, or null
 
   LOWBIT_INLINE int64_t row(int64_t r) const { return index ? index[r] : first + r; }
+  // Fetches what 16 columns of a row are stored to and computed with; size: size_of(dtype).
+  LOWBIT_INLINE void prefetch(int64_t r, int64_t panel, int64_t size) const {
+    const int64_t at = (row(r) * stride + panel * kPanelColumns - column) * size;
+    __builtin_prefetch(static_cast<const char*>(y) + at, 1);
+    if (mul) __builtin_prefetch(static_cast<const char*>(mul) + at);
+    if (add) __builtin_prefetch(static_cast<const char*>(add) + at);
+  }
   LOWBIT_INLINE Sink from(int64_t r) const {
     Sink rest = *this;
     if (index) rest.index += r;
