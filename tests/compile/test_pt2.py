@@ -50,6 +50,27 @@ class Cached(Attention):
         return v
 
 
+class Experts(nn.Module):
+    """Experts as transformers keeps them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.act_fn = nn.SiLU()
+        self.gate_up_proj = nn.Parameter(torch.randn(4, 64, 64) / 8)
+        self.down_proj = nn.Parameter(torch.randn(4, 64, 32) / 8)
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        gate, up = torch.einsum("tk,tjnk->tjn", hidden_states, self.gate_up_proj[top_k_index]).chunk(2, -1)
+        each = torch.einsum("tjk,tjnk->tjn", self.act_fn(gate) * up, self.down_proj[top_k_index])
+        return (each * top_k_weights[..., None]).sum(1)
+
+
+def called_with(tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(tokens)
+    index = torch.randint(0, 4, (tokens, 2), generator=generator)
+    return torch.randn(tokens, 64, generator=generator), index, torch.rand(tokens, 2, generator=generator)
+
+
 @pytest.fixture(scope="module", params=["executor", "c"])
 def package(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path, nn.Module]:
     """How ops are called, the .pt2, and the model."""
@@ -130,3 +151,22 @@ def test_a_pt2_of_another_schema_is_refused(capfd: pytest.CaptureFixture[str]) -
 def test_all_but_lists_of_results_can_be_called_in_c() -> None:
     ops = [row["op"].removeprefix("lowbit::") for row in _C.register_torch()]
     assert sorted(_C.c_declarations()) == sorted(set(ops) - {"attention_backward"})
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("in_c", [False, True], ids=["executor", "c"])
+def test_experts_have_the_bits_of_eager_mode_for_any_number_of_tokens(in_c: bool, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    layer = Experts().eval()
+    report = lowbit.quantize_(layer, lowbit.int8_dynamic_activation_int4_weight(group_size=32))
+    assert len(report.quantized) == 2
+    given = [called_with(tokens) for tokens in (6, 1, 40)]
+    tokens = Dim("tokens", min=1, max=64)
+    program = torch.export.export(layer, given[0], dynamic_shapes=({0: tokens},) * 3)
+    assert [str(node.target) for node in program.graph.nodes if "lowbit" in str(node.target)] == ["lowbit.experts.default"]
+    configs = lowbit.compile_options() | (lowbit.c_shim_options() if in_c else {})
+    path = str(tmp_path / "experts.pt2")
+    torch._inductor.aoti_compile_and_package(program, package_path=path, inductor_configs=configs)
+    run = torch._inductor.aoti_load_package(path)
+    for arguments in given:
+        assert torch.equal(run(*arguments), layer(*arguments))

@@ -161,6 +161,17 @@ def test_a_mixture_of_experts_is_made_loaded_and_timed() -> None:
     assert [name for name, _ in speeds] == ["prompt of 8", "answer of 4"] and all(int(speed) > 0 for _, speed in speeds)
 
 
+def test_a_mixture_of_experts_is_loaded_by_name(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    sizes = dict(vocab_size=128, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_experts=4,
+                 num_experts_per_tok=2, max_position_embeddings=128, pad_token_id=0, bos_token_id=None, eos_token_id=None)  # fmt: skip
+    transformers.OlmoeForCausalLM(transformers.OlmoeConfig(**sizes)).save_pretrained(tmp_path)
+    arguments = "--name", str(tmp_path), "--quant", "int8_weight_only()", "--prompt", "8", "--answer", "4"
+    text = run(EXAMPLES / "12_a_mixture_of_experts.py", *arguments)
+    assert "2 layers of 4 experts, int8 per-channel\n" in text and "answer of 4:" in text, text
+
+
 def test_linear_attention_trains_with_the_curve_of_transformers() -> None:
     """Whole and by LoRA, in float32: within 0.001 nats of each other, which is far more than sums in another order give in
     so few steps (0.00002 in 40)."""

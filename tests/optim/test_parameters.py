@@ -196,3 +196,16 @@ def test_the_optimizers_of_a_quantized_model_in_a_new_process(python: Callable[.
     code = "import torch; torch.set_default_dtype(torch.float64); from lowbit import optim; p = torch.nn.Parameter(torch.ones(4096).float()); " \
            "p.grad = torch.ones_like(p); optim.AdamW8bit([p]).step(); assert (p != 1).all()"  # fmt: skip
     python(code)
+
+
+def test_a_stack_of_experts_is_stepped_as_its_elements_are(case: Case) -> None:
+    """Three dimensions change nothing: blocks of states are of elements in the order of memory."""
+    start = torch.randn(3, 64, 96, generator=torch.Generator().manual_seed(0))
+    stack, flat = nn.Parameter(start.clone()), nn.Parameter(start.flatten().clone())
+    one, other = case.make([stack], lr=0.01), case.make([flat], lr=0.01)
+    for seed in range(3):
+        stack.grad = torch.randn(3, 64, 96, generator=torch.Generator().manual_seed(seed))
+        flat.grad = stack.grad.flatten().clone()
+        one.step()
+        other.step()
+    assert torch.equal(stack.flatten(), flat) and not torch.equal(stack, start)
