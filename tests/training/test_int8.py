@@ -269,7 +269,7 @@ def test_what_cannot_be_trained_is_refused_before_anything_changes(model: nn.Mod
     with pytest.raises(TypeError, match="weight of 2 must be float32, bfloat16 or float16, got torch.float64"):
         broken[2].double()
         lowbit.quantize_(broken, config)
-    with pytest.raises(TypeError, match="filter_fn must select nn.Linear layers only, got 1: GELU"):
+    with pytest.raises(TypeError, match="filter_fn must select nn.Linear and experts layers only, got 1: GELU"):
         lowbit.quantize_(model, config, lambda module, name: name in ("0", "1"))
     assert [type(layer[0]) for layer in (model, broken)] == [nn.Linear] * 2
     with pytest.raises(TypeError, match=r"Int8MixedPrecisionLinear: quantize_\(model, Int8MixedPrecisionTrain"):

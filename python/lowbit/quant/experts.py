@@ -157,6 +157,28 @@ def _weighted_sum(y: Tensor, weights: Tensor) -> Tensor:
     return total
 
 
+def check_call(name: str, x: Tensor, index: Tensor, weights: Tensor) -> None:
+    """Raise ValueError or TypeError, in the name of a class, for arguments that no module of experts takes."""
+    if x.dim() != 2:
+        raise ValueError(f"{name}: hidden_states must have shape [T, H], got {list(x.shape)}")
+    if index.dim() != 2 or index.shape[0] != x.shape[0]:
+        raise ValueError(f"{name}: top_k_index must have shape [{x.shape[0]}, J], got {list(index.shape)}")
+    if weights.shape != index.shape:
+        raise ValueError(f"{name}: top_k_weights must have shape {list(index.shape)}, got {list(weights.shape)}")
+    if not weights.is_floating_point():
+        got = str(weights.dtype).removeprefix("torch.")
+        raise TypeError(f"{name}: top_k_weights must be floats, got {got}")
+
+
+def attribute_of_class(module: nn.Module, cls: type[nn.Module] | None, name: str) -> Any:
+    """Return the attribute that an object of ``cls`` would have; AttributeError if there is none."""
+    for base in getattr(cls, "__mro__", ()):
+        if name in vars(base):
+            found = vars(base)[name]
+            return found.__get__(module, type(module)) if hasattr(found, "__get__") else found
+    raise AttributeError(f"{type(module).__name__!r} object has no attribute {name!r}")
+
+
 def call_of(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
     """Return ``hidden_states``, ``top_k_index`` and ``top_k_weights`` of a call; gpt-oss names them differently."""
     given = inspect.signature(inspect.unwrap(type(module).forward)).bind(module, *args, **kwargs)

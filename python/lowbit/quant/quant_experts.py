@@ -22,7 +22,18 @@ from lowbit.ops.fakes import FLOATS
 from lowbit.ops.gather_linear import gather_linear
 from lowbit.ops.linear import LinearArgs
 from lowbit.quant.expert_gates import known_gate
-from lowbit.quant.experts import DOWN, Form, call_of, dense_product, inputs_of_experts, may_be_experts, refuses, run
+from lowbit.quant.experts import (
+    DOWN,
+    Form,
+    attribute_of_class,
+    call_of,
+    check_call,
+    dense_product,
+    inputs_of_experts,
+    may_be_experts,
+    refuses,
+    run,
+)
 from lowbit.quant.kinds import (
     Kind,
     LayerWeight,
@@ -71,11 +82,7 @@ class QuantExperts(PackedModule):
         try:
             return nn.Module.__getattr__(self, name)  # super() fails if another thread dequantized the module
         except AttributeError:
-            for cls in getattr(self.__dict__.get("float_class"), "__mro__", ()):
-                if name in vars(cls):
-                    found = vars(cls)[name]
-                    return found.__get__(self, type(self)) if hasattr(found, "__get__") else found
-            raise
+            return attribute_of_class(self, self.__dict__.get("float_class"), name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute, and identify the gate again, since a new activation or limit changes it."""
@@ -103,7 +110,7 @@ class QuantExperts(PackedModule):
         form = inside.get("form")
         if form is None:
             return _float_forward(self, hidden_states, top_k_index, top_k_weights)
-        _check(hidden_states, top_k_index, top_k_weights)
+        check_call("QuantExperts", hidden_states, top_k_index, top_k_weights)
         if inside.get("reads_ahead") and not torch.compiler.is_compiling():
             read_ahead((inside["_parameters"][key] for key in inside["stored"]), top_k_index)
         op_gate = inside.get("op_gate")  # missing in pickles of earlier versions
@@ -179,18 +186,6 @@ def _op_gate(module: Any, float_class: type[nn.Module]) -> Gate | None:
 def _has_one_call(form: Form, specs: list[LinearSpec]) -> bool:
     """Return whether the op `experts` can compute both products: either both have int8 activations, or neither has."""
     return not form.normed and len({spec.x_format.startswith("int8") for spec in specs}) == 1
-
-
-def _check(x: Tensor, index: Tensor, weights: Tensor) -> None:
-    if x.dim() != 2:
-        raise ValueError(f"QuantExperts: hidden_states must have shape [T, H], got {list(x.shape)}")
-    if index.dim() != 2 or index.shape[0] != x.shape[0]:
-        raise ValueError(f"QuantExperts: top_k_index must have shape [{x.shape[0]}, J], got {list(index.shape)}")
-    if weights.shape != index.shape:
-        raise ValueError(f"QuantExperts: top_k_weights must have shape {list(index.shape)}, got {list(weights.shape)}")
-    if not weights.is_floating_point():
-        got = str(weights.dtype).removeprefix("torch.")
-        raise TypeError(f"QuantExperts: top_k_weights must be floats, got {got}")
 
 
 def _float_forward(module: nn.Module, *args: Tensor) -> Any:

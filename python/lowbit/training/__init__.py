@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from lowbit.training.bitnet import BitNetLinear, BitNetTrainingConfig
 from lowbit.training.distillation import distillation_loss
+from lowbit.training.experts import FakeQuantizedExperts, Float8Experts, Int8MixedPrecisionExperts
 from lowbit.training.float8 import convert_to_float8_training, end_float8_training
 from lowbit.training.float8_config import (
     CastConfig,
@@ -34,11 +35,14 @@ __all__ = [
     "BitNetTrainingConfig",
     "CastConfig",
     "FakeQuantizedEmbedding",
+    "FakeQuantizedExperts",
     "FakeQuantizedLinear",
     "Float8GemmConfig",
+    "Float8Experts",
     "Float8Linear",
     "Float8LinearConfig",
     "Float8LinearRecipeName",
+    "Int8MixedPrecisionExperts",
     "Int8MixedPrecisionLinear",
     "Int8MixedPrecisionTrainingConfig",
     "Int8WeightLinear",

@@ -25,7 +25,7 @@ from lowbit.quant.report import QuantizationReport, ReportRow, model_bytes
 from lowbit.quant.select import select
 from lowbit.training.convert import convert
 from lowbit.training.layers import FakeQuantizedLinear, prepare_in_place
-from lowbit.training.preparing import TwoStepConfig, check_devices, check_no_head, in_order
+from lowbit.training.preparing import TwoStepConfig, check_devices, check_no_head, in_order, notes_of_float_experts
 
 _INT2 = int8_dynamic_activation_intx_weight(torch.int2, None)
 _ZERO = 2  # the code of int2 that is 0
@@ -67,6 +67,7 @@ class BitNetTrainingConfig(TwoStepConfig):
             rows[item.name] = ReportRow(item.name, "ternary", shape, size, size, note="ternary weight, to be trained")
         report.rows = in_order(model, rows, skipped)
         report.notes += [] if selected else ["no layer was selected"]
+        report.notes += notes_of_float_experts(model, "ternary training")
         report.notes += guard(model)
         report.model_bytes_after = model_bytes(model)
         return report

@@ -50,13 +50,7 @@ class _Float8Linear(torch.autograd.Function):
         for_x, for_weight, for_bias, _ = ctx.needs_input_grad
         ctx.save_for_backward(x if for_weight else None, weight if for_x else None)
         ctx.config, ctx.bias_dtype, ctx.weight_dtype = config, bias.dtype if for_bias else None, weight.dtype
-        rows = x.reshape(-1, x.shape[-1])
-        out = multiply(
-            _operand(rows, config.cast_config_input, 1, x.dtype, config),
-            _operand(weight, config.cast_config_weight, 1, x.dtype, config).T,
-            x.dtype,
-            config.gemm_config_output.use_fast_accum,
-        )
+        out = product(x.reshape(-1, x.shape[-1]), weight, config)
         if bias is not None:
             out.add_(bias)
         return out.view(*x.shape[:-1], weight.shape[0])
@@ -65,23 +59,41 @@ class _Float8Linear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        config, dtype = ctx.config, grad.dtype
         rows = grad.reshape(-1, grad.shape[-1])
-        grad_x = grad_weight = by_rows = None
-        if weight is not None:
-            by_rows = _operand(rows, config.cast_config_grad_output, 1, dtype, config)
-            other = _operand(weight, config.cast_config_weight_for_grad_input, 0, dtype, config)
-            grad_x = multiply(by_rows, other, dtype, config.gemm_config_grad_input.use_fast_accum)
-            grad_x = grad_x.view(*grad.shape[:-1], weight.shape[1])
-        if x is not None:
-            cast = config.cast_config_grad_output_for_grad_weight
-            if by_rows is None or cast != config.cast_config_grad_output or not _is_tensorwise(cast):
-                by_rows = _operand(rows, cast, 0, dtype, config)
-            other = _operand(x.reshape(-1, x.shape[-1]), config.cast_config_input_for_grad_weight, 0, dtype, config)
-            fast_accum = config.gemm_config_grad_weight.use_fast_accum
-            grad_weight = multiply(by_rows.T, other, dtype, fast_accum).to(ctx.weight_dtype)
+        x = None if x is None else x.reshape(-1, x.shape[-1])
+        grad_x, grad_weight = gradients(rows, x, weight, ctx.config, ctx.weight_dtype)
+        grad_x = None if grad_x is None else grad_x.view(*grad.shape[:-1], grad_x.shape[-1])
         grad_bias = rows.sum(0).to(ctx.bias_dtype) if ctx.bias_dtype is not None else None
         return grad_x, grad_weight, grad_bias, None
+
+
+def product(x: Tensor, weight: Tensor, config: Float8LinearConfig) -> Tensor:
+    """Return ``x @ weight.T`` for x ``[rows, k]``, in its dtype."""
+    return multiply(
+        _operand(x, config.cast_config_input, 1, x.dtype, config),
+        _operand(weight, config.cast_config_weight, 1, x.dtype, config).T,
+        x.dtype,
+        config.gemm_config_output.use_fast_accum,
+    )
+
+
+def gradients(
+    grad: Tensor, x: Tensor | None, weight: Tensor | None, config: Float8LinearConfig, weight_dtype: torch.dtype
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return the gradients of x, if there is a weight, and of the weight, if there is an x, for grad ``[rows, n]``."""
+    dtype, grad_x, grad_weight, by_rows = grad.dtype, None, None, None
+    if weight is not None:
+        by_rows = _operand(grad, config.cast_config_grad_output, 1, dtype, config)
+        other = _operand(weight, config.cast_config_weight_for_grad_input, 0, dtype, config)
+        grad_x = multiply(by_rows, other, dtype, config.gemm_config_grad_input.use_fast_accum)
+    if x is not None:
+        cast = config.cast_config_grad_output_for_grad_weight
+        if by_rows is None or cast != config.cast_config_grad_output or not _is_tensorwise(cast):
+            by_rows = _operand(grad, cast, 0, dtype, config)
+        other = _operand(x, config.cast_config_input_for_grad_weight, 0, dtype, config)
+        fast_accum = config.gemm_config_grad_weight.use_fast_accum
+        grad_weight = multiply(by_rows.T, other, dtype, fast_accum).to(weight_dtype)
+    return grad_x, grad_weight
 
 
 def _operand(x: Tensor, cast: CastConfig, dim: int, dtype: torch.dtype, config: Float8LinearConfig) -> Operand:

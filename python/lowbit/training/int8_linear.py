@@ -74,25 +74,37 @@ class _Linear(torch.autograd.Function):
         ctx.save_for_backward(x if for_weight else None, weight if for_x else None)
         ctx.int8_products, ctx.weight_dtype = int8_products, weight.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
-        if not int8_products[0]:
-            return functional.linear(x, weight, bias)
-        y = int8_product(x, weight)
-        return y if bias is None else y.add_(bias)
+        return product(x, weight, int8_products, bias)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (x, weight), (for_x, for_weight, for_bias, *_) = ctx.saved_tensors, ctx.needs_input_grad
-        _, int8_input, int8_weight = ctx.int8_products
-        grad_x = grad_weight = grad_bias = None
-        if for_x:
-            grad_x = int8_product(grad, weight.T) if int8_input else grad @ weight.to(grad.dtype)
-        if for_weight and int8_weight:  # each operand is rounded from its own dtype; the result has that of the weight
-            grad_weight = int8_product(grad.T.to(ctx.weight_dtype), x.T)
-        elif for_weight:
-            grad_weight = (grad.T @ x).to(ctx.weight_dtype)
-        if for_bias:
-            grad_bias = grad.sum(0).to(ctx.bias_dtype)
+        x, weight = ctx.saved_tensors
+        grad_x, grad_weight = gradients(grad, x, weight, ctx.int8_products, ctx.weight_dtype)
+        grad_bias = grad.sum(0).to(ctx.bias_dtype) if ctx.needs_input_grad[2] else None
         return grad_x, grad_weight, grad_bias, None, None, None
+
+
+def product(x: Tensor, weight: Tensor, int8_products: tuple[bool, ...], bias: Tensor | None = None) -> Tensor:
+    """Return ``x @ weight.T + bias`` in the dtype of x, multiplied in int8 if the first of `PRODUCTS` is."""
+    if not int8_products[0]:
+        return functional.linear(x, weight, bias)
+    y = int8_product(x, weight)
+    return y if bias is None else y.add_(bias)
+
+
+def gradients(
+    grad: Tensor, x: Tensor | None, weight: Tensor | None, int8_products: tuple[bool, ...], weight_dtype: torch.dtype
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return the gradients of x, if there is a weight, and of the weight, if there is an x."""
+    _, int8_input, int8_weight = int8_products
+    grad_x = grad_weight = None
+    if weight is not None:
+        grad_x = int8_product(grad, weight.T) if int8_input else grad @ weight.to(grad.dtype)
+    if x is not None and int8_weight:  # each operand is rounded from its own dtype; the result has that of the weight
+        grad_weight = int8_product(grad.T.to(weight_dtype), x.T)
+    elif x is not None:
+        grad_weight = (grad.T @ x).to(weight_dtype)
+    return grad_x, grad_weight
 
 
 def prepare_in_place(module: nn.Module, int8_products: tuple[bool, bool, bool]) -> None:

@@ -9,10 +9,15 @@ from typing import Any
 from torch import nn
 
 from lowbit.formats.int8 import Int8DynamicActivationInt8WeightConfig
-from lowbit.quant.kinds import features_of
+from lowbit.quant.kinds import is_trained, kind_of
 from lowbit.quant.load_check import guard
+from lowbit.quant.quant_experts import EXPERTS
+from lowbit.quant.quant_linear import LINEAR
 from lowbit.quant.report import QuantizationReport, ReportRow, model_bytes
 from lowbit.quant.select import select
+from lowbit.training.experts import Int8MixedPrecisionExperts
+from lowbit.training.experts import prepare_in_place as prepare_experts
+from lowbit.training.experts import restore_in_place as restore_experts
 from lowbit.training.int8_linear import Int8MixedPrecisionLinear, prepare_in_place, restore_in_place
 from lowbit.training.preparing import check_devices, check_no_head, in_order
 
@@ -63,14 +68,18 @@ class Int8MixedPrecisionTrainingConfig:
         return report
 
     def _prepare(self, model: nn.Module, filter_fn: Any, strict: bool) -> list[ReportRow]:
-        selected, skipped = select(model, Int8DynamicActivationInt8WeightConfig(), filter_fn, None, strict, packs=False)
+        config, kinds = Int8DynamicActivationInt8WeightConfig(), (LINEAR, EXPERTS)
+        selected, skipped = select(model, config, filter_fn, None, strict, kinds=kinds, packs=False)
         check_devices(type(self).__name__, selected)
-        rows = {}
+        rows, int8_products = {}, (self.output, self.grad_input, self.grad_weight)
         for item in selected:
-            prepare_in_place(item.module, (self.output, self.grad_input, self.grad_weight))
-            size = item.module.weight.nbytes
+            if kind_of(item.module) is LINEAR:
+                prepare_in_place(item.module, int8_products)
+            elif not is_trained(item.module):  # the first of its two weights
+                prepare_experts(item.module, Int8MixedPrecisionExperts, int8_products=int8_products)
+            size, name = item.value.nbytes, item.row_name
             note = "float weight, multiplied in int8"
-            rows[item.name] = ReportRow(item.name, "int8 products", features_of(item.module), size, size, note=note)
+            rows[name] = ReportRow(name, "int8 products", item.weight.shape, size, size, note=note)
         return in_order(model, rows, skipped)
 
     def __str__(self) -> str:
@@ -81,7 +90,8 @@ class Int8MixedPrecisionTrainingConfig:
 def _restore(model: nn.Module, filter_fn: Any) -> list[ReportRow]:
     rows = []
     for name, module in model.named_modules():
-        if isinstance(module, Int8MixedPrecisionLinear) and (filter_fn is None or filter_fn(module, name)):
-            restore_in_place(module)
+        ours = isinstance(module, (Int8MixedPrecisionLinear, Int8MixedPrecisionExperts))
+        if ours and (filter_fn is None or filter_fn(module, name)):
+            (restore_in_place if isinstance(module, Int8MixedPrecisionLinear) else restore_experts)(module)
             rows.append(ReportRow.skipped(name, module, "float again"))
     return rows

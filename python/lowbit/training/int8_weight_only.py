@@ -21,7 +21,7 @@ from lowbit.quant.report import Distortion, QuantizationReport, ReportRow, model
 from lowbit.quant.select import select
 from lowbit.training.int8_weight import Int8Weight
 from lowbit.training.int8_weight_linear import Int8WeightLinear
-from lowbit.training.preparing import TwoStepConfig, check_no_head, in_order, weight_of
+from lowbit.training.preparing import TwoStepConfig, check_no_head, in_order, notes_of_float_experts, weight_of
 
 _SPEC = LinearSpec("int8")
 _ZERO = 128  # zero point of the packed codes, which are unsigned
@@ -57,6 +57,7 @@ class Int8WeightOnlyQuantizedTrainingConfig(TwoStepConfig):
             converts = self.step == "convert"
             report.rows = _convert(model, filter_fn) if converts else _prepare(model, filter_fn, strict)
         report.notes += [] if report.rows else ["no layer was selected"]
+        report.notes += notes_of_float_experts(model, "training of int8 weights") if self.step == "prepare" else []
         report.notes += guard(model)
         report.model_bytes_after = model_bytes(model)
         return report

@@ -10,8 +10,10 @@ from typing import Any
 from torch import nn
 
 from lowbit import devices
+from lowbit.quant.kinds import is_packed, kind_of
 from lowbit.quant.output_head import INT8
 from lowbit.quant.packing import Selected
+from lowbit.quant.quant_experts import EXPERTS
 from lowbit.quant.report import ReportRow, in_model_order
 
 STEPS = ("prepare", "convert")
@@ -46,13 +48,19 @@ def check_no_head(config: Any, head: Any) -> None:
 
 def weight_of(item: Selected) -> str:
     """Return the name of a layer's weight for error messages."""
-    return f"weight of {item.name or 'the model itself'}"
+    return f"{item.weight.key} of {item.name or 'the model itself'}"
 
 
 def check_devices(name: str, selected: Iterable[Selected], kernel: str | None = None) -> None:
     """Raise ValueError if a weight is on a device for which lowbit has no kernels, or none of the op ``kernel``."""
     for item in selected:
-        devices.check(name, weight_of(item), item.module.weight.device, kernel=kernel, meta=True)
+        devices.check(name, weight_of(item), item.value.device, kernel=kernel, meta=True)
+
+
+def notes_of_float_experts(model: nn.Module, what: str) -> list[str]:
+    """Return a note if the model has experts that stay float, because ``what`` is for linear layers alone."""
+    count = sum(kind_of(module) is EXPERTS and not is_packed(module) for module in model.modules())
+    return [f"experts of {count} layers stay float: {what} is for linear layers"] if count else []
 
 
 def in_order(model: nn.Module, rows: dict[str, ReportRow], skipped: Iterable[Any]) -> list[ReportRow]:

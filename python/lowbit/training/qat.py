@@ -16,17 +16,20 @@ from torch import Tensor, nn
 from lowbit.formats.base import FormatConfig
 from lowbit.formats.semi_sparse import FORMAT as SEMI_SPARSE
 from lowbit.formats.spec import LinearSpec
+from lowbit.quant.kinds import is_trained, kind_of
 from lowbit.quant.load_check import guard
 from lowbit.quant.output_head import head_config
 from lowbit.quant.packing import Selected, pack_weight
 from lowbit.quant.quant_embedding import EMBEDDING
+from lowbit.quant.quant_experts import EXPERTS
 from lowbit.quant.quant_linear import LINEAR, QuantLinear
 from lowbit.quant.quantize import config_asked_for
 from lowbit.quant.report import QuantizationReport, ReportRow, model_bytes
 from lowbit.quant.select import select
 from lowbit.training.convert import convert
+from lowbit.training.experts import prepare_fake_quantized
 from lowbit.training.layers import prepare_in_place
-from lowbit.training.preparing import check_devices, check_step, in_order
+from lowbit.training.preparing import check_devices, check_step, in_order, notes_of_float_experts
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +119,8 @@ def _prepare(model: nn.Module, qat: QATConfig, filter_fn: Any, strict: bool, hea
     of_head = head_config("quantize_", head, config)
     if of_head is not None:
         trained_spec(of_head, torch.float32, qat.learned_scales)
-    selected, skipped = select(model, config, filter_fn, None, strict, kinds=(LINEAR, EMBEDDING), head=of_head)
+    kinds = (LINEAR, EMBEDDING) if qat.learned_scales else (LINEAR, EMBEDDING, EXPERTS)
+    selected, skipped = select(model, config, filter_fn, None, strict, kinds=kinds, head=of_head)
     check_devices("QATConfig", selected, kernel="fake_quantize")
     report = QuantizationReport(str(qat), model_bytes_before=model_bytes(model))
     scales: dict[int, tuple[nn.Parameter | None, Tensor | None]] = {}  # by the ids of weights, which may be shared
@@ -126,12 +130,16 @@ def _prepare(model: nn.Module, qat: QATConfig, filter_fn: Any, strict: bool, hea
         if key not in scales:
             scales[key] = _first_scales(item) if qat.learned_scales else (None, None)
         size, shape = item.value.nbytes, item.weight.shape
-        spec = replace(item.spec, scale="absmax")
-        prepare_in_place(item.module, spec, str(config), *scales[key])
-        rows[item.name] = ReportRow(item.name, spec.name, shape, size, size, note="fake-quantized, to be trained")
+        spec, name = replace(item.spec, scale="absmax"), item.row_name
+        if kind_of(item.module) is not EXPERTS:
+            prepare_in_place(item.module, spec, str(config), *scales[key])
+        elif not is_trained(item.module):  # the first of its two weights
+            prepare_fake_quantized(item.module, spec, str(config))
+        rows[name] = ReportRow(name, spec.name, shape, size, size, note="fake-quantized, to be trained")
     report.rows = in_order(model, rows, skipped)
     if not selected:
         report.notes.append("no layer was selected")
+    report.notes += notes_of_float_experts(model, "training of scales") if qat.learned_scales else []
     report.notes += guard(model)
     report.model_bytes_after = model_bytes(model)
     return report
