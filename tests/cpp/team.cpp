@@ -49,6 +49,23 @@ void errors() {
   regions();
 }
 
+// Nobody waits for a slow core: while one task does not end, the other threads run all that is left, also of its thread's
+// range. The held task is the first of each range in turn, and ends once it has seen the others done.
+void slow_core() {
+  constexpr int kTasks = 40, kThreads = 4, kRange = kTasks / kThreads;
+  for (int held = 0; held < kTasks; held += kRange) {
+    std::atomic<int> done{0};
+    int seen = 0;
+    lowbit::parallel_for(kTasks, kThreads, [&](int64_t task) {
+      const int64_t begin = lowbit::ticks();  // a minute is for a team that waits: it fails and does not hang
+      if (task == held)
+        while ((seen = done) < kTasks - 1 && lowbit::ticks() - begin < lowbit::kMillisecond * 60000) std::this_thread::yield();
+      done++;
+    });
+    want(seen == kTasks - 1, "other threads take the tasks of one that is held");
+  }
+}
+
 // Cores are crowded once callers waited for a fifth of a window, and only for a while; meanwhile a team is its regions.
 void crowded() {
   lowbit::CrowdedCores cores;
@@ -73,9 +90,9 @@ void crowded() {
 
 int main() {
   want(lowbit::num_threads() == 4, "OMP_NUM_THREADS is 4");
-  regions();
+  regions(), slow_core();
   for (int i = 0; i < 3; i++)
-    lowbit::as_team([] { want(lowbit::num_threads() == 4, "threads of a team"), regions(), errors(); });
+    lowbit::as_team([] { want(lowbit::num_threads() == 4, "threads of a team"), regions(), slow_core(), errors(); });
   lowbit::as_team([] { lowbit::as_team([] { regions(); }), regions(); });
   try {
     lowbit::as_team([] { regions(), throw std::runtime_error("the leader failed"); });
