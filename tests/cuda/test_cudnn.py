@@ -9,7 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -55,7 +55,7 @@ import json, sys
 import torch
 from cudnn_calls import CALLS, ask, make
 from tests import internals
-for line in sys.stdin.read().splitlines():
+for line in sys.stdin:
     device, capability, *call = json.loads(line)
     if len(call) == 1:
         call, = (known for known in CALLS if known.name == call[0])
@@ -63,29 +63,35 @@ for line in sys.stdin.read().splitlines():
     else:
         made = internals.attention_plan(device, capability, *call)
     made["image"] = len(made["image"])
-    print(json.dumps(made))
+    print(json.dumps(made), flush=True)
 """
 
 
 @pytest.fixture(scope="module")
-def plans(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[dict[str, object]]]:
-    """Make plans in a process whose libcuda.so.1 is that of a machine without a GPU."""
+def plans(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., list[dict[str, object]]]]:
+    """Make plans in a process whose libcuda.so.1 is that of a machine without a GPU: one for all, since its start takes as long as four plans."""
     if shutil.which("g++") is None:
         pytest.skip("no g++ on this machine: it makes libcuda.so.1")
     folder = tmp_path_factory.mktemp("driver")
     flags = ["-shared", "-fPIC", "-Wl,-soname,libcuda.so.1"]
     subprocess.run(["g++", *flags, str(HERE / "driver_without_gpu.cpp"), "-o", str(folder / "libcuda.so.1")], check=True)
     libraries = [str(path) for entry in sys.path for path in Path(entry).glob("nvidia/*/lib")]
+    environment = os.environ | {"LD_LIBRARY_PATH": ":".join([str(folder), *libraries])}
+    environment["PYTHONPATH"] = os.pathsep.join(entry for entry in sys.path if entry)
+    command, errors = [sys.executable, "-c", PLANS], folder / "errors"
+    with errors.open("w") as to, subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=to, env=environment, text=True) as process:
 
-    def make(*calls: tuple[Any, ...]) -> list[dict[str, object]]:
-        lines = [json.dumps([description(capability), capability, *call]) for capability, *call in calls]
-        environment = os.environ | {"LD_LIBRARY_PATH": ":".join([str(folder), *libraries])}
-        environment["PYTHONPATH"] = os.pathsep.join(entry for entry in sys.path if entry)
-        done = subprocess.run([sys.executable, "-c", PLANS], input="\n".join(lines), env=environment, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr[-4000:]
-        return [json.loads(line) for line in done.stdout.splitlines()]
+        def plan(capability: int, *call: Any) -> dict[str, object]:
+            try:
+                process.stdin.write(json.dumps([description(capability), capability, *call]) + "\n")
+                process.stdin.flush()
+                said = process.stdout.readline()
+            except BrokenPipeError:
+                said = ""
+            assert said, f"{call}: the process that plans has ended: {errors.read_text()[-4000:]}"
+            return json.loads(said)
 
-    return make
+        yield lambda *calls: [plan(*call) for call in calls]
 
 
 # batch, heads, kv_heads, q_length, kv_length, e, ev
