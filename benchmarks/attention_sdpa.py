@@ -8,6 +8,7 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
+import cpu_peers
 import torch
 from harness import duration, interleave, table
 from torch import Tensor
@@ -50,7 +51,7 @@ def bench(args: argparse.Namespace) -> list[dict[str, Any]]:
             for causal in (False, True):
                 found = [measure(args, direction, shape, dtype, causal) for dtype in args.dtypes]
                 results += found
-                cells = (f"{duration(r['torch_s'])} / {duration(r['lowbit_s'])} = {r['ratio']:.2f}x" for r in found)
+                cells = (_cell(r) for r in found)
                 own = " ".join(f"{found[0]['lowbit_s'] / r['lowbit_s']:.2f}" for r in found[1:])
                 rows.append(
                     [
@@ -70,15 +71,26 @@ def bench(args: argparse.Namespace) -> list[dict[str, Any]]:
     return results
 
 
+def _cell(result: dict[str, Any]) -> str:
+    beside = f"; zentorch {result['zentorch_s'] / result['lowbit_s']:.2f}x" if "zentorch_s" in result else ""
+    return f"{duration(result['torch_s'])} / {duration(result['lowbit_s'])} = {result['ratio']:.2f}x{beside}"
+
+
 def measure(
     args: argparse.Namespace, direction: str, shape: tuple[int, ...], dtype: torch.dtype, causal: bool
 ) -> dict[str, Any]:
-    """One row: both candidates, interleaved."""
+    """One row: the candidates, interleaved."""
     b, h, length, d = shape
     q, k, v = (torch.randn(b, h, length, d).to(dtype) for _ in range(3))
     make = forward_call if direction == "forward" else backward_call
+    candidates, zentorch = dict(CANDIDATES), cpu_peers.zentorch(args.zentorch)
+    if zentorch is not None and (direction, dtype) == ("forward", torch.bfloat16):
+        candidates["zentorch"] = lambda q, k, v, is_causal: zentorch.zentorch_sdpa(q, k, v, 0.0, is_causal)[0]
+        error = float((candidates["zentorch"](q, k, v, causal) - CANDIDATES["torch"](q, k, v, is_causal=causal)).norm())
+        if not error < 0.02 * float(v.norm()):
+            raise RuntimeError(f"zentorch_sdpa differs from torch by {error}: its arguments are not as meant")
     times = interleave(
-        {name: make(f, (q, k, v), causal) for name, f in CANDIDATES.items()},
+        {name: make(f, (q, k, v), causal) for name, f in candidates.items()},
         rounds=args.rounds,
         sample_s=0.05,
         warmup=1,
@@ -89,7 +101,7 @@ def measure(
         "torch_s": times["torch"].best_s, "lowbit_s": times["lowbit"].best_s,
         "ratio": times["torch"].best_s / times["lowbit"].best_s,
         "gflop_per_s": flop / times["lowbit"].best_s / 1e9,
-    }  # fmt: skip
+    } | ({"zentorch_s": times["zentorch"].best_s} if "zentorch" in times else {})  # fmt: skip
 
 
 def forward_call(function: Attention, tensors: tuple[Tensor, ...], causal: bool) -> Callable[[], object]:

@@ -38,6 +38,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--parts", default=",".join(PARTS), help=f"of {', '.join(PARTS)} (default all)")
     parser.add_argument("--dtypes", default="float32,bfloat16,float16")
     parser.add_argument("--sdpa-shapes", help="BxHxLxD,... (default: nine, of 1 to 20 GFLOP)")
+    parser.add_argument("--zentorch", help="folder of its wheel (cpu_peers.py), beside SDPA forward in bfloat16")
     parser.add_argument("--decode-lengths", help="tokens of a cache, no prompts (default 4096,16384, and prompts)")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--rounds", type=int, help="samples of each candidate (default 8)")

@@ -6,7 +6,7 @@
 
 Each call has fresh indices, and the weights lie in memory: an int4 layer has 340 MB. Beside the op: the same two
 products by gather_linear, a loop in Python over packed layers (one for each expert that is hit), and bfloat16 experts
-of torch, by grouped_mm and by a loop. "reading" is the time to read the bytes of the experts that are hit, as
+of torch, by grouped_mm and by a loop, and with --zentorch its layer of the same format. "reading" is the time to read the bytes of the experts that are hit, as
 core/bandwidth reads them in the same minute.
 """
 
@@ -14,9 +14,12 @@ from __future__ import annotations
 
 import argparse
 
+import cpu_peers
 import torch
 from bench_gather_linear import FORMATS, packed_weights
+from cpu_peers import Ops
 from harness import MIB, Call, describe, duration, header, interleave, options, rotate, table
+from linear_candidates import int4_codes
 from torch import Tensor
 from torch.nn import functional
 
@@ -102,6 +105,41 @@ class Bfloat16:
         return y
 
 
+class Zentorch:
+    """zentorch's layer, in W4A8 in groups of 32 or in bfloat16; all experts have the weights of one."""
+
+    CONFIGS = "int4 32 int8_group", "bfloat16 float"
+
+    def __init__(self, ops: Ops, args: argparse.Namespace, config: str) -> None:
+        self.op, self.floats = ops.zentorch_fused_moe, []
+        weights, scales = [], []
+        for n, k in ((2 * args.inner, args.hidden), (args.hidden, args.inner)):
+            weight = torch.randn(n, k) / k**0.5
+            self.floats.append(weight)
+            if config == self.CONFIGS[0]:
+                codes, scale = int4_codes(weight)
+                weight = ops.zentorch_woq_repack_weight(codes).view(torch.int8)
+                scales.append(scale.expand(args.experts, -1, -1).contiguous())
+            else:
+                weight = weight.bfloat16()
+            weights.append(weight.expand(args.experts, -1, -1).contiguous())
+        self.weights, self.scales = weights, scales or [None, None]
+
+    def __call__(self, x: Tensor, route: Route) -> Tensor:
+        index, weights = route
+        y = torch.empty_like(x)
+        self.op(y, x, *self.weights, None, None, weights, index.int(), False, "silu", *self.scales)
+        return y
+
+    def check(self, x: Tensor, route: Route) -> None:
+        """Compare a result with that of the float weights, to be sure that the arguments are as meant."""
+        gate, up = (x.float() @ self.floats[0].T).chunk(2, -1)
+        wanted = (functional.silu(gate) * up) @ self.floats[1].T
+        error = float((self(x, route).float() - wanted).norm() / wanted.norm())
+        if not error < 0.25:  # two products of 4-bit weights
+            raise RuntimeError(f"zentorch is off by {error:.2g} of the norm: its arguments are not as meant")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--experts", type=int, default=128)
@@ -113,18 +151,27 @@ def main() -> None:
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
     parser.add_argument("--zipf", action="store_true", help="some experts are hot")
     parser.add_argument("--without-torch", action="store_true", help="its bfloat16 takes seconds without a unit for it")
+    parser.add_argument("--zentorch", help="folder of its wheel (cpu_peers.py), for activations of bfloat16")
     args = options(parser, rounds=12, threads=2)
     print(describe(header()))
-    lines = []
+    lines, zentorch = [], cpu_peers.zentorch(args.zentorch)
+    names = ["experts", "gather_linear", "loop"]
+    names += [] if args.without_torch else ["torch grouped_mm", "torch loop"]
+    names += [] if zentorch is None else ["zentorch"]
     with torch.inference_mode():
         peer = None if args.without_torch else Bfloat16(args)
         for config in args.config:
             layer = Packed(args, config)
+            served = zentorch is not None and args.dtype == "bfloat16" and config in Zentorch.CONFIGS
+            another = Zentorch(zentorch, args, config) if served else None
             for tokens in args.tokens:
                 x = torch.randn(tokens, args.hidden, dtype=getattr(torch, args.dtype))
                 of = routes(args, tokens)
                 ways = {"experts": layer.op, "gather_linear": layer.by_gather_linear, "loop": layer.by_loop}
                 ways |= {} if peer is None else {"torch grouped_mm": peer.grouped, "torch loop": peer.by_loop}
+                if another is not None:
+                    another.check(x, of[0])
+                    ways["zentorch"] = another
                 calls: dict[str, Call] = {
                     name: rotate([lambda way=way, route=route: way(x, route) for route in of])  # noqa: B023
                     for name, way in ways.items()
@@ -134,11 +181,11 @@ def main() -> None:
                 rates += [_C.read_bandwidth(256 * MIB, streams, args.threads, 3) for streams in (1, 4)]
                 reading = layer.bytes_hit(of) / max(rates) / 1e9
                 lines.append([config, str(tokens), f"{layer.bytes_hit(of) / 1e6:.0f} MB", duration(reading),
-                              *(duration(times[name].best_s) for name in ways),
+                              *(duration(times[name].best_s) if name in times else "" for name in names),
                               f"{times['experts'].best_s / reading:.2f}"])  # fmt: skip
     title = f"{args.experts} experts of {args.hidden} x {args.inner}, {args.each} a token, {args.dtype}"
     print(f"{title}, {'by Zipf' if args.zipf else 'uniform'}, {args.threads} threads, best of {args.rounds}")
-    print(table(["format", "tokens", "experts hit", "reading", *ways, "experts / reading"], lines))
+    print(table(["format", "tokens", "experts hit", "reading", *names, "experts / reading"], lines))
 
 
 if __name__ == "__main__":

@@ -7,7 +7,8 @@
     AVX2 machine
 
 Peers beyond torch take part when they can be imported: pip install "torch==2.13.0" torchao bitsandbytes; llama.cpp and
-ik_llama.cpp when they are built: --ggml ik_llama.cpp=/path/libggml.so (docs/measured/linear.md says how).
+ik_llama.cpp when they are built: --ggml ik_llama.cpp=/path/libggml.so (docs/measured/linear.md says how); zentorch by
+the folder of its wheel: --zentorch FOLDER.
 M <= --cold-m rotates over copies of each weight that exceed --cold-mib together, as decoding a model does; larger M
 repeats one weight. Ratios are against torch fp32 in the same run at the same number of threads. Nothing is asserted.
 """
@@ -19,6 +20,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import cpu_peers
 import linear_candidates as members
 import torch
 from ggml_linear import Library
@@ -66,6 +68,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--only", help="parts of candidate names, e.g. w4a8,w8a8,bitsandbytes; torch fp32 always runs")
     parser.add_argument("--ggml", action="append", default=[], help="NAME=PATH of libggml.so; names: ggml_linear.TYPES")
+    parser.add_argument("--zentorch", help="folder of its wheel (cpu_peers.py)")
     parser.add_argument("--no-peers", action="store_true", help="only torch fp32 beside ours")
     parser.add_argument("--no-overhead", action="store_true", help="leave out the 64x64 call")
     parser.add_argument("--rounds", type=int, help="samples of each candidate (default 12)")
@@ -113,7 +116,7 @@ def bench_shape(args: argparse.Namespace, n: int, k: int) -> list[Result]:
     weight = torch.randn(n, k, generator=generator) * 0.02
     inputs = {m: torch.randn(m, k, generator=generator).to(args.dtype) for m in args.m}
     cold_bytes = args.cold_mib * MIB if min(args.m) <= args.cold_m else 0
-    entering = members.candidates(args.only, not args.no_peers, args.libraries)
+    entering = members.candidates(args.only, not args.no_peers, args.libraries, cpu_peers.zentorch(args.zentorch))
     everyone = [Entrant(item, weight, cold_bytes) for item in entering]
     check = inputs[min(args.m)]
     exact = check.double() @ weight.double().T

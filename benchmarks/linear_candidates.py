@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+from cpu_peers import Ops
 from ggml_linear import GgmlLinear, Library
 from torch import Tensor, nn
 from torch.nn import functional
@@ -86,6 +87,7 @@ def _ours(config: lowbit.formats.base.FormatConfig) -> Callable[[Tensor], tuple[
 
 OURS = {
     "int8 weight-only": lowbit.int8_weight_only(),
+    "int4 weight-only g32": lowbit.int4_weight_only(group_size=32),
     "int4 weight-only g128": lowbit.int4_weight_only(group_size=128),
     "int3 weight-only g64": lowbit.intx_weight_only(torch.int3, 64),
     "int6 weight-only": lowbit.intx_weight_only(torch.int6),
@@ -191,7 +193,45 @@ PEERS = (
 )
 
 
-def candidates(only: str | None, peers: bool, libraries: Sequence[Library]) -> list[Candidate]:
+def int4_codes(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes of int8 [n, k] and scales [k / 32, n] in bfloat16, as zentorch takes groups of 32."""
+    groups = weight.unflatten(1, (-1, 32))
+    scale = groups.abs().amax(2) / 7
+    codes = (groups / scale[..., None]).round().clamp(-8, 7).to(torch.int8)
+    return codes.flatten(1), scale.T.contiguous().bfloat16()
+
+
+def of_zentorch(ops: Ops | None) -> list[Candidate]:
+    """zentorch's layers; it takes activations of bfloat16 alone."""
+    if ops is None:
+        return []
+
+    def w8a8(weight: Tensor) -> tuple[Layer, int]:
+        scale = weight.abs().amax(1) / 127
+        codes = (weight / scale[:, None]).round().to(torch.int8)
+        return _Function(ops.zentorch_dynamic_qlinear, codes, scale.bfloat16()), codes.nbytes
+
+    def w4a8(weight: Tensor) -> tuple[Layer, int]:
+        codes, scale = int4_codes(weight)
+        packed = ops.zentorch_woq_repack_weight(codes).view(torch.int8)
+        return _Function(ops.zentorch_dynamic_qlinear, packed, scale), packed.nbytes
+
+    def int4(weight: Tensor) -> tuple[Layer, int]:
+        codes, scale = int4_codes(weight)
+        packed = ops.zentorch_woq_repack_weight(codes).T
+        return _Function(lambda x, w, s: ops.zentorch_woq_linear(x, w, s, None), packed, scale), packed.nbytes
+
+    def bfloat16(weight: Tensor) -> tuple[Layer, int]:
+        weight = weight.bfloat16()
+        return _Function(ops.zentorch_linear_unary, weight), weight.nbytes
+
+    made = {"W8A8": w8a8, "W4A8 g32": w4a8, "int4 weight-only g32": int4, "dense bf16": bfloat16}
+    return [Candidate(f"zentorch {name}", make, torch.bfloat16) for name, make in made.items()]
+
+
+def candidates(
+    only: str | None, peers: bool, libraries: Sequence[Library], zentorch: Ops | None = None
+) -> list[Candidate]:
     """All candidates, the baseline first; ``only`` keeps those whose name contains one of its comma-separated parts."""
     ours = [Candidate(name, _ours(config), ours=True) for name, config in OURS.items()]
     ggml = [
@@ -200,7 +240,7 @@ def candidates(only: str | None, peers: bool, libraries: Sequence[Library]) -> l
         for type_name in library.types
     ]
     peers = peers and not any(library.keeps_tiles for library in libraries)
-    rest = [*ours, *(PEERS if peers else ()), *ggml]
+    rest = [*ours, *(PEERS if peers else ()), *of_zentorch(zentorch), *ggml]
     if only:
         parts = [part.strip().lower() for part in only.split(",")]
         rest = [item for item in rest if any(part in item.name.lower() for part in parts)]
