@@ -4,19 +4,21 @@
 #include LOWBIT_ISA_HEADER
 
 #ifdef LOWBIT_LOOPS_OF_neon_dot
-#include "cpu/linear/dot.hpp"
+#include "cpu/linear/dot_tile.hpp"
 
 namespace lowbit::cpu::LOWBIT_ISA_NAME {
 
 extern "C" [[gnu::flatten]] void int4_int8_one_row(PackedWeight weight, const Int8Rows<int8_t>& rows,
                                                    const Sink& sink) {
   weight.spec.group_size = 32, weight.spec.asymmetric = false;
-  dot_tile<Format::int4, false, true, 1, 1>(weight, rows, sink, 0, 0, 1, {});
+  const Strip<Format::int4> strip(weight, sink, {0, 1}, nullptr, nullptr, 0, false);
+  dot_tile<Format::int4, false, true, 1, 1>(strip, rows, sink, 0, nullptr, 0);
 }
 extern "C" [[gnu::flatten]] void int4_int8_rows(PackedWeight weight, const Int8Rows<int8_t>& rows, const Sink& sink,
-                                                const Dot4::Codes* codes) {
+                                                const uint8_t* codes) {
   weight.spec.group_size = 0, weight.spec.asymmetric = false;
-  dot_tile<Format::int4, true, false, kDotRows, 1>(weight, rows, sink, 0, 0, 1, {codes, 0, nullptr, 0});
+  const Strip<Format::int4> strip(weight, sink, {0, 1}, nullptr, codes, 0, false);
+  dot_tile<Format::int4, true, false, kDotRows, 1>(strip, rows, sink, 0, nullptr, 0);
 }
 
 }  // namespace lowbit::cpu::LOWBIT_ISA_NAME

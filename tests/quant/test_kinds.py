@@ -148,7 +148,7 @@ def test_others_are_refused_by_name(model: nn.Module) -> None:
 
 
 def test_training_and_sparsity_are_of_other_kinds(model: nn.Module) -> None:
-    with pytest.raises(TypeError, match="must select nn.Linear and nn.Embedding layers only, got 1: Experts"):
+    with pytest.raises(TypeError, match="must select nn.Linear, nn.Embedding and experts layers only, got 1: Experts"):
         lowbit.quantize_(model, lowbit.training.QATConfig(CONFIG), lambda module, name: name == "1")
     report = lowbit.sparsify_(model, lowbit.block_sparse_weight(16))
     assert [row.layer for row in report.rows] == ["0"] and type(model[1]) is Experts

@@ -55,14 +55,13 @@ struct CodeRows {
     const Scratch memory(expand && !stored ? kDotPanels * steps * static_cast<int64_t>(sizeof(Codes)) : 0);
     Codes* const expanded = memory.as<Codes>();
     const int64_t at_once = expand || !alone(block.count()) ? kDotPanels : 1,
-                  stride = stored ? spec.panel_bytes() / static_cast<int64_t>(sizeof(Codes)) : steps;
+                  stride = stored ? spec.panel_bytes() : steps * static_cast<int64_t>(sizeof(Codes));
     for (int64_t panel = panels.begin; panel < panels.end; panel += at_once) {
       const Span now{panel, smaller(panels.end, panel + at_once)};
       for (int p = 0; expand && !stored && p < now.count(); p++)
         expand_panel<kFormat>(spec, view_panel(spec, weight.data, panel + p), steps / kStepsPerHalf,
                               expanded + p * steps);
-      const uint8_t* const packed = view_panel(spec, weight.data, panel).codes;
-      const Codes* const codes = stored ? reinterpret_cast<const Codes*>(packed) : expanded;
+      const uint8_t* const codes = stored ? view_panel(spec, weight.data, panel).codes : memory.as<uint8_t>();
       multiply_rows({weight, sink, now, weight.upcoming(panels, panel + at_once), expand ? codes : nullptr, stride,
                      rows.offset != nullptr},
                     sink, block);

@@ -94,21 +94,29 @@ LOWBIT_INLINE f32x16 add_sum(f32x16 result, i32x16 total, const RowSum& sum, f32
   return fma(t, w_scale, result);
 }
 
+// Codes from expand_panel; or as a weight has them, which may be mapped from a file and so lie at any address.
+template <class Codes>
+LOWBIT_INLINE Codes load_expanded(const uint8_t* p) {
+  if constexpr (std::is_same_v<Codes, u8x64>) return load_line(p);
+  else return *reinterpret_cast<const Codes*>(p);
+}
+
 // Adds one half (32 k; 16 k if kSteps is 4, for codes in groups of 16, which are always expanded) to total[row][panel];
 // kOneHalf: it is a whole group. expanded: the panels' codes from expand_panel, or null.
 template <Format kFormat, bool kHigh, bool kExpanded, bool kOneHalf, int kSteps, int kRows, int kPanels, class Step>
-LOWBIT_INLINE void dot_half(const PanelView* panels, const typename DotOf<kFormat>::Codes* expanded,
-                            int64_t expanded_stride, int64_t half, const Step* const* a,
-                            AheadOf<kFormat, kPanels> (&ahead)[kPanels], i32x16 (&total)[kRows][kPanels]) {
+LOWBIT_INLINE void dot_half(const PanelView* panels, const uint8_t* expanded, int64_t expanded_stride, int64_t half,
+                            const Step* const* a, AheadOf<kFormat, kPanels> (&ahead)[kPanels],
+                            i32x16 (&total)[kRows][kPanels]) {
   using Dot = DotOf<kFormat>;
   constexpr int kChains = kRows * kPanels * Dot::kChains <= 8 ? Dot::kChains
                           : kRows * kPanels <= 4              ? smaller(2, Dot::kChains)
                                                               : 1;
   const uint8_t* packed[kPanels];
-  const typename Dot::Codes* wide[kPanels];
+  constexpr auto kCodesBytes = static_cast<int64_t>(sizeof(typename Dot::Codes));
+  const uint8_t* wide[kPanels];
   for (int p = 0; p < kPanels; p++) {
     packed[p] = half_at<kFormat>(panels[p].codes, half);
-    wide[p] = kExpanded ? expanded + p * expanded_stride + half * kSteps : nullptr;
+    wide[p] = kExpanded ? expanded + p * expanded_stride + half * kSteps * kCodesBytes : nullptr;
   }
   constexpr int kSum = smaller(kSteps, steps_in_sum<kFormat>());
 #pragma GCC unroll 2
@@ -127,8 +135,8 @@ LOWBIT_INLINE void dot_half(const PanelView* panels, const typename DotOf<kForma
       typename Dot::Codes codes[kPanels];
 #pragma GCC unroll 4
       for (int p = 0; p < kPanels; p++)
-        codes[p] = kExpanded ? wide[p][step]
-                             : dot_codes<kFormat, kHigh, kRows != 1 && kPanels == 1>(packed[p] + step * 64);
+        if constexpr (kExpanded) codes[p] = load_expanded<typename Dot::Codes>(wide[p] + step * kCodesBytes);
+        else codes[p] = dot_codes<kFormat, kHigh, kRows != 1 && kPanels == 1>(packed[p] + step * 64);
 #pragma GCC unroll 16
       for (int r = 0; r < kRows; r++)
 #pragma GCC unroll 4
@@ -156,17 +164,16 @@ LOWBIT_INLINE void dot_half(const PanelView* panels, const typename DotOf<kForma
 // microsecond, and finding this for each took a fifth of that. A single panel, as may come last, is there twice.
 template <Format kFormat>
 struct Strip {
-  using Codes = typename DotOf<kFormat>::Codes;
   const PackedWeight& weight;
   Span panels;
-  const Codes* codes;       // as expand_panel writes them, `stride` apart; or null
+  const uint8_t* codes;     // as expand_panel writes them, `stride` bytes from panel to panel; or null
   int64_t stride;
   const uint8_t* upcoming;  // the panels that are read next
   int64_t halves, halves_per_sum, y_size;  // y_size: bytes of an element of y
   PanelView views[kDotPanels];
   PanelEnd ends[kDotPanels];
 
-  Strip(const PackedWeight& weight, const Sink& sink, Span panels, const uint8_t* upcoming, const Codes* codes,
+  Strip(const PackedWeight& weight, const Sink& sink, Span panels, const uint8_t* upcoming, const uint8_t* codes,
         int64_t stride, bool offsets)
       : weight(weight), panels(panels), codes(codes), stride(panels.count() > 1 ? stride : 0), upcoming(upcoming),
         halves(ceil_div(weight.spec.k, half_k())), halves_per_sum(Sums(weight.spec).k / half_k()),
@@ -190,7 +197,7 @@ void dot_tile(const Strip<kFormat>& strip, const Int8Rows<typename DotOf<kFormat
   using Dot = DotOf<kFormat>;
   const WeightSpec& spec = strip.weight.spec;
   const int64_t halves = strip.halves, halves_per_sum = strip.halves_per_sum;
-  const typename Dot::Codes* const codes = strip.codes;
+  const uint8_t* const codes = strip.codes;
   const int64_t stride = strip.stride;
   PanelView panels[kPanels];  // a copy, which the compiler keeps in registers: 1.03x
   for (int p = 0; p < kPanels; p++) panels[p] = strip.views[p];

@@ -54,8 +54,8 @@ LOWBIT_INLINE void with_x_tiles(bool long_sums, Body&& body) {
 //     .. end, a few whole steps, to the accumulators; block: the k at which the weights begin
 //   scale_of_sum(panel, s): the argument of scale() for a panel
 //   scale(sums, row tile, s, panel's argument, result): adds sum number s of a tile to its results
-//   groups_in_registers(), multiply_groups(row tile, block, results): with kGroupsInRegisters, whether results can be
-//     computed without sums in memory, and their computation
+//   groups_in_registers(), multiply_groups(row tile, block, results): where the unit has add_groups, whether results can
+//     be computed without sums in memory, and their computation
 //   of_rows(row tile, s): what that needs of rows. add(..) adds a row of sums, end(..) ends it if only_scales(sink)
 //   panel_end(sink, panel), store_row(sink, end, row, panel, value): a row of results to y
 //   store_rows(sink, row, count, panel, results): several
@@ -175,7 +175,7 @@ struct TileTask {
   void multiply(const TileResults<Product>& to, const WeightBlock& block, PendingSums<Product>& pending,
                 NextBlock& next) const {
     const int64_t row_tiles = ceil_div(rows, kTileRows);
-    if constexpr (TileUnit::kGroupsInRegisters)
+    if constexpr (requires { product.groups_in_registers(); })
       if (product.groups_in_registers()) {
         with_count<kPanelsAtOnce>(block.panels, [&](auto kPanels) {
           for (int64_t tile = 0; tile < row_tiles; tile++) multiply_groups<kPanels>(to, block, tile);

@@ -98,6 +98,7 @@ struct PartProduct {
     });
   }
 
+  template <class Unit = TileUnit> requires (Unit::kGroupsInRegisters)
   LOWBIT_INLINE bool groups_in_registers() const {
     return sum_k < k && block_k % sum_k == 0 && x_parts * parts == 1;
   }

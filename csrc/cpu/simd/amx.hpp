@@ -18,7 +18,6 @@ namespace {
 class TileUnit : public TileNumbers {
  public:
   static constexpr bool kSumsInRegisters = false;  // accumulators stay in the tile unit
-  static constexpr bool kGroupsInRegisters = false;
   static constexpr int64_t kRowsTogether = 1;
   static constexpr int64_t kL1 = 48 << 10, kL2 = 2 << 20;  // of the processors that have it
 

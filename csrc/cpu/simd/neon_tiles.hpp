@@ -18,7 +18,6 @@ namespace {
 class TileUnit : public TileNumbers {
  public:
   static constexpr bool kSumsInRegisters = true;  // for consecutive tiles of one factor: add_steps
-  static constexpr bool kGroupsInRegisters = false;
   static constexpr int64_t kRowsTogether = 2;
   static constexpr int64_t kL1 = 64 << 10, kL2 = 1 << 20;  // of Neoverse N1, N2, V1 and V2
 

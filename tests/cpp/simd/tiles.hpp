@@ -180,6 +180,16 @@ void multiply_steps() {
     second ? Unit::template store<3>(sums) : Unit::template store<2>(sums);
     expect_sums("TileUnit::add_steps", tiles, Numbers(kTileRows * kColumns), sums);
   }
+  if constexpr (requires { Unit::kGroupsInRegisters; }) {
+    report.checks("TileUnit::add_groups");
+    alignas(64) float first[kTileRows * 16] = {}, second[kTileRows * 16] = {};
+    float* const results[] = {first, second};
+    Unit::template add_groups<2>(
+        results, TileRows{x.data(), 64, kTileRows * 64}, [&](int) { return TileRows{tiles.w_memory.data(), 64, 1024}; },
+        2, 1, [](f32x16 total, int64_t, int, int64_t, f32x16 result) { return add(total, result); });
+    expect_sums("TileUnit::add_groups", tiles, Numbers(kTileRows * kColumns), first);
+    expect_sums("TileUnit::add_groups", tiles, Numbers(kTileRows * kColumns), second);
+  }
 }
 
 template <class Unit>
