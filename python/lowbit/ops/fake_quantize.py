@@ -10,6 +10,7 @@ scales follow from their own range, so nothing is clipped, and the gradient pass
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -132,7 +133,7 @@ class _Weight(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         grad_weight = grad.clone(memory_format=torch.contiguous_format)  # a copy, as autograd may use grad elsewhere
-        grad_scale = _masked(ctx, grad_weight, *ctx.saved_tensors, ctx.needs_input_grad[1])
+        grad_scale = _masked(ctx.format, grad_weight, *ctx.saved_tensors, ctx.needs_input_grad[1])
         return grad_weight, grad_scale, None, None, None, None
 
 
@@ -184,8 +185,8 @@ class _Linear(torch.autograd.Function):
         rows = grad.reshape(-1, grad.shape[-1])
         grad_weight = grad_scale = None
         if for_weight or for_scale:
-            grad_weight = (rows.T @ x.reshape(-1, x.shape[-1])).to(weight.dtype).contiguous()
-            grad_scale = _masked(ctx, grad_weight, weight, scale, zero, for_scale)
+            inputs = x.reshape(-1, x.shape[-1])
+            grad_weight, grad_scale = weight_gradients(rows, inputs, weight, scale, zero, ctx.format, for_scale)
         return (
             grad @ rounded if for_x else None,
             grad_weight if for_weight else None,
@@ -195,9 +196,25 @@ class _Linear(torch.autograd.Function):
         )
 
 
-def _masked(ctx: Any, grad: Tensor, weight: Tensor, scale: Tensor, zero: Tensor, scale_wanted: bool) -> Tensor | None:
+def rounded_weight(weight: Tensor, format: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the values of the rounded weight, without a gradient, and the scales and zero points that were used."""
+    return _weight_op(weight, *format, None, None)
+
+
+def weight_gradients(
+    grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor, zero: Tensor, format: Sequence[int], scale_wanted: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Return the gradients of the weight and, if it is wanted, of the scale, for grad ``[rows, n]`` and x ``[rows, k]``
+    of a product with the rounded weight."""
+    grad_weight = (grad.T @ x).to(weight.dtype).contiguous()
+    return grad_weight, _masked(format, grad_weight, weight, scale, zero, scale_wanted)
+
+
+def _masked(
+    format: Sequence[int], grad: Tensor, weight: Tensor, scale: Tensor, zero: Tensor, scale_wanted: bool
+) -> Tensor | None:
     """Turn the gradient of the rounded weight into that of the weight, in place; return the gradient of the scale."""
-    grad_scale = _gradient_op(grad, weight, scale, zero, *ctx.format[:2], scale_wanted)
+    grad_scale = _gradient_op(grad, weight, scale, zero, *format[:2], scale_wanted)
     return grad_scale if scale_wanted else None
 
 

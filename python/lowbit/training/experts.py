@@ -22,15 +22,11 @@ from torch.autograd.function import once_differentiable
 from lowbit import _C
 from lowbit.formats.spec import LinearSpec
 from lowbit.ops.autocast import in_autocast_dtype
-from lowbit.ops.fake_quantize import WeightFormat, fake_quantize_activations
-from lowbit.ops.registration import function_of, register
+from lowbit.ops.fake_quantize import WeightFormat, fake_quantize_activations, rounded_weight, weight_gradients
 from lowbit.quant.experts import Form, attribute_of_class, check_call, run
 from lowbit.training import float8_linear, int8_linear
 from lowbit.training.float8_config import Float8LinearConfig
 
-register()
-_weight_op = function_of("fake_quantize")
-_gradient_op = function_of("fake_quantize_backward_")
 _SETTINGS = "form", "float_class", "spec", "base_config", "weight_format", "x_format", "int8_products", "float8_config"
 
 
@@ -84,9 +80,9 @@ class TrainedExperts(nn.Module):
         raise NotImplementedError
 
     def gradients(
-        self, grad: Tensor, x: Tensor | None, weight: Tensor, into: Tensor | None, for_x: bool
-    ) -> Tensor | None:
-        """Return the gradient of x if it is wanted, and write that of the weight to ``into`` if there is one."""
+        self, grad: Tensor, x: Tensor | None, weight: Tensor, for_x: bool
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Return the gradients of x, if it is wanted, and of the weight, if there is an x."""
         raise NotImplementedError
 
     def extra_repr(self) -> str:
@@ -116,10 +112,11 @@ class _Grouped(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight, memory_format=torch.contiguous_format) if for_weight else None
         into = _by_expert(ctx.counts, ctx.module, grad_weight) if for_weight else None
         for rows, matrix in _by_expert(ctx.counts, ctx.module, weight):
-            of_rows = (x[rows], next(into)[1]) if for_weight else (None, None)
-            part = ctx.module.gradients(grad[rows], of_rows[0], matrix, of_rows[1], for_x)
+            of_x, of_weight = ctx.module.gradients(grad[rows], x[rows] if for_weight else None, matrix, for_x)
+            if for_weight:
+                next(into)[1].copy_(of_weight)
             if for_x:
-                grad_x[rows] = part
+                grad_x[rows] = of_x
         return grad_x, grad_weight, None, None
 
 
@@ -149,17 +146,16 @@ class FakeQuantizedExperts(TrainedExperts):
         return fake_quantize_activations(x, self.x_format, self.weight_format[1]) if self.x_format else x
 
     def multiply(self, x: Tensor, weight: Tensor) -> Tensor:
-        return x @ _weight_op(weight, *self.weight_format, None, None)[0].to(x.dtype).T
+        return x @ rounded_weight(weight, self.weight_format)[0].to(x.dtype).T
 
     def gradients(
-        self, grad: Tensor, x: Tensor | None, weight: Tensor, into: Tensor | None, for_x: bool
-    ) -> Tensor | None:
-        values, scale, zero = _weight_op(weight, *self.weight_format, None, None)
-        if into is not None:
-            grad_weight = (grad.T @ x).to(weight.dtype)
-            _gradient_op(grad_weight, weight.contiguous(), scale, zero, *self.weight_format[:2], False)
-            into.copy_(grad_weight)
-        return grad @ values.to(grad.dtype) if for_x else None
+        self, grad: Tensor, x: Tensor | None, weight: Tensor, for_x: bool
+    ) -> tuple[Tensor | None, Tensor | None]:
+        values, *scales = rounded_weight(weight, self.weight_format)
+        grad_weight = None
+        if x is not None:
+            grad_weight, _ = weight_gradients(grad, x, weight.contiguous(), *scales, self.weight_format, False)
+        return grad @ values.to(grad.dtype) if for_x else None, grad_weight
 
 
 class Int8MixedPrecisionExperts(TrainedExperts):
@@ -173,14 +169,9 @@ class Int8MixedPrecisionExperts(TrainedExperts):
         return int8_linear.product(x, weight, self.int8_products)
 
     def gradients(
-        self, grad: Tensor, x: Tensor | None, weight: Tensor, into: Tensor | None, for_x: bool
-    ) -> Tensor | None:
-        grad_x, grad_weight = int8_linear.gradients(
-            grad, x, weight if for_x else None, self.int8_products, weight.dtype
-        )
-        if into is not None:
-            into.copy_(grad_weight)
-        return grad_x
+        self, grad: Tensor, x: Tensor | None, weight: Tensor, for_x: bool
+    ) -> tuple[Tensor | None, Tensor | None]:
+        return int8_linear.gradients(grad, x, weight if for_x else None, self.int8_products, weight.dtype)
 
 
 class Float8Experts(TrainedExperts):
@@ -198,14 +189,9 @@ class Float8Experts(TrainedExperts):
         return float8_linear.product(x, weight, self.float8_config)
 
     def gradients(
-        self, grad: Tensor, x: Tensor | None, weight: Tensor, into: Tensor | None, for_x: bool
-    ) -> Tensor | None:
-        grad_x, grad_weight = float8_linear.gradients(
-            grad, x, weight if for_x else None, self.float8_config, weight.dtype
-        )
-        if into is not None:
-            into.copy_(grad_weight)
-        return grad_x
+        self, grad: Tensor, x: Tensor | None, weight: Tensor, for_x: bool
+    ) -> tuple[Tensor | None, Tensor | None]:
+        return float8_linear.gradients(grad, x, weight if for_x else None, self.float8_config, weight.dtype)
 
 
 def prepare_in_place(module: nn.Module, cls: type[TrainedExperts], **settings: Any) -> None:

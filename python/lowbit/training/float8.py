@@ -35,8 +35,7 @@ def convert_to_float8_training(
     Args:
         model: a module with nn.Linear layers of float32, bfloat16 or float16, of any size; or such a layer.
         module_filter_fn: called with (module, qualified name) of every nn.Linear and every module of experts; True
-            converts it. None
-            converts all that can be converted.
+            converts it. None converts all that can be converted.
         config: a `Float8LinearConfig` of lowbit or torchao; None is the recipe "tensorwise".
 
     Returns:
