@@ -164,6 +164,7 @@ LOWBIT_INLINE void dot_half(const PanelView* panels, const uint8_t* expanded, in
 // microsecond, and finding this for each took a fifth of that. A single panel, as may come last, is there twice.
 template <Format kFormat>
 struct Strip {
+  static_assert(kDotPanels <= 2, "the last strip of a weight has one panel or all");
   const PackedWeight& weight;
   Span panels;
   const uint8_t* codes;     // as expand_panel writes them, `stride` bytes from panel to panel; or null
@@ -247,8 +248,10 @@ void dot_tile(const Strip<kFormat>& strip, const Int8Rows<typename DotOf<kFormat
   }
   float offsets[kRows];
   for (int r = 0; rows.offset && r < kRows; r++) offsets[r] = rows.offset[rows.at(row + r)];
+  const Sink of_rows = sink.from(row);
   for (int p = 0; p < smaller(kPanels, strip.panels.count()); p++)
-    finish_tile(sink, spec.n, strip.ends[p], row, kRows, strip.panels.begin + p, result[0] + p, kPanels,
+    finish_rows(of_rows, spec.n, strip.ends[p], kRows, strip.panels.begin + p,
+                reinterpret_cast<const float*>(result[0] + p), kPanels * kPanelColumns, nullptr,
                 rows.offset ? offsets : nullptr);
 }
 

@@ -118,29 +118,6 @@ LOWBIT_INLINE void finish_row(const Sink& sink, int64_t n, const PanelEnd& end, 
   store_from_float(sink.y, sink.dtype, at, count, value);
 }
 
-// Whether rows of a whole panel have the ends that finish_whole_rows knows, which a prompt through a decoder has.
-LOWBIT_INLINE bool finishes_whole(const Sink& sink, const PanelEnd& end) {
-  const bool known = sink.activation == Activation::none || sink.activation == Activation::silu;
-  return known && !sink.factor && end.inner < 0;
-}
-// finish_row for whole panels, with what does not depend on the row decided before: a third of its instructions. With
-// k = 512 finish_row took as long as a sixth of the products (W8A8, Zen 5).
-template <DType kDType, bool kSilu>
-LOWBIT_INLINE void finish_whole_rows(const Sink& sink, const PanelEnd& end, int64_t count, int64_t column,
-                                     const float* sums, int64_t step) {
-  const bool scales = end.scales, biased = sink.bias;
-  for (int64_t r = 0; r < count; r++, sums += step) {
-    const int64_t at = sink.row(r) * sink.stride + column - sink.column;
-    f32x16 value = load(sums);
-    if (scales) value = mul(value, end.scale);
-    if (biased) value = add(value, end.bias);
-    if (kSilu) value = silu(value);
-    if (sink.mul) value = mul(value, load_as_float(sink.mul, kDType, at, kPanelColumns));
-    if (sink.add) value = add(value, load_as_float(sink.add, kDType, at, kPanelColumns));
-    store_from_float(sink.y, kDType, at, kPanelColumns, value);
-  }
-}
-
 // `count` rows of a panel of n columns in all: row r has the 16 sums from sums[r * step] on, and is row r of sink.
 // row_factor: times a factor for each row; those with factor 0 are skipped; or null. row_offset: the factor of
 // column_sum (asymmetric activations), or null. Not inlined: it runs once per 16 k products, and as part of each tile
@@ -149,15 +126,25 @@ LOWBIT_ONE_FUNCTION [[maybe_unused]] inline void finish_rows(const Sink& sink, i
                                                              int64_t count, int64_t panel, const float* sums,
                                                              int64_t step, const float* row_factor,
                                                              const float* row_offset) {
-  const int64_t column = panel * kPanelColumns;
-  if (column + kPanelColumns <= n && !row_factor && !row_offset && finishes_whole(sink, end)) {
-    const auto finish = [&]<DType kDType>() __attribute__((always_inline)) {
-      if (sink.activation == Activation::silu) finish_whole_rows<kDType, true>(sink, end, count, column, sums, step);
-      else finish_whole_rows<kDType, false>(sink, end, count, column, sums, step);
-    };
-    if (sink.dtype == DType::float32) return finish.template operator()<DType::float32>();
-    if (sink.dtype == DType::bfloat16) return finish.template operator()<DType::bfloat16>();
-    return finish.template operator()<DType::float16>();
+  // Rows of whole panels as a prompt through a decoder has them: where these are constants, a row takes a third of the
+  // instructions. With k = 512 all rows had taken as long as a sixth of the products (W8A8, Zen 5).
+  const auto finish = [&](DType dtype, Activation activation) __attribute__((always_inline)) {
+    Sink known = sink;
+    known.dtype = dtype, known.activation = activation, known.factor = nullptr;
+    PanelEnd ends = end;
+    ends.inner = -1;
+    for (int64_t r = 0; r < count; r++)
+      finish_row(known, (panel + 1) * kPanelColumns, ends, r, panel, load(sums + r * step), nullptr);
+  };
+  const auto finish_as = [&](DType dtype) __attribute__((always_inline)) {
+    if (sink.activation == Activation::silu) finish(dtype, Activation::silu);
+    else finish(dtype, Activation::none);
+  };
+  const bool known = sink.activation == Activation::none || sink.activation == Activation::silu;
+  if (known && (panel + 1) * kPanelColumns <= n && end.inner < 0 && !sink.factor && !row_factor && !row_offset) {
+    if (sink.dtype == DType::float32) return finish_as(DType::float32);
+    if (sink.dtype == DType::bfloat16) return finish_as(DType::bfloat16);
+    return finish_as(DType::float16);
   }
   for (int64_t r = 0; r < count; r++, sums += step) {
     f32x16 value = load(sums);
@@ -169,10 +156,16 @@ LOWBIT_ONE_FUNCTION [[maybe_unused]] inline void finish_rows(const Sink& sink, i
   }
 }
 
+LOWBIT_INLINE void finish_rows(const PackedWeight& weight, const Sink& sink, int64_t count, int64_t panel,
+                               const float* sums, int64_t step, const float* row_factor, const float* row_offset) {
+  finish_rows(sink, weight.spec.n, PanelEnd(weight, sink, panel, row_offset != nullptr), count, panel, sums, step,
+              row_factor, row_offset);
+}
+
 // The same for the rows of a tile from `row` on, whose sums are `step` vectors apart.
-LOWBIT_INLINE void finish_tile(const Sink& sink, int64_t n, const PanelEnd& end, int64_t row, int64_t count,
-                               int64_t panel, const f32x16* sums, int64_t step, const float* row_offset) {
-  finish_rows(sink.from(row), n, end, count, panel, reinterpret_cast<const float*>(sums), step * kPanelColumns, nullptr,
+LOWBIT_INLINE void finish_tile(const PackedWeight& weight, const Sink& sink, int64_t row, int64_t count, int64_t panel,
+                               const f32x16* sums, int64_t step, const float* row_offset) {
+  finish_rows(weight, sink.from(row), count, panel, reinterpret_cast<const float*>(sums), step * kPanelColumns, nullptr,
               row_offset);
 }
 

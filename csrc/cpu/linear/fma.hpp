@@ -128,7 +128,7 @@ void stream_panel(const PackedWeight& weight, const PanelView& view, const Order
         result[r] = fma(fma(w_zero, set1(group_sums[r][g]), sums.total(r)), w_scale, result[r]);
     }
   }
-  finish_tile(sink, spec.n, PanelEnd(weight, sink, panel, false), row, kRows, panel, result, 1, nullptr);
+  finish_tile(weight, sink, row, kRows, panel, result, 1, nullptr);
 }
 
 // Bytes for unpacking codes in planes, once for all rows; 0 if a panel is read as stored.
@@ -250,8 +250,8 @@ struct BlockedRows {
         multiply_block(block, k, static_cast<int>(smaller(kFloatPanels, width - panel)), b, c + panel * rows * 16);
       }
     for (int64_t panel = 0; panel < width; panel++)
-      finish_rows(sink.from(block.begin), weight.spec.n, PanelEnd(weight, sink, panels.begin + panel, false), rows,
-                  panels.begin + panel, c + panel * rows * 16, kPanelColumns, nullptr, nullptr);
+      finish_rows(weight, sink.from(block.begin), rows, panels.begin + panel, c + panel * rows * 16, kPanelColumns,
+                  nullptr, nullptr);
   }
 
  private:

@@ -84,8 +84,7 @@ void semi_sparse_tile(const PackedWeight& weight, const Int8Rows<int8_t>& rows, 
       result[r] = add_sum<Format::int8>(result[r], sums.total(r), rows.sums[(row + r) * rows.sum_count + s], w_scale,
                                         nullptr);
   }
-  finish_tile(sink, weight.spec.n, PanelEnd(weight, sink, panel, rows.offset != nullptr), row, kRows, panel, result, 1,
-              rows.offsets_from(row));
+  finish_tile(weight, sink, row, kRows, panel, result, 1, rows.offsets_from(row));
 }
 
 // The family of micro-kernels for int8 codes and few rows.

@@ -60,7 +60,7 @@ void semi_sparse_stream(const PackedWeight& weight, const float* values, int64_t
     next.fetch_group(view, g);
     for (int r = 0; r < kRows; r++) result[r] = fma(sums.total(r), w_scale, result[r]);
   }
-  finish_tile(sink, weight.spec.n, PanelEnd(weight, sink, panel, false), 0, kRows, panel, result, 1, nullptr);
+  finish_tile(weight, sink, 0, kRows, panel, result, 1, nullptr);
 }
 
 // The family of micro-kernels for few rows, all of them finite.

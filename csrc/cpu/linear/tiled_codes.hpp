@@ -98,8 +98,7 @@ struct Int8Product {
   }
   LOWBIT_INLINE void store_rows(const Sink& sink, int64_t row, int64_t count, int64_t panel,
                                 const float* results) const {
-    finish_rows(sink.from(row), weight.spec.n, panel_end(sink, panel), count, panel, results, kPanelColumns, nullptr,
-                rows.offsets_from(row));
+    finish_rows(weight, sink.from(row), count, panel, results, kPanelColumns, nullptr, rows.offsets_from(row));
   }
   LOWBIT_INLINE void store_row(const Sink& sink, const PanelEnd& end, int64_t row, int64_t panel, f32x16 value) const {
     finish_row(sink, weight.spec.n, end, row, panel, value, rows.offset);

@@ -171,8 +171,7 @@ struct PartProduct {
   }
   LOWBIT_INLINE void store_rows(const Sink& sink, int64_t row, int64_t count, int64_t panel,
                                 const float* results) const {
-    finish_rows(sink.from(row), weight.spec.n, panel_end(sink, panel), count, panel, results, kPanelColumns,
-                rows.unscale + row, nullptr);
+    finish_rows(weight, sink.from(row), count, panel, results, kPanelColumns, rows.unscale + row, nullptr);
   }
   LOWBIT_INLINE void store_row(const Sink& sink, const PanelEnd& end, int64_t row, int64_t panel, f32x16 value) const {
     if (rows.unscale[row] != 0.0f)
